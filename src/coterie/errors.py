@@ -1,0 +1,84 @@
+"""The exceptions of Coterie, and how bad input is described.
+
+    CoterieError
+    ├── ConfigError       (ValueError)       a setting is unknown, of the wrong type, or impossible
+    ├── DataError         (ValueError)       data that cannot be used: missing, out of range, too little
+    ├── ModelError        (ValueError)       a module that cannot be trained as asked
+    ├── ExchangeError     (RuntimeError)     an exchange was used against its contract
+    │   └── PeerMismatch                     another node runs something else than this one
+    ├── TransportError    (ConnectionError)  the network, an identity or a message failed
+    ├── RunExistsError    (FileExistsError)  the run folder is there already
+    └── CheckpointError   (ValueError)       a checkpoint is damaged or belongs to another run
+
+Every message says what was found, what was expected and what to do. Expected failures during a run (a missing
+peer, a diverged client) are values, not exceptions.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class CoterieError(Exception):
+    """The root of every error that Coterie raises on purpose."""
+
+
+class ConfigError(CoterieError, ValueError):
+    """A setting is unknown, of the wrong type, or impossible."""
+
+
+class DataError(CoterieError, ValueError):
+    """The data cannot be used as asked."""
+
+
+class ModelError(CoterieError, ValueError):
+    """The module cannot be trained as asked."""
+
+
+class ExchangeError(CoterieError, RuntimeError):
+    """An exchange was used against its contract."""
+
+
+class PeerMismatch(ExchangeError):  # noqa: N818 (named for what it is)
+    """Another node runs another method, model, study or protocol than this one."""
+
+
+class TransportError(CoterieError, ConnectionError):
+    """The network, an identity or a message failed."""
+
+
+class RunExistsError(CoterieError, FileExistsError):
+    """The run folder exists; it is never overwritten without being told to."""
+
+
+class CheckpointError(CoterieError, ValueError):
+    """A checkpoint is damaged, or belongs to another run."""
+
+
+def require(condition: bool, name: str, found: object, expected: str, *, error: type[CoterieError] = ConfigError) -> None:
+    """Check one setting at the door.
+
+    Args:
+        condition: what must hold.
+        name: the setting, as the user writes it.
+        found: its value.
+        expected: what would be right, in words.
+        error: the exception to raise.
+
+    Raises:
+        ConfigError: (or `error`) when the condition does not hold.
+    """
+    if not condition:
+        raise error(f"{name} is {found!r}; expected {expected}")
+
+
+def unknown(kind: str, name: str, valid: Iterable[str]) -> str:
+    """Describe an unknown name and the nearest valid one.
+
+    Example:
+        >>> unknown("method", "dca", ["dac", "local"])
+        "unknown method 'dca'; did you mean 'dac'? valid: dac, local"
+    """
+    names = sorted(valid)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ";"
+    return f"unknown {kind} {name!r}{hint} valid: {', '.join(names)}"

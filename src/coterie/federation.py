@@ -1,0 +1,238 @@
+"""Federation: every client's data and splits, the test sets that serve them, and the planted truth.
+
+A federation is plain tensors. Clients are rows, padded to the largest client, so that a whole population is one
+array; images stay uint8 and are normalised batch by batch. Test sets are stored once and shared by index.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from jaxtyping import Int, Shaped
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from coterie.errors import DataError
+
+PADDING, TRAIN, VALIDATION = -1, 0, 1
+SPLITS = {"train": TRAIN, "validation": VALIDATION}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What was planted, for Oracle, metrics and reports only; never part of what a hosted client sees.
+
+    Args:
+        cluster: the planted cluster of each client, from 0.
+        names: a name for each cluster, such as "rotation 90".
+        shift: a description of what was done to each client's data.
+    """
+
+    cluster: Int[Tensor, " clients"]
+    names: tuple[str, ...]
+    shift: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TestSet:
+    """A test set that serves one or more clients.
+
+    Args:
+        x: the inputs, in the same form as the federation's.
+        y: the targets.
+        name: what it holds, such as "rotation 90".
+    """
+
+    x: Shaped[Tensor, "samples *features"]
+    y: Shaped[Tensor, "samples *targets"]
+    name: str
+
+    __test__ = False  # not a pytest class
+
+
+@dataclass(frozen=True)
+class Federation:
+    """The data of a population of clients.
+
+    Args:
+        x: inputs of every client, padded to the largest client. uint8 images are scaled to [0, 1] and normalised
+            with `mean` and `std` per batch; floats are used as they are (float16 is widened).
+        y: integer classes, or float targets for regression.
+        split: -1 padding, 0 train, 1 validation.
+        tests: the test sets.
+        test_of: which of them serves each client.
+        ids: the stable id of each client, its place in the population.
+        population: how many clients there are in all; more than the rows here when only some are hosted.
+        classes: number of classes; 0 for regression.
+        mean: per channel, for uint8 images; empty for "do not normalise".
+        std: per channel.
+        origin: which sample of the source each row is (-1 for padding); part of the fingerprint.
+        truth: the planted clusters, or None when unknown or not to be seen.
+        name: what this is, in a few words.
+        class_names: a name per class, when known.
+    """
+
+    x: Shaped[Tensor, "clients samples *features"]
+    y: Shaped[Tensor, "clients samples *targets"]
+    split: Int[Tensor, "clients samples"]
+    tests: tuple[TestSet, ...]
+    test_of: Int[Tensor, " clients"]
+    ids: Int[Tensor, " clients"]
+    population: int
+    classes: int
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    origin: Int[Tensor, "clients samples"] | None = None
+    truth: Truth | None = None
+    name: str = "federation"
+    class_names: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The shape of one input."""
+        return tuple(self.x.shape[2:])
+
+    @property
+    def outputs(self) -> int:
+        """How many outputs a model needs: the classes, or the size of a regression target."""
+        return self.classes if self.classes else max(1, int(torch.tensor(self.y.shape[2:]).prod()))
+
+    def counts(self, split: str) -> Int[Tensor, " clients"]:
+        """Return how many samples each client has in a split ("train" or "validation")."""
+        return (self.split == SPLITS[split]).sum(1)
+
+    def host(self, ids: Sequence[int] | Int[Tensor, " hosted"]) -> "Federation":
+        """Return the rows of some clients, as one process holds them: without the truth.
+
+        Args:
+            ids: ids of the clients to host, each of them in this federation.
+
+        Raises:
+            DataError: when an id is not here.
+        """
+        wanted = torch.as_tensor(ids, dtype=torch.int64)
+        place = {int(client): row for row, client in enumerate(self.ids.tolist())}
+        missing = [int(i) for i in wanted if int(i) not in place]
+        if missing:
+            raise DataError(f"clients {missing[:5]} are not in this federation of {len(self)} clients")
+        rows = torch.tensor([place[int(i)] for i in wanted], dtype=torch.int64)
+        if torch.equal(rows, torch.arange(len(self))):
+            return replace(self, truth=None)
+        return replace(
+            self,
+            x=self.x[rows],
+            y=self.y[rows],
+            split=self.split[rows],
+            test_of=self.test_of[rows],
+            ids=self.ids[rows],
+            origin=None if self.origin is None else self.origin[rows],
+            truth=None,
+        )
+
+    def fingerprint(self) -> str:
+        """Hash which samples every client holds, in which split, and what was done to them."""
+        digest = hashlib.sha256()
+        origin = self.split if self.origin is None else self.origin
+        for part in (self.ids, origin, self.split, self.y, self.test_of):
+            digest.update(str(tuple(part.shape)).encode())
+            digest.update(part.contiguous().numpy().tobytes())
+        shift = self.truth.shift if self.truth else ()
+        digest.update(json.dumps([self.name, self.mean, self.std, shift]).encode())
+        return digest.hexdigest()[:16]
+
+    def validate(self) -> "Federation":
+        """Check everything a user could get wrong, once, at the door.
+
+        Raises:
+            DataError: with what was found, what was expected and what to do.
+        """
+        if self.x.is_floating_point() and not bool(torch.isfinite(self.x).all()):
+            bad = int((~torch.isfinite(self.x)).reshape(len(self), -1).any(1).nonzero()[0])
+            raise DataError(f"the inputs of client {int(self.ids[bad])} contain NaN or infinity; clean or drop them")
+        used = self.split >= 0
+        if self.classes:
+            labels = self.y[used]
+            if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= self.classes):
+                raise DataError(
+                    f"labels run from {int(labels.min())} to {int(labels.max())}; expected 0 to {self.classes - 1}: "
+                    "raise `classes` or map the labels"
+                )
+        elif not bool(torch.isfinite(self.y).all()):
+            raise DataError("the targets contain NaN or infinity; clean or drop them")
+        empty = (self.counts("train") == 0).nonzero().flatten().tolist()
+        if empty:
+            raise DataError(f"client {int(self.ids[empty[0]])} has no training samples; give every client at least one")
+        return self
+
+    def save(self, path: str | Path) -> None:
+        """Write the federation to one safetensors file, atomically."""
+        tensors = {"x": self.x, "y": self.y, "split": self.split, "test_of": self.test_of, "ids": self.ids}
+        if self.origin is not None:
+            tensors["origin"] = self.origin
+        if self.truth is not None:
+            tensors["truth.cluster"] = self.truth.cluster
+        for i, test in enumerate(self.tests):
+            tensors |= {f"tests.{i}.x": test.x, f"tests.{i}.y": test.y}
+        meta = {
+            "population": self.population,
+            "classes": self.classes,
+            "mean": self.mean,
+            "std": self.std,
+            "name": self.name,
+            "class_names": self.class_names,
+            "tests": [test.name for test in self.tests],
+            "truth": None if self.truth is None else {"names": self.truth.names, "shift": self.truth.shift},
+        }
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        os.close(handle)
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, temporary, metadata={"coterie": json.dumps(meta)})
+        os.replace(temporary, path)
+
+    @staticmethod
+    def load(path: str | Path) -> "Federation":
+        """Read a federation that `save` wrote.
+
+        Raises:
+            DataError: when the file is not one.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                meta = json.loads((file.metadata() or {})["coterie"])
+            tensors = load_file(str(path))
+        except (SafetensorError, KeyError, json.JSONDecodeError) as error:
+            raise DataError(f"{path} is not a federation file: {error}") from error
+        truth = None
+        if meta["truth"] is not None:
+            truth = Truth(tensors["truth.cluster"], tuple(meta["truth"]["names"]), tuple(meta["truth"]["shift"]))
+        tests = tuple(
+            TestSet(tensors[f"tests.{i}.x"], tensors[f"tests.{i}.y"], name) for i, name in enumerate(meta["tests"])
+        )
+        return Federation(
+            x=tensors["x"],
+            y=tensors["y"],
+            split=tensors["split"],
+            tests=tests,
+            test_of=tensors["test_of"],
+            ids=tensors["ids"],
+            population=meta["population"],
+            classes=meta["classes"],
+            mean=tuple(meta["mean"]),
+            std=tuple(meta["std"]),
+            origin=tensors.get("origin"),
+            truth=truth,
+            name=meta["name"],
+            class_names=tuple(meta["class_names"]),
+        )

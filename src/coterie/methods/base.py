@@ -1,0 +1,196 @@
+"""What a method is: State, Round, Method and PeerMethod.
+
+A method is written over the clients this process hosts and knows nothing of the others but what its exchange brings.
+It is a frozen dataclass: its fields are its hyperparameters, so it is its own configuration. All that evolves is in
+`State`, which goes in and comes out; `round` never changes its arguments.
+"""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from coterie.errors import require
+from coterie.exchange import Exchange, Message
+from coterie.rng import Rng
+from coterie.task import LocalTraining, Task
+
+Info = Mapping[str, Tensor]
+"""Everything a round reports, one row a hosted client. Nothing later depends on it.
+
+Names with a meaning to the record: `peers` (ids read), `arrived`, `weights` (mixing weight of each slot),
+`own_weight`, `bytes`, `loss` (training), `label` (found cluster), `passes` (forward passes of one sample),
+`extra_models`, `extra_floats` (traffic beside the pulled models), `diverged`.
+"""
+
+Order = Literal["exchange_first", "train_first"]
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything a later round depends on. A checkpoint is this and the number of the round.
+
+    Args:
+        params: the personal model of each hosted client.
+        memory: the method's memory: a frozen dataclass of tensors with a leading clients axis, or None.
+        shared: what the server role keeps: a frozen dataclass of tensors, or None.
+    """
+
+    params: Float[Tensor, "clients params"]
+    memory: Any = None
+    shared: Any = None
+
+    def take(self, rows: Int[Tensor, " rows"]) -> "State":
+        """Return the state of some hosted clients."""
+        return State(self.params[rows], map_tensors(self.memory, lambda t: t[rows]), self.shared)
+
+    def put(self, rows: Int[Tensor, " rows"], new: "State") -> "State":
+        """Return this state with some rows replaced, and the new shared part."""
+
+        def place(old: Tensor, update: Tensor) -> Tensor:
+            return old.index_copy(0, rows, update)
+
+        memory = None if self.memory is None else zip_tensors(self.memory, new.memory, place)
+        return State(place(self.params, new.params), memory, new.shared)
+
+
+def map_tensors(value: Any, function: Any) -> Any:
+    """Apply a function to every tensor of a dataclass; None stays None."""
+    if value is None:
+        return None
+    return replace(value, **{f.name: function(getattr(value, f.name)) for f in dataclasses.fields(value)})
+
+
+def zip_tensors(a: Any, b: Any, function: Any) -> Any:
+    """Apply a function to the matching tensors of two dataclasses of one kind."""
+    return replace(a, **{f.name: function(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a)})
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a method is given for one round.
+
+    Args:
+        index: number of the round, from 0.
+        task: model and data of the clients that take part and are hosted here.
+        exchange: the only door to other clients.
+        rng: the random streams of this round.
+        reachable: which members of the population can be read in this round.
+        local: how clients train.
+        order: whether the exchange or the local training comes first.
+    """
+
+    index: int
+    task: Task
+    exchange: Exchange
+    rng: Rng
+    reachable: Bool[Tensor, " population"]
+    local: LocalTraining = field(default_factory=LocalTraining)
+    order: Order = "exchange_first"
+
+    @property
+    def ids(self) -> Int[Tensor, " clients"]:
+        """The ids of the clients that take part and are hosted here."""
+        return self.task.ids
+
+    @property
+    def candidates(self) -> Bool[Tensor, "clients population"]:
+        """Whom each client may read: everybody reachable but itself."""
+        allowed = self.reachable.expand(len(self.ids), -1).clone()
+        return allowed.scatter_(1, self.ids[:, None], False)
+
+
+class Method(ABC):
+    """A federated method; concrete ones are final frozen dataclasses in a file of their own.
+
+    Class attributes:
+        kind: the name in METHODS, in study files and on the command line.
+        summary: one line on what it does.
+        references: the papers, as "Authors, title, year, link".
+        needs: what it asks of the run beyond a client's own knowledge ("truth": Oracle only).
+        exchanges: how many exchanges a round makes, always the same, so that nodes stay in step.
+        server: whether it needs a server.
+    """
+
+    kind: ClassVar[str]
+    summary: ClassVar[str]
+    references: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[frozenset[str]] = frozenset()
+    exchanges: ClassVar[int] = 1
+    server: ClassVar[bool] = False
+
+    @abstractmethod
+    def init(self, task: Task, rng: Rng) -> State:
+        """Return the state before the first round."""
+
+    @abstractmethod
+    def round(self, rnd: Round, state: State) -> tuple[State, Info]:
+        """Run one round for the hosted clients and return the new state and what happened."""
+
+
+class PeerMethod(Method):
+    """A peer-to-peer method: only its exchange is its own; the local training between exchanges is the loop's.
+
+    Subclasses write `message` (what a client publishes) and `exchange` (sample, pull, score, remember, mix), and
+    `memory` and `trained` where they remember something.
+    """
+
+    def memory(self, task: Task, rng: Rng) -> Any:
+        """Return the memory of the hosted clients before the first round."""
+        return None
+
+    def message(self, task: Task, state: State) -> Message:
+        """Return what the hosted clients publish, from their state before the exchange."""
+        return Message(state.params, {"samples": task.samples})
+
+    @abstractmethod
+    def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
+        """Sample peers, pull, score, update the memory, mix."""
+
+    def trained(self, state: State, before: Float[Tensor, "clients params"]) -> State:
+        """Remember something of the local training that led from `before` to `state.params`."""
+        return state
+
+    @final
+    def init(self, task: Task, rng: Rng) -> State:
+        """Return the first models and the first memory."""
+        return State(task.init(rng), self.memory(task, rng))
+
+    @final
+    def round(self, rnd: Round, state: State) -> tuple[State, Info]:
+        """Exchange and train, in the order of the run."""
+        if rnd.order == "train_first":
+            state, trained = self.train(rnd, state)
+            state, info = self.settled_exchange(rnd, state)
+        else:
+            state, info = self.settled_exchange(rnd, state)
+            state, trained = self.train(rnd, state)
+        return state, {**info, **trained}
+
+    @final
+    def train(self, rnd: Round, state: State) -> tuple[State, Info]:
+        """Train the hosted clients once."""
+        params, info = rnd.task.train(state.params, rnd.rng, rnd.local)
+        return self.trained(replace(state, params=params), state.params), info
+
+    @final
+    def settled_exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
+        """Exchange, then apply the policy for running statistics."""
+        new, info = self.exchange(rnd, state)
+        return replace(new, params=rnd.task.settle(state.params, new.params)), info
+
+
+def check_positive(method: Method, **fields: float) -> None:
+    """Check that hyperparameters are at least 1; for `__post_init__`."""
+    for name, value in fields.items():
+        require(value >= 1, f"{method.kind}.{name}", value, "at least 1")
+
+
+def no_peers(clients: int) -> Int[Tensor, "clients peers"]:
+    """Return an empty set of peers for each client."""
+    return torch.full((clients, 0), -1, dtype=torch.int64)

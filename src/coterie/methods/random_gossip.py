@@ -1,0 +1,40 @@
+"""Random: gossip with peers drawn uniformly in every round."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+from coterie import aggregation, selection
+from coterie.methods.base import Info, PeerMethod, Round, State, check_positive
+
+
+@final
+@dataclass(frozen=True)
+class Random(PeerMethod):
+    """Gossip averaging with uniformly drawn peers.
+
+    Args:
+        num_peers: peers read each round ($m$); clamped to population - 1.
+
+    References:
+        Boyd et al., Randomized gossip algorithms, 2006.
+    """
+
+    kind: ClassVar[str] = "random"
+    summary: ClassVar[str] = "average with peers drawn uniformly in every round"
+    references: ClassVar[tuple[str, ...]] = (
+        "Boyd, Ghosh, Prabhakar, Shah, Randomized gossip algorithms, 2006, https://doi.org/10.1109/TIT.2006.874516",
+    )
+    num_peers: int = 5
+
+    def __post_init__(self) -> None:
+        check_positive(self, num_peers=self.num_peers)
+
+    def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
+        """Draw, pull, average."""
+        noise = rnd.rng.gumbel("peers", rnd.ids, rnd.task.population)
+        peers = selection.uniform(noise, self.num_peers, rnd.candidates)
+        inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
+        weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
+        mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
+        info = {"peers": peers, "arrived": inbox.mask, "weights": weights, "own_weight": own_weight, "bytes": inbox.bytes}
+        return replace(state, params=mixed), info

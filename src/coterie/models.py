@@ -1,0 +1,334 @@
+"""Models: an nn.Module as rows of one flat matrix (Layout), and the papers' reference networks.
+
+A population's models are a `clients x params` matrix. A row holds the trainable parameters first and then the
+floating-point state that is not trained (running statistics), so that mixing, comparing and storing models are
+operations on one array; comparisons use the trainable part only.
+
+Modules with hidden state or hidden randomness cannot be run over many rows at once. `Layout` therefore works on a
+copy in which batch normalisation returns its new statistics instead of writing them in place, and dropout draws
+from a counter-based stream whose key is an input. Both compute what the originals compute.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+
+from coterie.errors import ConfigError, ModelError, unknown
+from coterie.rng import EVERYONE, Rng
+
+ModelSource = str | nn.Module | Callable[[], nn.Module]
+BUFFER_POLICIES = ("average", "local", "reset")
+
+
+class KeyedDropout(nn.Module):
+    """Dropout whose mask is a function of a key, the layer and the element; the key is set from outside.
+
+    Args:
+        p: probability of zeroing, in [0, 1).
+        channels: zero whole channels (axis 1), as `nn.Dropout2d` does.
+        layer: a number of its own for each dropout layer of a network.
+    """
+
+    key: Tensor
+
+    def __init__(self, p: float, channels: bool, layer: int) -> None:
+        super().__init__()
+        self.p, self.channels, self.layer = p, channels, layer
+        self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        shape = (*x.shape[:2], *(1 for _ in x.shape[2:])) if self.channels else tuple(x.shape)
+        place = torch.arange(math.prod(shape), device=x.device)
+        bits = _mix(_mix(self.key + self.layer) + place)
+        keep = ((bits & ((1 << 53) - 1)) >= int(self.p * (1 << 53))).reshape(shape)
+        return x * keep.to(x.dtype) / (1 - self.p)
+
+
+def _mix(z: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea & Flood 2014), in wrapping signed arithmetic."""
+    z = z * -7046029254386353131
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * -4658895280553007687
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * -7723592293110705685
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
+
+
+class ReturnedBatchNorm(nn.Module):
+    """Batch normalisation that replaces its running statistics instead of writing into them.
+
+    Args:
+        norm: the layer it stands for; its parameters and statistics are taken over.
+    """
+
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def __init__(self, norm: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> None:
+        super().__init__()
+        self.eps, self.momentum = norm.eps, norm.momentum
+        self.weight, self.bias = norm.weight, norm.bias
+        self.register_buffer("running_mean", norm.running_mean)
+        self.register_buffer("running_var", norm.running_var)
+        count = norm.num_batches_tracked
+        self.register_buffer("num_batches_tracked", None if count is None else count.to(torch.get_default_dtype()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and self.running_mean is not None:
+            return functional.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+            )
+        if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
+            axes = [axis for axis in range(x.ndim) if axis != 1]
+            variance, mean = torch.var_mean(x.detach(), axes, correction=1)
+            count = self.num_batches_tracked + 1
+            rate = 1 / count if self.momentum is None else self.momentum
+            self.num_batches_tracked = count
+            self.running_mean = self.running_mean + rate * (mean - self.running_mean)
+            self.running_var = self.running_var + rate * (variance - self.running_var)
+        return functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+
+def _rewrite(module: nn.Module) -> nn.Module:
+    """Return a copy in which state and randomness are visible. Subclasses of the rewritten layers are left alone."""
+    module = copy.deepcopy(module)
+    layers = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, nn.Dropout3d: True}
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    number = 0
+
+    def visit(parent: nn.Module) -> None:
+        nonlocal number
+        for name, child in parent.named_children():
+            if type(child) in layers:
+                number += 1
+                setattr(parent, name, KeyedDropout(child.p, layers[type(child)], number))  # type: ignore[arg-type]
+            elif type(child) in norms:
+                setattr(parent, name, ReturnedBatchNorm(child))  # type: ignore[arg-type]
+            else:
+                visit(child)
+
+    holder = nn.ModuleList([module])
+    visit(holder)
+    return holder[0]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor of a module lies in a row."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Layout:
+    """How a module's parameters and running statistics lie in a row of the population's matrix.
+
+    Args:
+        module: the module; it is copied, never changed.
+        dtype: floating-point type of the rows.
+
+    Attributes:
+        trainable: how many leading entries of a row are trained.
+        size: the length of a row.
+        keys: names of the buffers that receive the key of the round's random stream (dropout).
+        train_module, eval_module: the module in its two modes.
+
+    Example:
+        >>> layout = Layout(nn.Linear(3, 2))
+        >>> layout.trainable, layout.size
+        (8, 8)
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
+        self.train_module = _rewrite(module).to(dtype).train()
+        self.keys = tuple(name for name, b in self.train_module.named_buffers() if b.dtype == torch.int64 and _is_key(self.train_module, name))
+        self.eval_module = copy.deepcopy(self.train_module).eval()
+        self.slots: list[Slot] = []
+        position = 0
+        for name, tensor in self.train_module.named_parameters():
+            if tensor.requires_grad:
+                position = self._add(name, tensor, position)
+        self.trainable = position
+        for name, tensor in [*self.train_module.named_parameters(), *self.train_module.named_buffers()]:
+            frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+            state = not isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and name not in self.keys
+            if frozen or state:
+                position = self._add(name, tensor, position)
+        self.size = position
+        if not self.trainable:
+            raise ModelError("the module has no trainable parameters; expected at least one")
+
+    def _add(self, name: str, tensor: Tensor, start: int) -> int:
+        stop = start + tensor.numel()
+        self.slots.append(Slot(name, tuple(tensor.shape), start, stop))
+        return stop
+
+    def flatten(self, module: nn.Module) -> Float[Tensor, " params"]:
+        """Return a module's tensors as one row. The module is of the kind this layout was made for."""
+        tensors = dict(_rewrite(module).named_parameters()) | dict(_rewrite(module).named_buffers())
+        return torch.cat([tensors[slot.name].detach().reshape(-1).to(self.dtype) for slot in self.slots])
+
+    def views(self, rows: Float[Tensor, "*batch params"]) -> dict[str, Tensor]:
+        """Return each tensor of a module as a view of a row (or of many rows, with their leading axes)."""
+        return {s.name: rows[..., s.start : s.stop].reshape(*rows.shape[:-1], *s.shape) for s in self.slots}
+
+    def concat(self, tensors: Mapping[str, Tensor], *, trainable: bool, lead: int = 0) -> Tensor:
+        """Join tensors to rows: the inverse of `views` for the trained or for the untrained part.
+
+        Args:
+            tensors: one for each slot of that part.
+            trainable: which part.
+            lead: how many leading (client) axes the tensors have.
+        """
+        chosen = [s for s in self.slots if (s.stop <= self.trainable) == trainable]
+        return torch.cat([tensors[s.name].reshape(*tensors[s.name].shape[:lead], -1) for s in chosen], dim=-1)
+
+    def call(self, tensors: dict[str, Tensor], x: Tensor, *, key: Tensor | None, training: bool) -> Tensor:
+        """Run the module on one client's batch with the given tensors; running statistics are replaced in `tensors`."""
+        if key is not None:
+            tensors.update(dict.fromkeys(self.keys, key))
+        return functional_call(self.train_module if training else self.eval_module, tensors, (x,))
+
+    def module(self, row: Float[Tensor, " params"]) -> nn.Module:
+        """Return a module of its own with the tensors of a row, in evaluation mode."""
+        module = copy.deepcopy(self.eval_module)
+        named = dict(module.named_parameters()) | dict(module.named_buffers())
+        with torch.no_grad():
+            for name, value in self.views(row).items():
+                named[name].copy_(value)
+        return module
+
+
+def _is_key(module: nn.Module, name: str) -> bool:
+    parent = module.get_submodule(name.rpartition(".")[0])
+    return isinstance(parent, KeyedDropout)
+
+
+def initial(source: Callable[[], nn.Module] | nn.Module, layout: Layout, rng: Rng, client: int = EVERYONE) -> Tensor:
+    """Draw the first parameters of a model from the stream of `client`.
+
+    A factory is called afresh; a module is copied and every submodule with `reset_parameters` draws again.
+    """
+    with rng.torch_globals("init", client):
+        if not isinstance(source, nn.Module):
+            return layout.flatten(source())
+        module = copy.deepcopy(source)
+        for part in module.modules():
+            reset = getattr(part, "reset_parameters", None)
+            if callable(reset):
+                reset()
+        return layout.flatten(module)
+
+
+# ---------------------------------------------------------------- the papers' reference networks
+
+
+def _side(side: int, *kernels: int, pad: int = 0) -> int:
+    for kernel in kernels:
+        side = (side + 2 * pad - kernel + 1) // 2
+    return side
+
+
+def cnn_a(features: tuple[int, ...], outputs: int) -> nn.Module:
+    """Net A of the DAC and similarity papers: LeNet-style; 62,006 parameters at 3x32x32 and 10 outputs."""
+    channels, height, width = features
+    flat = 16 * _side(height, 5, 5) * _side(width, 5, 5)
+    return nn.Sequential(
+        nn.Conv2d(channels, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(flat, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, outputs),
+    )  # fmt: skip
+
+
+def cnn_b(features: tuple[int, ...], outputs: int) -> nn.Module:
+    """Net B of the DAC and similarity papers; 56,714 parameters at 1x28x28 and 10 outputs.
+
+    Images too small for two unpadded 3x3 convolutions (under 10 pixels) are padded by one pixel before each.
+    """
+    channels, height, width = features
+    pad = 1 if min(height, width) < 10 else 0
+    flat = 32 * _side(height, 3, 3, pad=pad) * _side(width, 3, 3, pad=pad)
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 3, padding=pad), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=pad), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(flat, 64), nn.ReLU(), nn.Linear(64, outputs),
+    )  # fmt: skip
+
+
+def mlp_c(features: tuple[int, ...], outputs: int) -> nn.Module:
+    """Net C of the similarity paper: 784-512-outputs with dropout 0.2; 412,180 parameters with 20 outputs."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(math.prod(features), 512), nn.ReLU(), nn.Dropout(0.2), nn.Linear(512, outputs)
+    )
+
+
+def linear(features: tuple[int, ...], outputs: int) -> nn.Module:
+    """A linear model with bias, as in the synthetic regression of the similarity paper."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(features), outputs))
+
+
+NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
+    "cnn-a": cnn_a,
+    "cnn-b": cnn_b,
+    "mlp-c": mlp_c,
+    "linear": linear,
+}
+
+
+def build(kind: str, features: tuple[int, ...], outputs: int) -> nn.Module:
+    """Build a reference network for inputs of a shape.
+
+    Args:
+        kind: a name of `NETS`.
+        features: the shape of one input.
+        outputs: classes, or regression targets.
+
+    Raises:
+        ConfigError: for an unknown name.
+        ModelError: when the network cannot take inputs of that shape.
+    """
+    if kind not in NETS:
+        raise ConfigError(unknown("model", kind, NETS))
+    if kind.startswith("cnn") and len(features) != 3:
+        raise ModelError(f"{kind} takes images (channels, height, width); found inputs of shape {features}")
+    try:
+        return NETS[kind](features, outputs)
+    except RuntimeError as error:
+        raise ModelError(f"{kind} cannot take inputs of shape {features}: {error}") from error
+
+
+def source(model: ModelSource, features: tuple[int, ...], outputs: int) -> Callable[[], nn.Module] | nn.Module:
+    """Return the module or factory behind any way of naming a model."""
+    if isinstance(model, str):
+        build(model, features, outputs)
+        return lambda: build(model, features, outputs)
+    return model
+
+
+def template(model: Callable[[], nn.Module] | nn.Module) -> nn.Module:
+    """Return a module of the kind, for its shapes; nothing of the run depends on its values."""
+    if isinstance(model, nn.Module):
+        return model
+    with Rng(0).torch_globals("template"):
+        module = model()
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"the model factory returned {type(module).__name__}; expected a torch.nn.Module")
+    return module
+
+
+def nbytes(params: Shaped[Tensor, "... params"]) -> int:
+    """Return the size of one row in bytes, as sent."""
+    return params.shape[-1] * params.element_size()
+
+

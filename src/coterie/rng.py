@@ -1,0 +1,83 @@
+"""Random streams keyed by (seed, round, client, purpose).
+
+What a client draws never depends on who else is hosted, on the size of a block, on the order of work or on
+evaluation: every draw comes from a Philox stream of its own, found by its key and never by its position.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from threading import Lock
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+EVERYONE = -1
+"""The client of a stream that all clients share."""
+
+_TORCH_LOCK = Lock()
+
+
+@lru_cache(maxsize=256)
+def _word(purpose: str) -> int:
+    return int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:8], "little")
+
+
+@dataclass(frozen=True)
+class Rng:
+    """The random streams of one run.
+
+    Args:
+        seed: the run's seed, 0 or larger.
+        round: the round that draws; -1 is the warm-up (and everything before it).
+
+    Example:
+        >>> a = Rng(seed=1).at(3).generator("peers", client=7).random()
+        >>> b = Rng(seed=1).at(3).generator("peers", client=7).random()
+        >>> a == b
+        True
+    """
+
+    seed: int
+    round: int = -1
+
+    def at(self, round: int) -> "Rng":
+        """Return the streams of another round."""
+        return replace(self, round=round)
+
+    def generator(self, purpose: str, client: int = EVERYONE) -> np.random.Generator:
+        """Return the stream of one purpose and client in this round, from its start."""
+        counter = np.array([0, 0, client + 1, self.round + 1], dtype=np.uint64)
+        key = np.array([self.seed, _word(purpose)], dtype=np.uint64)
+        return np.random.Generator(np.random.Philox(counter=counter, key=key))
+
+    def gumbel(self, purpose: str, ids: Int[Tensor, " clients"], population: int) -> Float[Tensor, "clients population"]:
+        """Return one standard Gumbel draw for each pair (hosted client, member of the population), in float64."""
+        out = np.empty((len(ids), population))
+        for row, client in enumerate(ids.tolist()):
+            out[row] = self.generator(purpose, client).gumbel(size=population)
+        return torch.from_numpy(out)
+
+    def uniform(self, purpose: str, ids: Int[Tensor, " clients"], size: int) -> Float[Tensor, "clients size"]:
+        """Return `size` draws from [0, 1) for each hosted client, in float64."""
+        out = np.empty((len(ids), size))
+        for row, client in enumerate(ids.tolist()):
+            out[row] = self.generator(purpose, client).random(size)
+        return torch.from_numpy(out)
+
+    def keys(self, purpose: str, ids: Int[Tensor, " clients"]) -> Int[Tensor, " clients"]:
+        """Return one 62-bit integer for each hosted client: the key of a counter-based stream inside a program."""
+        draws = [int(self.generator(purpose, client).integers(1 << 62)) for client in ids.tolist()]
+        return torch.tensor(draws, dtype=torch.int64)
+
+    @contextmanager
+    def torch_globals(self, purpose: str, client: int = EVERYONE) -> Iterator[None]:
+        """Run foreign code that draws from PyTorch's global CPU generator, reproducibly and without a trace."""
+        key = int(self.generator(purpose, client).integers(1 << 62))
+        with _TORCH_LOCK, torch.random.fork_rng(devices=[]):
+            torch.random.set_rng_state(torch.Generator().manual_seed(key).get_state())
+            yield
