@@ -164,6 +164,13 @@ class Exchange(Protocol):
         """Send the message to the server, which applies `rule` once to the whole cohort's, and return its answer."""
         ...
 
+    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
+        """Return who takes part from now on: computed in the server role, learnt from it elsewhere.
+
+        The server role waits for these clients in `serve`. May be called again in a round, for another group.
+        """
+        ...
+
     def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
         """Let clients that stopped go on publishing these models, with the extras of their last messages."""
         ...
@@ -196,6 +203,10 @@ class InMemory:
     def enter(self, ids: Int[Tensor, " active"]) -> None:
         """Say which clients take part in this round; their messages have these ids, in this order."""
         self._active = ids
+
+    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
+        """Choose who takes part: in one process there is nobody to ask."""
+        return compute()
 
     def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
         """Let stopped clients go on publishing."""
@@ -342,6 +353,10 @@ class Faulty:
         """Pass through: faults are between peers."""
         return self.inner.serve(message, rule, shared)
 
+    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
+        """Pass through."""
+        return self.inner.cohort(compute)
+
     def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
         """Pass through."""
         self.inner.retire(ids, params)
@@ -397,6 +412,7 @@ class PostOffice:
         self.population, self.timeout = population, timeout
         self._boxes: dict[tuple[int, int], dict[int, tuple[Message, int]]] = {}
         self._replies: dict[tuple[int, int], tuple[Any, Reply, Tensor]] = {}
+        self._cohorts: dict[tuple[int, int], Tensor] = {}
         self._change = Condition()
 
     def post(self, address: tuple[int, int], message: Message) -> None:
@@ -420,6 +436,21 @@ class PostOffice:
         parts = [box[c][0].rows(torch.tensor([box[c][1]])) for c in came]
         fields = {name: torch.cat([p.fields[name] for p in parts]) for name in parts[0].fields}
         return Message(torch.cat([p.params for p in parts]), fields, torch.tensor(came))
+
+    def announce(self, address: tuple[int, int], ids: Int[Tensor, " active"]) -> None:
+        """Publish whom the server chose, at (round, number of the choice in it)."""
+        with self._change:
+            self._cohorts[address] = ids
+            for old in [a for a in self._cohorts if a[0] < address[0] - 2]:
+                del self._cohorts[old]
+            self._change.notify_all()
+
+    def announced(self, address: tuple[int, int]) -> Int[Tensor, " active"]:
+        """Wait for the server's choice."""
+        with self._change:
+            if not self._change.wait_for(lambda: address in self._cohorts, self.timeout):
+                raise ExchangeError(f"no server chose a cohort in round {address[0]}; is a process in the server role?")
+            return self._cohorts[address]
 
     def answer(self, address: tuple[int, int], shared: Any, reply: Reply, ids: Tensor) -> None:
         """Publish a server's reply."""
@@ -458,11 +489,12 @@ class Mailbox:
         self.office, self.ids, self.server = office, ids, server
         self._cohort = cohort or (lambda round: torch.arange(office.population))
         self._own = InMemory(ids, office.population)
-        self._round, self._number = 0, 0
+        self._round, self._number, self._groups = 0, 0, 0
+        self._expected: Tensor | None = None  # whom the server role waits for
 
     def begin(self, rng: Rng) -> None:
         """Start a round."""
-        self._round, self._number = rng.round, 0
+        self._round, self._number, self._groups, self._expected = rng.round, 0, 0, None
         self._own.begin(rng)
 
     def enter(self, ids: Int[Tensor, " active"]) -> None:
@@ -488,13 +520,22 @@ class Mailbox:
         ids = self._own._active
         self.office.post(address, replace(message, ids=ids))
         if self.server:
-            whole = self.office.collect(address, set(self._cohort(self._round).tolist()))
+            expected = self._cohort(self._round) if self._expected is None else self._expected
+            whole = self.office.collect(address, set(expected.tolist()))
             if whole is None or whole.ids is None:
                 raise ExchangeError(f"no client's message reached the server in round {self._round}")
             self.office.answer(address, *rule(shared, whole), whole.ids)
         new, reply, order = self.office.reply(address)
         rows = torch.tensor([int((order == client).nonzero()) for client in ids], dtype=torch.int64)
         return (new if self.server else shared), reply.inbox(rows)
+
+    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
+        """Choose, in the server role, or learn who takes part from now on."""
+        address, self._groups = (self._round, self._groups), self._groups + 1
+        if self.server:
+            self.office.announce(address, compute())
+        self._expected = self.office.announced(address)
+        return self._expected
 
     def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
         """Let stopped clients go on publishing."""

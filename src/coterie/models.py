@@ -23,7 +23,8 @@ from torch.nn import functional
 from coterie.errors import ConfigError, ModelError, unknown
 from coterie.rng import EVERYONE, Rng
 
-ModelSource = str | nn.Module | Callable[[], nn.Module]
+ModelFactory = Callable[[], nn.Module] | nn.Module
+ModelSource = str | ModelFactory
 BUFFER_POLICIES = ("average", "local", "reset")
 
 

@@ -4,6 +4,8 @@ Every random choice over the population takes one Gumbel draw for each pair (cli
 that relabelling the clients relabels the choice and hosting them elsewhere changes nothing.
 """
 
+import math
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -67,3 +69,46 @@ def among(peers: Int[Tensor, "clients peers"], population: int) -> Bool[Tensor, 
     out = torch.zeros(len(peers), population + 1, dtype=torch.bool)
     out.scatter_(1, torch.where(peers >= 0, peers, population), True)
     return out[:, :population]
+
+
+def cohort_size(members: int, participation: float | int, least: int = 1) -> int:
+    r"""Return how many of a group's members take part in a round.
+
+    A share gives $\min(K, \max(\mathrm{least}, \lfloor \rho K + 1/2 \rfloor))$, a count $m$ gives $\min(K, m)$.
+
+    Args:
+        members: how many there are ($K$).
+        participation: a share in (0, 1] ($\rho$), or a count above 1 ($m$).
+        least: at least so many, when `participation` is a share.
+
+    Example:
+        >>> cohort_size(100, 0.1, least=3), cohort_size(25, 0.1, least=3), cohort_size(25, 10)
+        (10, 3, 10)
+    """
+    if participation > 1:
+        return min(members, int(participation))
+    return min(members, max(least, math.floor(participation * members + 0.5)))
+
+
+def cohort(
+    noise: Float[Tensor, " population"],
+    count: int,
+    *,
+    log_weights: Float[Tensor, " population"] | None = None,
+    members: Bool[Tensor, " population"] | None = None,
+) -> Int[Tensor, " active"]:
+    """Draw clients without replacement by Gumbel top-m.
+
+    Args:
+        noise: one standard Gumbel draw for each client.
+        count: how many; at most the members.
+        log_weights: log of the (unnormalised) probabilities; uniform by default.
+        members: who can be drawn; everybody by default.
+
+    Returns:
+        Ids in ascending order.
+    """
+    scores = noise if log_weights is None else noise + log_weights
+    if members is not None:
+        scores = torch.where(members, scores, -torch.inf)
+    return torch.argsort(scores, descending=True, stable=True)[:count].sort().values

@@ -15,8 +15,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from coterie import selection
 from coterie.errors import require
 from coterie.exchange import Exchange, Message
+from coterie.models import ModelFactory
 from coterie.rng import Rng
 from coterie.task import LocalTraining, Task
 
@@ -132,6 +134,40 @@ class Method(ABC):
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Run one round for the hosted clients and return the new state and what happened."""
 
+    def model(self, source: ModelFactory) -> ModelFactory:
+        """Return the model that clients train: the run's, unless the method changes its form (SosicFL's head)."""
+        return source
+
+    def enrol(self, rnd: Round, state: State) -> State:
+        """Exchange what is needed once, with every client, before round 0 (`rnd.index` is -1)."""
+        return state
+
+    def cohort(self, shared: Any, rng: Rng, population: int, participation: float | int) -> Int[Tensor, " active"]:
+        """Choose who takes part in a round; called where the server role is, or everywhere when there is none.
+
+        The draw is keyed by the round alone, so that methods see the same participants. Methods with clusters draw
+        in each cluster.
+
+        Args:
+            shared: what the server role keeps, from before the round.
+            rng: the random streams of the round.
+            population: how many clients there are.
+            participation: a share in (0, 1], or a count of clients above 1.
+
+        Returns:
+            Ids in ascending order.
+        """
+        count = selection.cohort_size(population, participation, least=3 if self.server else 1)
+        return selection.cohort(cohort_noise(rng, population), count)
+
+    def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
+        """Return the model that serves each hosted client now, for evaluation, and what is known of it.
+
+        Called between rounds with all hosted clients, those outside the last cohort included. Server-based methods
+        fetch the newest models; `label` in the second value is the found cluster.
+        """
+        return state.params, {}
+
 
 class PeerMethod(Method):
     """A peer-to-peer method: only its exchange is its own; the local training between exchanges is the loop's.
@@ -183,6 +219,11 @@ class PeerMethod(Method):
         """Exchange, then apply the policy for running statistics."""
         new, info = self.exchange(rnd, state)
         return replace(new, params=rnd.task.settle(state.params, new.params)), info
+
+
+def cohort_noise(rng: Rng, population: int) -> Float[Tensor, " population"]:
+    """Return one standard Gumbel draw for each client, the same for every method: it ranks the round's cohort."""
+    return torch.from_numpy(rng.generator("cohort").gumbel(size=population))
 
 
 def check_positive(method: Method, **fields: float) -> None:
