@@ -8,7 +8,7 @@ from torch import Tensor
 def fedavg(
     samples: Float[Tensor, "clients peers"], own: Float[Tensor, " clients"], mask: Bool[Tensor, "clients peers"]
 ) -> tuple[Float[Tensor, "clients peers"], Float[Tensor, " clients"]]:
-    """Weigh by the number of training samples, the client itself included: $n_j / \\sum_{k \\in M_i \\cup i} n_k$.
+    r"""Weigh by the number of training samples, the client itself included: $n_j / \sum_{k \in M_i \cup i} n_k$.
 
     Args:
         samples: $n_j$ of the peer in each slot.

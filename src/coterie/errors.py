@@ -38,7 +38,7 @@ class ExchangeError(CoterieError, RuntimeError):
     """An exchange was used against its contract."""
 
 
-class PeerMismatch(ExchangeError):  # noqa: N818 (named for what it is)
+class PeerMismatch(ExchangeError):
     """Another node runs another method, model, study or protocol than this one."""
 
 
@@ -54,7 +54,9 @@ class CheckpointError(CoterieError, ValueError):
     """A checkpoint is damaged, or belongs to another run."""
 
 
-def require(condition: bool, name: str, found: object, expected: str, *, error: type[CoterieError] = ConfigError) -> None:
+def require(
+    condition: bool, name: str, found: object, expected: str, *, error: type[CoterieError] = ConfigError
+) -> None:
     """Check one setting at the door.
 
     Args:

@@ -232,7 +232,11 @@ class InMemory:
         rows = torch.tensor([place[c] for c in gone], dtype=torch.int64)
         params = torch.stack([self._stopped[c] for c in gone]) if gone else message.params[:0]
         fields = {name: torch.cat([value, previous.fields[name][rows]]) for name, value in message.fields.items()}
-        board = Message(torch.cat([message.params, params]), fields, torch.cat([self._active, torch.tensor(gone, dtype=torch.int64)]))
+        board = Message(
+            torch.cat([message.params, params]),
+            fields,
+            torch.cat([self._active, torch.tensor(gone, dtype=torch.int64)]),
+        )
         self._last[number] = board
         return board
 
@@ -284,7 +288,9 @@ def read(board: Message, own: Int[Tensor, " clients"], peers: Int[Tensor, "clien
         client = int(own[(peers == own[:, None]).any(1)][0])
         raise ExchangeError(f"client {client} asked for its own message; a client is not its own peer")
     if bool((peers >= population).any()) or bool((peers < -1).any()):
-        raise ExchangeError(f"peer ids run from {int(peers.min())} to {int(peers.max())}; expected -1 to {population - 1}")
+        raise ExchangeError(
+            f"peer ids run from {int(peers.min())} to {int(peers.max())}; expected -1 to {population - 1}"
+        )
     assert board.ids is not None
     place = torch.full((population + 1,), -1, dtype=torch.int64)
     place[board.ids] = torch.arange(len(board))

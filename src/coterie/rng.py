@@ -55,7 +55,9 @@ class Rng:
         key = np.array([self.seed, _word(purpose)], dtype=np.uint64)
         return np.random.Generator(np.random.Philox(counter=counter, key=key))
 
-    def gumbel(self, purpose: str, ids: Int[Tensor, " clients"], population: int) -> Float[Tensor, "clients population"]:
+    def gumbel(
+        self, purpose: str, ids: Int[Tensor, " clients"], population: int
+    ) -> Float[Tensor, "clients population"]:
         """Return one standard Gumbel draw for each pair (hosted client, member of the population), in float64."""
         out = np.empty((len(ids), population))
         for row, client in enumerate(ids.tolist()):

@@ -36,5 +36,11 @@ class Random(PeerMethod):
         inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
         weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
         mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
-        info = {"peers": peers, "arrived": inbox.mask, "weights": weights, "own_weight": own_weight, "bytes": inbox.bytes}
+        info = {
+            "peers": peers,
+            "arrived": inbox.mask,
+            "weights": weights,
+            "own_weight": own_weight,
+            "bytes": inbox.bytes,
+        }
         return replace(state, params=mixed), info

@@ -1,0 +1,51 @@
+# `make demo` sets everything up and runs the main job; `make test` sets everything up and runs the tests.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup demo check test test-all docs golden bench clean
+
+BIN := .venv/bin
+STAMP := .venv/.ready
+# The first Python of a supported version that runs and can make an environment.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 && echo $$p && break; done)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## build .venv with the package and its tools (once)
+
+$(STAMP): pyproject.toml constraints.txt requirements-dev.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; install one, or say make PYTHON=/path/to/python" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null && $(PYTHON) -m venv .venv || { \
+		$(PYTHON) -m venv --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e . -r requirements-dev.txt
+	@touch $@
+
+demo: setup ## run the main job: digits, four rotations, four methods, three seeds
+	$(BIN)/coterie run --resume
+
+check: setup ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+test: setup ## the tests, but those marked slow or gpu
+	$(PYTEST) -m "not slow and not gpu"
+
+test-all: setup ## every test; those marked gpu skip where there is none
+	$(PYTEST)
+
+docs: setup ## write the generated pages of docs/reference
+	$(BIN)/python scripts/reference.py
+
+golden: setup ## rewrite the stored runs of tests/golden; a change needs a reason in the changelog
+	COTERIE_GOLDEN=rewrite OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n0 tests/golden
+
+bench: setup ## measure the engines on this machine
+	$(BIN)/python benchmarks/speed.py
+
+clean: ## remove the environment and what tools left
+	rm -rf .venv dist build .pytest_cache .ruff_cache .hypothesis

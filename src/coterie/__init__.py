@@ -1,0 +1,36 @@
+"""Coterie: personalised decentralised and clustered federated learning under distribution shift.
+
+The public names, and nothing else. Each is loaded when it is first used, so that importing the package stays light.
+"""
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "Federation": "coterie.federation",
+    "Exchange": "coterie.exchange",
+    "Inbox": "coterie.exchange",
+    "InMemory": "coterie.exchange",
+    "Message": "coterie.exchange",
+    "Method": "coterie.methods.base",
+    "PeerMethod": "coterie.methods.base",
+    "Random": "coterie.methods.random_gossip",
+    "Rng": "coterie.rng",
+    "Round": "coterie.methods.base",
+    "State": "coterie.methods.base",
+    "TestSet": "coterie.federation",
+    "Truth": "coterie.federation",
+}
+
+__version__ = "0.1.0"
+__all__ = sorted([*_HOME, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'coterie' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
