@@ -3,13 +3,12 @@
 A method publishes a `Message` for the clients hosted here and pulls an `Inbox` of what chosen peers published in the
 same round. Rounds are simultaneous: `pull` never shows a model that was merged in this round. A message is addressed
 by (round, number of the exchange in the round, client id); one that does not arrive is `mask == False`, never an
-exception. In a simulation all clients are hosted, so `InMemory` is indexing; `Mailbox` joins several processes (or
-threads) over a `PostOffice`, and the network has its own exchange with the same contract.
+exception. In a simulation all clients are hosted, so `InMemory` is indexing; `mailbox.Mailbox` joins several threads,
+and the network has its own exchange with the same contract.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from threading import Condition
 from typing import Any, Protocol
 
 import torch
@@ -190,11 +189,10 @@ class InMemory:
 
     def __init__(self, ids: Int[Tensor, " clients"], population: int) -> None:
         self.ids, self.population = ids, population
-        self._standing: dict[int, Message] = {}  # by number of the exchange: what stopped clients go on saying
-        self._last: dict[int, Message] = {}
+        self.last: dict[int, Message] = {}
         self._stopped: dict[int, Tensor] = {}  # by id: the model
         self._number = 0
-        self._active = ids
+        self.active = ids
 
     def begin(self, rng: Rng) -> None:
         """Start a round."""
@@ -202,7 +200,7 @@ class InMemory:
 
     def enter(self, ids: Int[Tensor, " active"]) -> None:
         """Say which clients take part in this round; their messages have these ids, in this order."""
-        self._active = ids
+        self.active = ids
 
     def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
         """Choose who takes part: in one process there is nobody to ask."""
@@ -215,17 +213,17 @@ class InMemory:
     def idle(self, exchanges: int) -> None:
         """Pass a round: in one process nobody waits."""
 
-    def _board(self, message: Message) -> Message:
-        """Return everything that can be read in this exchange: the message and what stopped clients stand for."""
+    def board(self, message: Message) -> Message:
+        """Return all that can be read in this exchange: the message, and what stopped clients stand for."""
         number, self._number = self._number, self._number + 1
-        message = replace(message, ids=self._active)
-        if len(message) != len(self._active):
-            raise ExchangeError(f"a message has {len(message)} rows; expected {len(self._active)}, one a client hosted")
-        here = set(self._active.tolist())
+        message = replace(message, ids=self.active)
+        if len(message) != len(self.active):
+            raise ExchangeError(f"a message has {len(message)} rows; expected {len(self.active)}, one a client hosted")
+        here = set(self.active.tolist())
         if not self._stopped:
-            self._last[number] = message
+            self.last[number] = message
             return message
-        previous = self._last.get(number, message)
+        previous = self.last.get(number, message)
         assert previous.ids is not None
         place = {int(c): row for row, c in enumerate(previous.ids.tolist())}
         gone = [c for c in self._stopped if c not in here and c in place]
@@ -235,28 +233,28 @@ class InMemory:
         board = Message(
             torch.cat([message.params, params]),
             fields,
-            torch.cat([self._active, torch.tensor(gone, dtype=torch.int64)]),
+            torch.cat([self.active, torch.tensor(gone, dtype=torch.int64)]),
         )
-        self._last[number] = board
+        self.last[number] = board
         return board
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Publish and read: see `Exchange.pull`."""
-        own = self._active
-        board = self._board(message)
+        own = self.active
+        board = self.board(message)
         return read(board, own, peers, self.population)
 
     def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
         """Apply the rule to the whole message, in the order of ids: see `Exchange.serve`."""
-        message = replace(message, ids=self._active)
-        order = torch.argsort(self._active)
+        message = replace(message, ids=self.active)
+        order = torch.argsort(self.active)
         shared, reply = rule(shared, message.rows(order))
         return shared, reply.inbox(torch.argsort(order))
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return what a later round depends on, for a checkpoint."""
         out = {f"stopped.{client}": row for client, row in self._stopped.items()}
-        for number, board in self._last.items() if self._stopped else ():
+        for number, board in self.last.items() if self._stopped else ():
             assert board.ids is not None
             out |= {f"last.{number}.params": board.params, f"last.{number}.ids": board.ids}
             out |= {f"last.{number}.field.{name}": value for name, value in board.fields.items()}
@@ -269,7 +267,7 @@ class InMemory:
         for n in numbers:
             head = f"last.{n}.field."
             fields = {k.removeprefix(head): v for k, v in tensors.items() if k.startswith(head)}
-            self._last[n] = Message(tensors[f"last.{n}.params"], fields, tensors[f"last.{n}.ids"])
+            self.last[n] = Message(tensors[f"last.{n}.params"], fields, tensors[f"last.{n}.ids"])
 
 
 def read(board: Message, own: Int[Tensor, " clients"], peers: Int[Tensor, "clients peers"], population: int) -> Inbox:
@@ -337,7 +335,7 @@ class Faulty:
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Read through the faults, drawn for each (round, exchange, reader, peer)."""
         number, self._number = self._number, self._number + 1
-        own = self.inner._active
+        own = self.inner.active
         inbox = self.inner.pull(message, peers)
         column = peers.clamp(min=0)
 
@@ -404,154 +402,3 @@ def _replace_late(inbox: Inbox, late: Tensor, before: Message | None, own: Tenso
         age=torch.where(late & old.mask, 1, inbox.age),
         bytes=torch.where(late, old.bytes, inbox.bytes),
     )
-
-
-class PostOffice:
-    """Where several processes' worth of clients meet inside one program: for tests and for threads.
-
-    Args:
-        population: how many clients there are in all.
-        timeout: seconds to wait for the others before a message counts as missing.
-    """
-
-    def __init__(self, population: int, timeout: float = 60.0) -> None:
-        self.population, self.timeout = population, timeout
-        self._boxes: dict[tuple[int, int], dict[int, tuple[Message, int]]] = {}
-        self._replies: dict[tuple[int, int], tuple[Any, Reply, Tensor]] = {}
-        self._cohorts: dict[tuple[int, int], Tensor] = {}
-        self._change = Condition()
-
-    def post(self, address: tuple[int, int], message: Message) -> None:
-        """Publish a message with ids at (round, number of the exchange)."""
-        assert message.ids is not None
-        with self._change:
-            box = self._boxes.setdefault(address, {})
-            box |= {int(client): (message, row) for row, client in enumerate(message.ids.tolist())}
-            for old in [a for a in self._boxes if a[0] < address[0] - 2]:
-                del self._boxes[old]
-            self._change.notify_all()
-
-    def collect(self, address: tuple[int, int], wanted: set[int]) -> Message | None:
-        """Wait for the messages of the clients in `wanted` and return those that came, in the order of ids."""
-        with self._change:
-            self._change.wait_for(lambda: wanted <= set(self._boxes.get(address, {})), self.timeout)
-            box = dict(self._boxes.get(address, {}))
-        came = sorted(wanted & set(box))
-        if not came:
-            return None
-        parts = [box[c][0].rows(torch.tensor([box[c][1]])) for c in came]
-        fields = {name: torch.cat([p.fields[name] for p in parts]) for name in parts[0].fields}
-        return Message(torch.cat([p.params for p in parts]), fields, torch.tensor(came))
-
-    def announce(self, address: tuple[int, int], ids: Int[Tensor, " active"]) -> None:
-        """Publish whom the server chose, at (round, number of the choice in it)."""
-        with self._change:
-            self._cohorts[address] = ids
-            for old in [a for a in self._cohorts if a[0] < address[0] - 2]:
-                del self._cohorts[old]
-            self._change.notify_all()
-
-    def announced(self, address: tuple[int, int]) -> Int[Tensor, " active"]:
-        """Wait for the server's choice."""
-        with self._change:
-            if not self._change.wait_for(lambda: address in self._cohorts, self.timeout):
-                raise ExchangeError(f"no server chose a cohort in round {address[0]}; is a process in the server role?")
-            return self._cohorts[address]
-
-    def answer(self, address: tuple[int, int], shared: Any, reply: Reply, ids: Tensor) -> None:
-        """Publish a server's reply."""
-        with self._change:
-            self._replies[address] = (shared, reply, ids)
-            for old in [a for a in self._replies if a[0] < address[0] - 2]:
-                del self._replies[old]
-            self._change.notify_all()
-
-    def reply(self, address: tuple[int, int]) -> tuple[Any, Reply, Tensor]:
-        """Wait for a server's reply."""
-        with self._change:
-            if not self._change.wait_for(lambda: address in self._replies, self.timeout):
-                raise ExchangeError(f"no server answered in round {address[0]}; is one process in the server role?")
-            return self._replies[address]
-
-
-class Mailbox:
-    """One process's exchange over a post office.
-
-    Args:
-        office: the post office shared with the other processes.
-        ids: the clients hosted here.
-        server: whether this process has the server role.
-        cohort: returns the ids that take part in a round, the same in every process.
-    """
-
-    def __init__(
-        self,
-        office: PostOffice,
-        ids: Int[Tensor, " clients"],
-        *,
-        server: bool = False,
-        cohort: Callable[[int], Int[Tensor, " active"]] | None = None,
-    ) -> None:
-        self.office, self.ids, self.server = office, ids, server
-        self._cohort = cohort or (lambda round: torch.arange(office.population))
-        self._own = InMemory(ids, office.population)
-        self._round, self._number, self._groups = 0, 0, 0
-        self._expected: Tensor | None = None  # whom the server role waits for
-
-    def begin(self, rng: Rng) -> None:
-        """Start a round."""
-        self._round, self._number, self._groups, self._expected = rng.round, 0, 0, None
-        self._own.begin(rng)
-
-    def enter(self, ids: Int[Tensor, " active"]) -> None:
-        """Say which clients take part in this round."""
-        self._own.enter(ids)
-
-    def _address(self) -> tuple[int, int]:
-        number, self._number = self._number, self._number + 1
-        return self._round, number
-
-    def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
-        """Publish and wait for the chosen peers."""
-        address = self._address()
-        self.office.post(address, self._own._board(message))
-        board = self.office.collect(address, set(peers[peers >= 0].tolist()))
-        if board is None:
-            board = replace(message, ids=torch.full((len(message),), self.office.population))
-        return read(board, self._own._active, peers, self.office.population)
-
-    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
-        """Send to the process in the server role, and wait for its answer."""
-        address = self._address()
-        ids = self._own._active
-        self.office.post(address, replace(message, ids=ids))
-        if self.server:
-            expected = self._cohort(self._round) if self._expected is None else self._expected
-            whole = self.office.collect(address, set(expected.tolist()))
-            if whole is None or whole.ids is None:
-                raise ExchangeError(f"no client's message reached the server in round {self._round}")
-            self.office.answer(address, *rule(shared, whole), whole.ids)
-        new, reply, order = self.office.reply(address)
-        rows = torch.tensor([int((order == client).nonzero()) for client in ids], dtype=torch.int64)
-        return (new if self.server else shared), reply.inbox(rows)
-
-    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
-        """Choose, in the server role, or learn who takes part from now on."""
-        address, self._groups = (self._round, self._groups), self._groups + 1
-        if self.server:
-            self.office.announce(address, compute())
-        self._expected = self.office.announced(address)
-        return self._expected
-
-    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
-        """Let stopped clients go on publishing."""
-        self._own.retire(ids, params)
-
-    def idle(self, exchanges: int) -> None:
-        """Publish for the stopped clients."""
-        empty = torch.zeros(0, dtype=torch.int64)
-        for number in range(exchanges):
-            last = self._own._last.get(number)
-            if last is not None:
-                self._own.enter(empty)
-                self.office.post(self._address(), self._own._board(last.rows(empty)))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
@@ -38,6 +38,7 @@ class KeyedDropout(nn.Module):
     """
 
     key: Tensor
+    input_buffers = ("key",)
 
     def __init__(self, p: float, channels: bool, layer: int) -> None:
         super().__init__()
@@ -45,6 +46,7 @@ class KeyedDropout(nn.Module):
         self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Zero entries while training; pass through in evaluation."""
         if not self.training or self.p == 0:
             return x
         shape = (*x.shape[:2], *(1 for _ in x.shape[2:])) if self.channels else tuple(x.shape)
@@ -83,6 +85,7 @@ class ReturnedBatchNorm(nn.Module):
         self.register_buffer("num_batches_tracked", None if count is None else count.to(torch.get_default_dtype()))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise by the batch while training, by the running statistics in evaluation."""
         if not self.training and self.running_mean is not None:
             return functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
@@ -141,7 +144,9 @@ class Layout:
     Attributes:
         trainable: how many leading entries of a row are trained.
         size: the length of a row.
-        keys: names of the buffers that receive the key of the round's random stream (dropout).
+        inputs: names of the buffers that are set anew in every step and are no state: those a submodule lists in its
+            class attribute `input_buffers` (the key of a dropout layer, the position in a simplex of models).
+        keys: those of them that are keys of random streams.
         train_module, eval_module: the module in its two modes.
 
     Example:
@@ -153,7 +158,9 @@ class Layout:
     def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
         self.train_module = _rewrite(module).to(dtype).train()
-        self.keys = tuple(name for name, b in self.train_module.named_buffers() if b.dtype == torch.int64 and _is_key(self.train_module, name))
+        owners = [(f"{path}." if path else "", part) for path, part in self.train_module.named_modules()]
+        self.inputs = tuple(path + name for path, part in owners for name in getattr(part, "input_buffers", ()))
+        self.keys = tuple(path + "key" for path, part in owners if isinstance(part, KeyedDropout))
         self.eval_module = copy.deepcopy(self.train_module).eval()
         self.slots: list[Slot] = []
         position = 0
@@ -163,7 +170,7 @@ class Layout:
         self.trainable = position
         for name, tensor in [*self.train_module.named_parameters(), *self.train_module.named_buffers()]:
             frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-            state = not isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and name not in self.keys
+            state = not isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and name not in self.inputs
             if frozen or state:
                 position = self._add(name, tensor, position)
         self.size = position
@@ -177,7 +184,14 @@ class Layout:
 
     def flatten(self, module: nn.Module) -> Float[Tensor, " params"]:
         """Return a module's tensors as one row. The module is of the kind this layout was made for."""
-        tensors = dict(_rewrite(module).named_parameters()) | dict(_rewrite(module).named_buffers())
+        return self.flatten_copy(_rewrite(module))
+
+    def flatten_copy(self, module: nn.Module) -> Float[Tensor, " params"]:
+        """Return the tensors of a module of this layout's own (`train_module`) as one row."""
+        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        missing = [slot.name for slot in self.slots if slot.name not in tensors]
+        if missing:
+            raise ModelError(f"the module has no tensor {missing[0]!r}; expected a module like the first one made")
         return torch.cat([tensors[slot.name].detach().reshape(-1).to(self.dtype) for slot in self.slots])
 
     def views(self, rows: Float[Tensor, "*batch params"]) -> dict[str, Tensor]:
@@ -195,10 +209,19 @@ class Layout:
         chosen = [s for s in self.slots if (s.stop <= self.trainable) == trainable]
         return torch.cat([tensors[s.name].reshape(*tensors[s.name].shape[:lead], -1) for s in chosen], dim=-1)
 
-    def call(self, tensors: dict[str, Tensor], x: Tensor, *, key: Tensor | None, training: bool) -> Tensor:
+    def state(self, tensors: Mapping[str, Tensor], row: Float[Tensor, " params"]) -> Float[Tensor, " state"]:
+        """Return the part of one row that is not trained, from tensors that a call may have replaced."""
+        if self.size == self.trainable:
+            return row[self.trainable :]
+        return self.concat(tensors, trainable=False).detach()
+
+    def zero_inputs(self, clients: int) -> dict[str, Tensor]:
+        """Return the values the input buffers have in the module, for some clients."""
+        named = dict(self.train_module.named_buffers())
+        return {name: named[name].expand(clients, *named[name].shape) for name in self.inputs}
+
+    def call(self, tensors: dict[str, Tensor], x: Tensor, *, training: bool) -> Tensor:
         """Run the module on one client's batch with the given tensors; running statistics are replaced in `tensors`."""
-        if key is not None:
-            tensors.update(dict.fromkeys(self.keys, key))
         return functional_call(self.train_module if training else self.eval_module, tensors, (x,))
 
     def module(self, row: Float[Tensor, " params"]) -> nn.Module:
@@ -209,11 +232,6 @@ class Layout:
             for name, value in self.views(row).items():
                 named[name].copy_(value)
         return module
-
-
-def _is_key(module: nn.Module, name: str) -> bool:
-    parent = module.get_submodule(name.rpartition(".")[0])
-    return isinstance(parent, KeyedDropout)
 
 
 def initial(source: Callable[[], nn.Module] | nn.Module, layout: Layout, rng: Rng, client: int = EVERYONE) -> Tensor:
@@ -331,5 +349,3 @@ def template(model: Callable[[], nn.Module] | nn.Module) -> nn.Module:
 def nbytes(params: Shaped[Tensor, "... params"]) -> int:
     """Return the size of one row in bytes, as sent."""
     return params.shape[-1] * params.element_size()
-
-

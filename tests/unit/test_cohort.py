@@ -5,7 +5,8 @@ import threading
 import torch
 
 from coterie import selection
-from coterie.exchange import InMemory, Mailbox, PostOffice
+from coterie.exchange import InMemory
+from coterie.mailbox import Mailbox, PostOffice
 from coterie.rng import Rng
 
 

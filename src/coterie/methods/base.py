@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coterie import selection
 from coterie.errors import require
-from coterie.exchange import Exchange, Message
+from coterie.exchange import Exchange, Inbox, Message
 from coterie.models import ModelFactory
 from coterie.rng import Rng
 from coterie.task import LocalTraining, Task
@@ -224,6 +224,19 @@ class PeerMethod(Method):
 def cohort_noise(rng: Rng, population: int) -> Float[Tensor, " population"]:
     """Return one standard Gumbel draw for each client, the same for every method: it ranks the round's cohort."""
     return torch.from_numpy(rng.generator("cohort").gumbel(size=population))
+
+
+def mixing(
+    inbox: Inbox, weights: Float[Tensor, "clients peers"], own_weight: Float[Tensor, " clients"]
+) -> dict[str, Tensor]:
+    """Return what the record wants to know of an exchange: who was read, what arrived, how it was weighed."""
+    return {
+        "peers": inbox.peers,
+        "arrived": inbox.mask,
+        "weights": weights,
+        "own_weight": own_weight,
+        "bytes": inbox.bytes,
+    }
 
 
 def check_positive(method: Method, **fields: float) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 from coterie import aggregation, selection
-from coterie.methods.base import Info, PeerMethod, Round, State, check_positive
+from coterie.methods.base import Info, PeerMethod, Round, State, check_positive, mixing
 
 
 @final
@@ -36,11 +36,4 @@ class Random(PeerMethod):
         inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
         weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
         mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
-        info = {
-            "peers": peers,
-            "arrived": inbox.mask,
-            "weights": weights,
-            "own_weight": own_weight,
-            "bytes": inbox.bytes,
-        }
-        return replace(state, params=mixed), info
+        return replace(state, params=mixed), mixing(inbox, weights, own_weight)

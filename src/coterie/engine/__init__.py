@@ -1,0 +1,85 @@
+"""How the population is trained: engines that compute the same numbers at different speeds.
+
+`loop` runs one client after another and takes any module; `vmap` runs a block of clients as one batched program.
+`make` chooses and tries the engine once, so that a module which cannot be batched is found before the run starts.
+"""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from coterie.engine.base import Engine, Objective
+from coterie.engine.loop import LoopEngine
+from coterie.engine.optim import LocalTraining, RowOptimizer
+from coterie.engine.vmap import VmapEngine
+from coterie.errors import ConfigError, ModelError, unknown
+from coterie.models import Layout
+
+ENGINES: dict[str, type[Engine]] = {"loop": LoopEngine, "vmap": VmapEngine}
+
+__all__ = ["ENGINES", "Engine", "LocalTraining", "LoopEngine", "RowOptimizer", "VmapEngine", "default_block", "make"]
+
+
+def make(name: str, layout: Layout, objective: Objective, x: Tensor, y: Tensor) -> Engine:
+    """Return an engine that can run a module, tried on a sample batch.
+
+    Args:
+        name: "auto", or a name of ENGINES.
+        layout: the module's layout.
+        objective: the loss of each sample.
+        x: a small batch of prepared inputs, [samples, *features].
+        y: its targets.
+
+    Raises:
+        ConfigError: for an unknown name.
+        ModelError: when the module cannot be run on such inputs at all.
+    """
+    if name != "auto" and name not in ENGINES:
+        raise ConfigError(unknown("engine", name, ["auto", *ENGINES]))
+    loop = LoopEngine(layout, objective)
+    problem = _failure(loop, x, y)
+    if problem is not None:
+        layer, error = problem
+        shape = tuple(x.shape[1:])
+        raise ModelError(f"the module cannot be trained on inputs of shape {shape}: {layer}: {error}") from error
+    if name == "loop":
+        return loop
+    engine = VmapEngine(layout, objective)
+    problem = _failure(engine, x, y)
+    if problem is None:
+        return engine
+    layer, error = problem
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    warnings.warn(f"the loop engine is used: {layer} cannot be run over many clients at once ({first})", stacklevel=3)
+    return loop
+
+
+def _failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception] | None:
+    """Try an engine on two equal clients; return the layer at which it failed and the error."""
+    layout = engine.layout
+    rows = torch.cat([layout.flatten_copy(layout.train_module)[None]] * 2)
+    inputs = layout.zero_inputs(2)
+    trail: list[str] = []
+    handles = []
+    for module in (layout.train_module, layout.eval_module):
+        for path, part in module.named_modules():
+            name = f"{type(part).__name__} {path!r}" if path else type(part).__name__
+            handles.append(part.register_forward_pre_hook(lambda _m, _a, name=name: trail.append(name)))
+            handles.append(part.register_forward_hook(lambda _m, _a, _o: trail.pop() and None))
+    x2, y2 = torch.stack([x, x]), torch.stack([y, y])
+    try:
+        engine.gradients(rows, x2, y2, inputs)
+        engine.forward(rows, x2, inputs)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
+        return (trail[-1] if trail else type(layout.train_module).__name__), error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return None
+
+
+def default_block(layout: Layout, device: str) -> int:
+    """Return how many clients to train at once: what keeps a block's parameters, gradients and moments near 32 MB."""
+    budget = 2_000_000 if device == "cpu" else 200_000_000
+    return max(4, min(128 if device == "cpu" else 4096, budget // layout.size))

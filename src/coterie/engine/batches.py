@@ -1,0 +1,85 @@
+"""Which samples a client trains on in each step: drawn from the client's own stream, whoever is hosted beside it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coterie.engine.optim import LocalTraining
+from coterie.rng import Rng
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The batches of one local training.
+
+    Args:
+        order: which of its training samples a client uses in each step; -1 where its batch is shorter.
+        length: the size of each batch; 0 after a client's last step.
+        last_epoch: the first step of each client's last epoch.
+    """
+
+    order: Int[Tensor, "clients steps batch"]
+    length: Int[Tensor, "clients steps"]
+    last_epoch: Int[Tensor, " clients"]
+
+    @property
+    def steps(self) -> int:
+        """The largest number of steps of any client."""
+        return self.order.shape[1]
+
+
+def plan(
+    local: LocalTraining, samples: Int[Tensor, " clients"], ids: Int[Tensor, " clients"], rng: Rng, purpose: str
+) -> Plan:
+    """Draw the batches of one local training.
+
+    Args:
+        local: batch size, epochs or steps.
+        samples: training samples of each hosted client.
+        ids: their ids.
+        rng: the streams of the round.
+        purpose: names the stream, so that a second training in one round draws anew.
+    """
+    schedules = [
+        _one(local, n, rng.generator(purpose, client)) for n, client in zip(samples.tolist(), ids.tolist(), strict=True)
+    ]
+    steps = max((len(batches) for batches, _ in schedules), default=0)
+    width = max((len(b) for batches, _ in schedules for b in batches[:1]), default=1)
+    order = np.full((len(schedules), steps, width), -1, dtype=np.int64)
+    length = np.zeros((len(schedules), steps), dtype=np.int64)
+    for row, (batches, _) in enumerate(schedules):
+        for step, batch in enumerate(batches):
+            order[row, step, : len(batch)] = batch
+            length[row, step] = len(batch)
+    last = torch.tensor([first for _, first in schedules], dtype=torch.int64)
+    return Plan(torch.from_numpy(order), torch.from_numpy(length), last)
+
+
+def _one(local: LocalTraining, samples: int, stream: np.random.Generator) -> tuple[list[np.ndarray], int]:
+    """Return one client's batches and the first step of its last epoch."""
+    size = min(local.batch_size, samples)
+
+    def epoch() -> list[np.ndarray]:
+        order = stream.permutation(samples)
+        stop = samples // size * size if local.drop_last else samples
+        return [order[start : start + size] for start in range(0, stop, size)]
+
+    batches: list[np.ndarray] = []
+    if local.steps is not None:
+        while len(batches) < local.steps:
+            batches += epoch()
+        return batches[: local.steps], 0
+    last = 0
+    for _ in range(local.epochs):
+        last = len(batches)
+        batches += epoch()
+    return batches, last
+
+
+def last_epoch_mean(losses: Float[Tensor, "clients steps"], schedule: Plan) -> Float[Tensor, " clients"]:
+    """Return the mean batch loss of each client's last epoch; NaN when it took no step."""
+    inside = (torch.arange(schedule.steps) >= schedule.last_epoch[:, None]) & (schedule.length > 0)
+    return torch.where(inside, losses, 0).sum(1) / inside.sum(1)

@@ -1,0 +1,41 @@
+"""The loop engine: one client after another with plain autograd. Slow, simple, runs any module: the reference."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from coterie.engine.base import Engine
+
+
+class LoopEngine(Engine):
+    """One client after another."""
+
+    name: ClassVar[str] = "loop"
+
+    def gradients(
+        self, rows: Tensor, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Engine.gradients`."""
+        layout = self.layout
+        parts = []
+        for i, row in enumerate(rows):
+            tensors = {name: view.detach() for name, view in layout.views(row).items()}
+            leaves = [tensors[s.name].requires_grad_() for s in layout.slots if s.stop <= layout.trainable]
+            tensors |= {name: value[i] for name, value in inputs.items()}
+            loss = self.objective(layout.call(tensors, x[i], training=True), y[i]).mean()
+            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+            flat = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, leaves, strict=True)]
+            parts.append((loss.detach(), torch.cat([g.reshape(-1) for g in flat]), layout.state(tensors, row)))
+        losses, gradients, states = zip(*parts, strict=True)
+        return torch.stack(losses), torch.stack(gradients), torch.stack(states)
+
+    def forward(self, rows: Tensor, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        """See `Engine.forward`."""
+        outputs = []
+        with torch.no_grad():
+            for i, row in enumerate(rows):
+                tensors = self.layout.views(row) | {name: value[i] for name, value in inputs.items()}
+                outputs.append(self.layout.call(tensors, x[i if len(x) > 1 else 0], training=False))
+        return torch.stack(outputs)

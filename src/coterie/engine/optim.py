@@ -1,0 +1,105 @@
+"""SGD and Adam on rows of parameters, each client with its own state; equal to torch.optim's."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coterie.errors import require
+
+ADAM_BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """How a client trains on its own data between two exchanges.
+
+    Args:
+        epochs: passes over the local training data ($E$).
+        steps: optimiser steps instead of epochs ($S$); the data are reshuffled when they are used up.
+        batch_size: samples a step ($B$); a client with fewer samples uses all of them.
+        optimizer: "adam" or "sgd". Its state starts fresh in every round.
+        lr: step size, above 0 (0 is allowed and trains nothing).
+        momentum: of SGD, in [0, 1).
+        weight_decay: L2 penalty added to the gradient, 0 or larger.
+        drop_last: leave out the last, smaller batch of an epoch.
+    """
+
+    epochs: int = 1
+    steps: int | None = None
+    batch_size: int = 8
+    optimizer: Literal["adam", "sgd"] = "adam"
+    lr: float = 1e-3
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.epochs >= 0, "local.epochs", self.epochs, "0 or more")
+        require(self.steps is None or self.steps >= 0, "local.steps", self.steps, "0 or more, or nothing")
+        require(self.batch_size >= 1, "local.batch_size", self.batch_size, "at least 1")
+        require(self.optimizer in ("adam", "sgd"), "local.optimizer", self.optimizer, "'adam' or 'sgd'")
+        require(self.lr >= 0, "local.lr", self.lr, "0 or more")
+        require(0 <= self.momentum < 1, "local.momentum", self.momentum, "at least 0 and below 1")
+        require(self.weight_decay >= 0, "local.weight_decay", self.weight_decay, "0 or more")
+
+
+class RowOptimizer:
+    """One optimiser state for each row, updated in place.
+
+    Args:
+        local: which optimiser and its settings.
+        rows: the trainable parameters; only their shape and type are used.
+    """
+
+    def __init__(self, local: LocalTraining, rows: Float[Tensor, "clients trainable"]) -> None:
+        self.local = local
+        self.first = torch.zeros_like(rows) if local.optimizer == "adam" or local.momentum else None
+        self.second = torch.zeros_like(rows) if local.optimizer == "adam" else None
+
+    def step(
+        self, rows: Float[Tensor, "clients trainable"], grads: Float[Tensor, "clients trainable"], number: int
+    ) -> None:
+        """Update `rows` in place; `grads` may be overwritten.
+
+        Args:
+            rows: the trainable parameters.
+            grads: their gradients.
+            number: of this step, from 1.
+        """
+        if self.local.weight_decay:
+            grads = grads.add_(rows, alpha=self.local.weight_decay)
+        if self.local.optimizer == "sgd":
+            self._sgd(rows, grads)
+        else:
+            self._adam(rows, grads, number)
+
+    def _sgd(self, rows: Tensor, grads: Tensor) -> None:
+        if self.first is not None:
+            grads = self.first.mul_(self.local.momentum).add_(grads)
+        rows.add_(grads, alpha=-self.local.lr)
+
+    def _adam(self, rows: Tensor, grads: Tensor, number: int) -> None:
+        assert self.first is not None
+        assert self.second is not None
+        beta1, beta2 = ADAM_BETAS
+        self.first.lerp_(grads, 1 - beta1)
+        self.second.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
+        scale = self.second.sqrt().div_((1 - beta2**number) ** 0.5).add_(ADAM_EPS)
+        rows.addcdiv_(self.first, scale, value=-self.local.lr / (1 - beta1**number))
+
+    def take(self, chosen: Tensor) -> "RowOptimizer":
+        """Return the optimiser of some rows, on copies of their state."""
+        part = RowOptimizer(self.local, torch.empty(0, 0))
+        part.first = None if self.first is None else self.first[chosen]
+        part.second = None if self.second is None else self.second[chosen]
+        return part
+
+    def put(self, chosen: Tensor, part: "RowOptimizer") -> None:
+        """Take back the state of some rows."""
+        if self.first is not None and part.first is not None:
+            self.first[chosen] = part.first
+        if self.second is not None and part.second is not None:
+            self.second[chosen] = part.second

@@ -1,0 +1,51 @@
+"""The vmap engine: a block of clients as one batched program (torch.func.vmap over grad)."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+from coterie.engine.base import Engine, Objective
+from coterie.models import Layout
+
+
+class VmapEngine(Engine):
+    """A block of clients at once."""
+
+    name: ClassVar[str] = "vmap"
+
+    def __init__(self, layout: Layout, objective: Objective) -> None:
+        super().__init__(layout, objective)
+        self._gradients = vmap(grad_and_value(self._loss, has_aux=True))
+        self._forward = vmap(self._outputs)
+        self._forward_shared = vmap(self._outputs, in_dims=(0, None, 0))
+
+    def _loss(self, trained: dict, state: dict, inputs: dict, x: Tensor, y: Tensor) -> tuple[Tensor, dict]:
+        tensors = {**trained, **state, **inputs}
+        loss = self.objective(self.layout.call(tensors, x, training=True), y).mean()
+        return loss, {name: tensors[name] for name in state}
+
+    def _outputs(self, tensors: dict, x: Tensor, inputs: dict) -> Tensor:
+        return self.layout.call({**tensors, **inputs}, x, training=False)
+
+    def gradients(
+        self, rows: Tensor, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Engine.gradients`."""
+        layout = self.layout
+        views = layout.views(rows.detach())
+        trained = {s.name: views[s.name] for s in layout.slots if s.stop <= layout.trainable}
+        state = {name: view for name, view in views.items() if name not in trained}
+        grads, (losses, new_state) = self._gradients(trained, state, dict(inputs), x, y)
+        after = layout.concat(new_state, trainable=False, lead=1) if state else rows[:, layout.trainable :]
+        return losses.detach(), layout.concat(grads, trainable=True, lead=1), after.detach()
+
+    def forward(self, rows: Tensor, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        """See `Engine.forward`."""
+        with torch.no_grad():
+            views = self.layout.views(rows)
+            if len(x) == 1 and len(rows) > 1:
+                return self._forward_shared(views, x[0], dict(inputs))
+            return self._forward(views, x, dict(inputs))

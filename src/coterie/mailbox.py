@@ -1,0 +1,168 @@
+"""Mailbox: the clients of several hosts meet inside one program, for tests and for threads.
+
+It has the contract of every exchange, so a population hosted in any grouping must give the result of a simulation.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from threading import Condition
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coterie.errors import ExchangeError
+from coterie.exchange import Inbox, InMemory, Message, Reply, Rule, read
+from coterie.rng import Rng
+
+
+class PostOffice:
+    """Where several processes' worth of clients meet inside one program: for tests and for threads.
+
+    Args:
+        population: how many clients there are in all.
+        timeout: seconds to wait for the others before a message counts as missing.
+    """
+
+    def __init__(self, population: int, timeout: float = 60.0) -> None:
+        self.population, self.timeout = population, timeout
+        self._boxes: dict[tuple[int, int], dict[int, tuple[Message, int]]] = {}
+        self._replies: dict[tuple[int, int], tuple[Any, Reply, Tensor]] = {}
+        self._cohorts: dict[tuple[int, int], Tensor] = {}
+        self._change = Condition()
+
+    def post(self, address: tuple[int, int], message: Message) -> None:
+        """Publish a message with ids at (round, number of the exchange)."""
+        assert message.ids is not None
+        with self._change:
+            box = self._boxes.setdefault(address, {})
+            box |= {int(client): (message, row) for row, client in enumerate(message.ids.tolist())}
+            for old in [a for a in self._boxes if a[0] < address[0] - 2]:
+                del self._boxes[old]
+            self._change.notify_all()
+
+    def collect(self, address: tuple[int, int], wanted: set[int]) -> Message | None:
+        """Wait for the messages of the clients in `wanted` and return those that came, in the order of ids."""
+        with self._change:
+            self._change.wait_for(lambda: wanted <= set(self._boxes.get(address, {})), self.timeout)
+            box = dict(self._boxes.get(address, {}))
+        came = sorted(wanted & set(box))
+        if not came:
+            return None
+        parts = [box[c][0].rows(torch.tensor([box[c][1]])) for c in came]
+        fields = {name: torch.cat([p.fields[name] for p in parts]) for name in parts[0].fields}
+        return Message(torch.cat([p.params for p in parts]), fields, torch.tensor(came))
+
+    def announce(self, address: tuple[int, int], ids: Int[Tensor, " active"]) -> None:
+        """Publish whom the server chose, at (round, number of the choice in it)."""
+        with self._change:
+            self._cohorts[address] = ids
+            for old in [a for a in self._cohorts if a[0] < address[0] - 2]:
+                del self._cohorts[old]
+            self._change.notify_all()
+
+    def announced(self, address: tuple[int, int]) -> Int[Tensor, " active"]:
+        """Wait for the server's choice."""
+        with self._change:
+            if not self._change.wait_for(lambda: address in self._cohorts, self.timeout):
+                raise ExchangeError(f"no server chose a cohort in round {address[0]}; is a process in the server role?")
+            return self._cohorts[address]
+
+    def answer(self, address: tuple[int, int], shared: Any, reply: Reply, ids: Tensor) -> None:
+        """Publish a server's reply."""
+        with self._change:
+            self._replies[address] = (shared, reply, ids)
+            for old in [a for a in self._replies if a[0] < address[0] - 2]:
+                del self._replies[old]
+            self._change.notify_all()
+
+    def reply(self, address: tuple[int, int]) -> tuple[Any, Reply, Tensor]:
+        """Wait for a server's reply."""
+        with self._change:
+            if not self._change.wait_for(lambda: address in self._replies, self.timeout):
+                raise ExchangeError(f"no server answered in round {address[0]}; is one process in the server role?")
+            return self._replies[address]
+
+
+class Mailbox:
+    """One process's exchange over a post office.
+
+    Args:
+        office: the post office shared with the other processes.
+        ids: the clients hosted here.
+        server: whether this process has the server role.
+        cohort: returns the ids that take part in a round, the same in every process.
+    """
+
+    def __init__(
+        self,
+        office: PostOffice,
+        ids: Int[Tensor, " clients"],
+        *,
+        server: bool = False,
+        cohort: Callable[[int], Int[Tensor, " active"]] | None = None,
+    ) -> None:
+        self.office, self.ids, self.server = office, ids, server
+        self._cohort = cohort or (lambda round: torch.arange(office.population))
+        self._own = InMemory(ids, office.population)
+        self._round, self._number, self._groups = 0, 0, 0
+        self._expected: Tensor | None = None  # whom the server role waits for
+
+    def begin(self, rng: Rng) -> None:
+        """Start a round."""
+        self._round, self._number, self._groups, self._expected = rng.round, 0, 0, None
+        self._own.begin(rng)
+
+    def enter(self, ids: Int[Tensor, " active"]) -> None:
+        """Say which clients take part in this round."""
+        self._own.enter(ids)
+
+    def _address(self) -> tuple[int, int]:
+        number, self._number = self._number, self._number + 1
+        return self._round, number
+
+    def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
+        """Publish and wait for the chosen peers."""
+        address = self._address()
+        self.office.post(address, self._own.board(message))
+        board = self.office.collect(address, set(peers[peers >= 0].tolist()))
+        if board is None:
+            board = replace(message, ids=torch.full((len(message),), self.office.population))
+        return read(board, self._own.active, peers, self.office.population)
+
+    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+        """Send to the process in the server role, and wait for its answer."""
+        address = self._address()
+        ids = self._own.active
+        self.office.post(address, replace(message, ids=ids))
+        if self.server:
+            expected = self._cohort(self._round) if self._expected is None else self._expected
+            whole = self.office.collect(address, set(expected.tolist()))
+            if whole is None or whole.ids is None:
+                raise ExchangeError(f"no client's message reached the server in round {self._round}")
+            self.office.answer(address, *rule(shared, whole), whole.ids)
+        new, reply, order = self.office.reply(address)
+        rows = torch.tensor([int((order == client).nonzero()) for client in ids], dtype=torch.int64)
+        return (new if self.server else shared), reply.inbox(rows)
+
+    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
+        """Choose, in the server role, or learn who takes part from now on."""
+        address, self._groups = (self._round, self._groups), self._groups + 1
+        if self.server:
+            self.office.announce(address, compute())
+        self._expected = self.office.announced(address)
+        return self._expected
+
+    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+        """Let stopped clients go on publishing."""
+        self._own.retire(ids, params)
+
+    def idle(self, exchanges: int) -> None:
+        """Publish for the stopped clients."""
+        empty = torch.zeros(0, dtype=torch.int64)
+        for number in range(exchanges):
+            last = self._own.last.get(number)
+            if last is not None:
+                self._own.enter(empty)
+                self.office.post(self._address(), self._own.board(last.rows(empty)))
