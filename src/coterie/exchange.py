@@ -9,7 +9,7 @@ and the network has its own exchange with the same contract.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -143,6 +143,7 @@ def nbytes_row(table: Shaped[Tensor, "senders ..."]) -> int:
     return table.element_size() * (table[0].numel() if len(table) else 0)
 
 
+@runtime_checkable
 class Exchange(Protocol):
     """The only door to other clients. Its contract is `coterie.testing.check_exchange`."""
 
