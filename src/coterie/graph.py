@@ -1,0 +1,200 @@
+"""The collaboration graph: who read whom, and whether those were the right ones.
+
+Pure functions on the edges table of a run (columns round, reader, read, purpose, weight, bytes) and the planted
+clusters. They are a module of their own, apart from `metrics` (which looks at models and labels, on tensors) and
+from `report` (which draws): the comparison with the papers, the report, the live page and users' notebooks all ask
+these questions of a stored table, without a model, a task or a page.
+
+`i` reads and `j` is read: rows of every matrix are readers. Reading oneself is not collaboration and is never counted.
+"""
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float, Int, Num
+from sklearn.cluster import KMeans
+from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
+
+from coterie.errors import DataError, require
+
+MOST_COMMUNITIES = 20
+
+
+def heatmap(edges: pd.DataFrame, population: int) -> Int[np.ndarray, "population population"]:
+    """Count how often each client (row) read each other client (column).
+
+    Args:
+        edges: the edges table, or some rounds or purposes of it.
+        population: how many clients there are; ids run from 0 to population - 1.
+
+    Raises:
+        DataError: when the table names a client outside the population.
+
+    Example:
+        >>> heatmap(pd.DataFrame({"round": [0, 1], "reader": [0, 0], "read": [1, 1]}), 2).tolist()
+        [[0, 2], [0, 0]]
+    """
+    _, reader, read = _others(edges)
+    highest = max((int(ids.max()) for ids in (reader, read) if len(ids)), default=-1)
+    lowest = min((int(ids.min()) for ids in (reader, read) if len(ids)), default=0)
+    inside = lowest >= 0 and highest < population
+    require(
+        inside, "the client ids of the edges", (lowest, highest), f"ids from 0 to {population - 1}", error=DataError
+    )
+    return np.bincount(reader * population + read, minlength=population**2).reshape(population, population)
+
+
+def _others(
+    edges: pd.DataFrame,
+) -> tuple[Int[np.ndarray, " edges"], Int[np.ndarray, " edges"], Int[np.ndarray, " edges"]]:
+    """Round, reader and read of every edge between two different clients."""
+    index, reader, read = (edges[column].to_numpy(np.int64) for column in ("round", "reader", "read"))
+    others = reader != read
+    return index[others], reader[others], read[others]
+
+
+def within_share(edges: pd.DataFrame, truth: Int[np.ndarray, " population"]) -> pd.Series:
+    """Share of each round's reads that stayed inside the reader's planted cluster, in [0, 1], indexed by round.
+
+    Args:
+        edges: the edges table.
+        truth: the planted cluster of each client.
+    """
+    index, reader, read = _others(edges)
+    rounds, place, pulls = np.unique(index, return_inverse=True, return_counts=True)
+    inside = np.bincount(place, weights=truth[reader] == truth[read], minlength=len(rounds))
+    return pd.Series(inside / pulls, index=rounds, dtype=float, name="within")
+
+
+def expected_share(truth: Int[np.ndarray, " population"]) -> float:
+    r"""Within-cluster share of a client that reads uniformly at random: $\sum_c n_c (n_c - 1) / (K (K - 1))$.
+
+    Example:
+        >>> expected_share(np.repeat([0, 1, 2, 3], 25)).__round__(3)
+        0.242
+    """
+    sizes = np.unique(truth, return_counts=True)[1]
+    total = len(truth)
+    return float((sizes * (sizes - 1)).sum() / (total * (total - 1))) if total > 1 else 0.0
+
+
+def rounds_to_discovery(
+    edges: pd.DataFrame, truth: Int[np.ndarray, " population"], *, share: float = 0.8, window: int = 5
+) -> Float[np.ndarray, " population"]:
+    """First round after which a client reads (almost) only its own cluster.
+
+    A client has discovered its cluster at the first round at which at least `share` of what it read in its last
+    `window` active rounds came from its planted cluster.
+
+    Args:
+        edges: the edges table.
+        truth: the planted cluster of each client.
+        share: the share that counts as discovery, in (0, 1].
+        window: how many rounds it must hold over, at least 1.
+
+    Returns:
+        The round per client; NaN for a client that never discovered its cluster, such as one that is alone in it or
+        that was active in fewer than `window` rounds.
+    """
+    require(0 < share <= 1, "share", share, "a number above 0 and at most 1")
+    require(window >= 1, "window", window, "a number of rounds, 1 or more")
+    found = np.full(len(truth), np.nan)
+    index, reader, read = _others(edges)
+    inside = truth[reader] == truth[read]
+    for client in np.unique(reader):
+        mine = reader == client
+        rounds, place, pulls = np.unique(index[mine], return_inverse=True, return_counts=True)
+        right = np.bincount(place, weights=inside[mine], minlength=len(rounds))
+        right, pulls = (np.concatenate([[0], counts.cumsum()]) for counts in (right, pulls))
+        done = np.flatnonzero(right[window:] - right[:-window] >= share * (pulls[window:] - pulls[:-window]))
+        if len(done):
+            found[client] = rounds[done[0] + window - 1]
+    return found
+
+
+def communities(counts: Num[np.ndarray, "population population"]) -> Int[np.ndarray, " population"]:
+    """Group clients that read each other often, without being told how many groups there are.
+
+    Spectral clustering of the symmetrised counts, with the number of groups that has the highest modularity among
+    1 to 20; deterministic. A client that neither reads nor is read falls with whoever is nearest.
+
+    Args:
+        counts: how often each client read each other, as `heatmap` returns.
+
+    Returns:
+        A label per client, numbered from 0 in order of appearance.
+
+    References:
+        Ng, Jordan & Weiss, On spectral clustering, 2001; Newman, Modularity and community structure, 2006.
+    """
+    weights = (counts + counts.T).astype(float)
+    np.fill_diagonal(weights, 0)
+    degree = weights.sum(1)
+    size = len(weights)
+    best = np.zeros(size, dtype=np.int64)
+    if size < 3 or not degree.any():
+        return best
+    scale = np.divide(1, np.sqrt(degree), out=np.zeros(size), where=degree > 0)
+    vectors = np.linalg.eigh(scale[:, None] * weights * scale)[1][:, ::-1]
+    quality = 0.0
+    for groups in range(2, min(MOST_COMMUNITIES, size - 1) + 1):
+        rows = vectors[:, :groups]
+        norms = np.linalg.norm(rows, axis=1, keepdims=True)
+        rows = np.divide(rows, norms, out=np.zeros_like(rows), where=norms > 1e-12)
+        if len(np.unique(rows.round(9), axis=0)) < groups:
+            continue
+        labels = KMeans(groups, n_init="auto", random_state=0).fit_predict(rows).astype(np.int64)
+        score = modularity(weights, labels)
+        if score > quality + 1e-9:
+            best, quality = labels, score
+    appearance = {label: place for place, label in enumerate(dict.fromkeys(best.tolist()))}
+    return np.array([appearance[label] for label in best.tolist()], dtype=np.int64)
+
+
+def modularity(weights: Num[np.ndarray, "population population"], labels: Int[np.ndarray, " population"]) -> float:
+    r"""Newman's modularity of a grouping: $\frac{1}{2m} \sum_{ij} (w_{ij} - d_i d_j / 2m) [c_i = c_j]$, below 1.
+
+    Args:
+        weights: a symmetric matrix of non-negative weights, with at least one above zero.
+        labels: the group of each client.
+    """
+    member = (labels[:, None] == np.unique(labels)).astype(float)
+    total = weights.sum()
+    inside = (member * (weights @ member)).sum(0)
+    degree = member.T @ weights.sum(1)
+    return float((inside / total - (degree / total) ** 2).sum())
+
+
+def agreement(label: Int[np.ndarray, " population"], truth: Int[np.ndarray, " population"]) -> dict[str, float]:
+    """Compare found groups with the planted clusters; the names of the groups do not matter.
+
+    Returns:
+        `ari`, the adjusted Rand index (1 the same partition, about 0 for chance, can be negative), and `nmi`, the
+        normalised mutual information (arithmetic mean), in [0, 1].
+
+    Example:
+        >>> agreement(np.array([1, 1, 0, 0]), np.array([0, 0, 1, 1]))
+        {'ari': 1.0, 'nmi': 1.0}
+    """
+    return {
+        "ari": float(adjusted_rand_score(truth, label)),
+        "nmi": float(normalized_mutual_info_score(truth, label)),
+    }
+
+
+def in_degree(counts: Num[np.ndarray, "population population"]) -> Num[np.ndarray, " population"]:
+    """How often each client was read, from the counts of `heatmap`."""
+    return counts.sum(0)
+
+
+def gini(values: Num[np.ndarray, " clients"]) -> float:
+    """Inequality of non-negative values: 0 when all are equal, (n - 1) / n when one client has everything.
+
+    Example:
+        >>> gini(np.array([0, 0, 0, 8]))
+        0.75
+    """
+    total = float(values.sum())
+    if not total:
+        return 0.0
+    place = np.arange(1, len(values) + 1)
+    return float(2 * (place * np.sort(values)).sum() / (len(values) * total) - (len(values) + 1) / len(values))

@@ -1,0 +1,132 @@
+import numpy as np
+import pandas as pd
+import pytest
+
+from coterie import graph
+from coterie.errors import ConfigError, DataError
+
+
+def edges(*rows: tuple[int, int, int]) -> pd.DataFrame:
+    """An edges table of (round, reader, read)."""
+    return pd.DataFrame(rows, columns=["round", "reader", "read"]).assign(purpose="model", weight=0.5, bytes=8)
+
+
+def test_heatmap_counts_reads_with_readers_as_rows():
+    """Client 0 read client 1 twice and client 2 once; nobody is credited for being read."""
+    counts = graph.heatmap(edges((0, 0, 1), (1, 0, 1), (1, 0, 2), (1, 2, 0)), 3)
+    np.testing.assert_array_equal(counts, [[0, 2, 1], [0, 0, 0], [1, 0, 0]])
+
+
+def test_heatmap_leaves_out_a_client_that_reads_itself():
+    """Reading one's own model is not collaboration."""
+    np.testing.assert_array_equal(graph.heatmap(edges((0, 1, 1), (0, 1, 0)), 2), [[0, 0], [1, 0]])
+
+
+def test_heatmap_of_a_run_without_exchange_is_zero():
+    """A method that never reads has an empty heatmap, not an error."""
+    np.testing.assert_array_equal(graph.heatmap(edges(), 2), np.zeros((2, 2)))
+
+
+@pytest.mark.parametrize("row", [(0, 0, 3), (0, 3, 0), (0, -1, 0)])
+def test_heatmap_refuses_a_client_outside_the_population(row):
+    """An edge to client 3 of 3 clients means that the table belongs to another run."""
+    with pytest.raises(DataError, match="expected ids from 0 to 2"):
+        graph.heatmap(edges(row), 3)
+
+
+def test_within_share_is_per_round():
+    """Round 0: one of two reads inside; round 4: both."""
+    truth = np.array([0, 0, 1, 1])
+    share = graph.within_share(edges((0, 0, 1), (0, 0, 2), (4, 2, 3), (4, 3, 2), (4, 1, 1)), truth)
+    assert share.to_dict() == {0: 0.5, 4: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "share"), [([25] * 4, 0.242), ([70, 20, 5, 5], 0.530), ([40, 60], 0.515), ([20] * 5, 0.192), ([1], 0.0)]
+)
+def test_expected_share_of_random_equals_the_published_formula(sizes, share):
+    """The four set-ups of the papers, and a client without anyone else."""
+    truth = np.repeat(np.arange(len(sizes)), sizes)
+    assert graph.expected_share(truth) == pytest.approx(share, abs=5e-4)
+
+
+def test_discovery_is_the_first_round_whose_window_is_pure_enough():
+    """Client 0 reads outside in round 0 and inside from round 1: two pure rounds end at round 2."""
+    truth = np.array([0, 0, 1])
+    table = edges((0, 0, 2), (1, 0, 1), (2, 0, 1), (3, 0, 1))
+    found = graph.rounds_to_discovery(table, truth, share=1.0, window=2)
+    np.testing.assert_array_equal(found, [2, np.nan, np.nan])
+
+
+def test_discovery_counts_reads_and_not_rounds():
+    """Over rounds 0 and 1 client 0 made 3 of 4 reads inside: enough for 0.75, not for 0.8."""
+    truth = np.array([0, 0, 1, 0])
+    table = edges((0, 0, 2), (1, 0, 1), (1, 0, 3), (0, 0, 1))
+    assert graph.rounds_to_discovery(table, truth, share=0.75, window=2)[0] == 1
+    assert np.isnan(graph.rounds_to_discovery(table, truth, share=0.8, window=2)[0])
+
+
+def test_discovery_skips_rounds_in_which_a_client_was_not_active():
+    """Active in rounds 0, 10 and 20 only: a window of two active rounds ends at round 10."""
+    found = graph.rounds_to_discovery(edges((20, 0, 1), (0, 0, 1), (10, 0, 1)), np.array([0, 0]), window=2)
+    assert found[0] == 10
+
+
+@pytest.mark.parametrize(("share", "window"), [(0.0, 5), (1.1, 5), (0.5, 0)])
+def test_discovery_refuses_an_impossible_threshold(share, window):
+    """A share of nothing, or of more than everything, finds nothing."""
+    with pytest.raises(ConfigError, match="expected a number"):
+        graph.rounds_to_discovery(edges(), np.array([0]), share=share, window=window)
+
+
+def test_communities_find_two_groups_that_hardly_read_each_other():
+    """Two cliques of four joined by a single read."""
+    counts = np.zeros((8, 8), dtype=np.int64)
+    counts[:4, :4] = counts[4:, 4:] = 5
+    counts[0, 4] = 1
+    np.testing.assert_array_equal(graph.communities(counts), [0, 0, 0, 0, 1, 1, 1, 1])
+
+
+def test_communities_of_everyone_reading_everyone_are_one():
+    """No grouping of a complete graph has positive modularity."""
+    np.testing.assert_array_equal(graph.communities(np.ones((6, 6), dtype=np.int64)), np.zeros(6))
+
+
+def test_communities_are_not_told_how_many_there_are():
+    """Five planted groups of four come back as five."""
+    truth = np.repeat(np.arange(5), 4)
+    counts = 10 * (truth[:, None] == truth) + 1
+    np.testing.assert_array_equal(graph.communities(counts), truth)
+
+
+def test_communities_of_a_run_without_exchange_are_one():
+    """Nobody read anybody: nothing was found."""
+    np.testing.assert_array_equal(graph.communities(np.zeros((4, 4), dtype=np.int64)), np.zeros(4))
+
+
+def test_modularity_of_two_separate_pairs_is_a_half():
+    """Two components with equal weight: 2 x (1/2 - 1/4); as one group: 1 - 1."""
+    weights = np.array([[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]])
+    assert graph.modularity(weights, np.array([0, 0, 1, 1])) == pytest.approx(0.5)
+    assert graph.modularity(weights, np.zeros(4, dtype=np.int64)) == pytest.approx(0.0)
+
+
+def test_agreement_of_a_hand_worked_partition():
+    """Six clients, one of them misplaced; and one group for everyone, which says nothing."""
+    truth, label = np.array([0, 0, 0, 1, 1, 1]), np.array([0, 0, 1, 1, 1, 1])
+    # Contingency [[2, 1], [0, 3]]: pairs together in both 1 + 3 = 4, in truth 6, in label 1 + 6 = 7; expected 42 / 15.
+    assert graph.agreement(label, truth)["ari"] == pytest.approx((4 - 2.8) / ((6 + 7) / 2 - 2.8))
+    assert graph.agreement(np.zeros(6, dtype=np.int64), truth) == {"ari": 0.0, "nmi": 0.0}
+
+
+def test_in_degree_is_the_column_sum():
+    """How often each was read, not how often each read."""
+    np.testing.assert_array_equal(graph.in_degree(np.array([[0, 2], [3, 0]])), [3, 2])
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [([3, 3, 3], 0.0), ([0, 0, 0, 8], 0.75), ([1, 3], 0.25), ([0, 0], 0.0)]
+)
+def test_gini_of_small_cases(values, expected):
+    """Equal, all with one, a quarter (|1 - 3| / (2 x 2 x 2)), and nothing at all."""
+    assert graph.gini(np.array(values)) == pytest.approx(expected)
