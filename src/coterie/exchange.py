@@ -151,6 +151,10 @@ class Exchange(Protocol):
         """Start a round: the round of `rng`. Exchanges in it are numbered from 0."""
         ...
 
+    def enter(self, ids: Int[Tensor, " active"]) -> None:
+        """Say which hosted clients take part from now on; messages have these ids, in this order."""
+        ...
+
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Publish the message of the hosted clients and return what the chosen peers published in this exchange.
 
@@ -227,7 +231,7 @@ class InMemory:
         previous = self.last.get(number, message)
         assert previous.ids is not None
         place = {int(c): row for row, c in enumerate(previous.ids.tolist())}
-        gone = [c for c in self._stopped if c not in here and c in place]
+        gone = [c for c in sorted(self._stopped) if c not in here and c in place]
         rows = torch.tensor([place[c] for c in gone], dtype=torch.int64)
         params = torch.stack([self._stopped[c] for c in gone]) if gone else message.params[:0]
         fields = {name: torch.cat([value, previous.fields[name][rows]]) for name, value in message.fields.items()}

@@ -1,6 +1,7 @@
 """Task: the model with the data of the clients hosted here. The only place where gradients are taken."""
 
 import copy
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,6 +48,7 @@ class _Shared:
     mean: Tensor | None
     std: Tensor | None
     origins: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    train_seconds: float = 0.0
 
 
 def _positions(split: Tensor, wanted: int) -> _Positions:
@@ -129,6 +131,15 @@ class Task:
         outputs = engine.forward(rows, self._prepare(probe)[None], self.layout.zero_inputs(1))
         if self.classes and outputs.shape[-1] < self.classes:
             raise ModelError(f"the module has {outputs.shape[-1]} outputs; expected {self.classes}, one a class")
+
+    @property
+    def train_seconds(self) -> float:
+        """Seconds spent in `train` so far, all views of this task together."""
+        return self._shared.train_seconds
+
+    def counts(self, split: str) -> Int[Tensor, " clients"]:
+        """Return how many samples each hosted client has in a split."""
+        return self._shared.positions[split].count[self._at]
 
     def rows(self, rows: Int[Tensor, " rows"]) -> "Task":
         """Return a view of some of the hosted clients; the data are not copied."""
@@ -227,7 +238,8 @@ class Task:
         if inputs is not None and (unknown := set(inputs) - set(self.layout.inputs)):
             known = list(self.layout.inputs)
             raise ModelError(f"the module has no input buffer {sorted(unknown)[0]!r}; it has {known}")
-        schedule = plan(local, self._shared.positions["train"].count[self._at], self.ids, rng, purpose)
+        started = time.perf_counter()
+        schedule = plan(local, self.counts("train"), self.ids, rng, purpose)
         keys = rng.keys(f"{purpose}.dropout", self.ids) if self.layout.keys else None
         out = params.detach().clone()
         losses = torch.full((len(self), schedule.steps), torch.nan, dtype=self.dtype)
@@ -255,6 +267,7 @@ class Task:
             "train_samples": schedule.length.sum(1),
             "diverged": ~torch.isfinite(out).all(1).cpu(),
         }
+        self._shared.train_seconds += time.perf_counter() - started
         return out, info
 
     # ------------------------------------------------------------------ evaluation

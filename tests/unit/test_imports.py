@@ -17,7 +17,7 @@ LAYERS = (
     ("exchange", "mailbox"),
     ("task", "engine"),
     ("methods",),
-    ("run", "record", "net", "testing"),
+    ("run", "record", "settings", "checkpoint", "sequential", "loop", "net", "testing"),
     ("config", "ledger", "graph", "cluster", "papers", "summary"),
     ("study", "compare", "tune"),
     ("report",),

@@ -27,7 +27,8 @@ Info = Mapping[str, Tensor]
 
 Names with a meaning to the record: `peers` (ids read), `arrived`, `weights` (mixing weight of each slot),
 `own_weight`, `bytes`, `loss` (training), `label` (found cluster), `passes` (forward passes of one sample),
-`extra_models`, `extra_floats` (traffic beside the pulled models), `diverged`.
+`extra_models`, `extra_floats` (traffic beside the pulled models), `diverged`, `trained` (the models before the
+exchange that ends a round, which are the ones to judge).
 """
 
 Order = Literal["exchange_first", "train_first"]
@@ -107,6 +108,7 @@ class Round:
         return allowed.scatter_(1, self.ids[:, None], False)
 
 
+@dataclass(frozen=True)
 class Method(ABC):
     """A federated method; concrete ones are final frozen dataclasses in a file of their own.
 
@@ -117,6 +119,7 @@ class Method(ABC):
         needs: what it asks of the run beyond a client's own knowledge ("truth": Oracle only).
         exchanges: how many exchanges a round makes, always the same, so that nodes stay in step.
         server: whether it needs a server.
+        order: which comes first in a round when the run does not say.
     """
 
     kind: ClassVar[str]
@@ -125,6 +128,7 @@ class Method(ABC):
     needs: ClassVar[frozenset[str]] = frozenset()
     exchanges: ClassVar[int] = 1
     server: ClassVar[bool] = False
+    order: ClassVar[Order] = "exchange_first"
 
     @abstractmethod
     def init(self, task: Task, rng: Rng) -> State:
@@ -169,6 +173,7 @@ class Method(ABC):
         return state.params, {}
 
 
+@dataclass(frozen=True)
 class PeerMethod(Method):
     """A peer-to-peer method: only its exchange is its own; the local training between exchanges is the loop's.
 
@@ -202,7 +207,9 @@ class PeerMethod(Method):
         """Exchange and train, in the order of the run."""
         if rnd.order == "train_first":
             state, trained = self.train(rnd, state)
+            after = state.params
             state, info = self.settled_exchange(rnd, state)
+            trained = {**trained, "trained": after}
         else:
             state, info = self.settled_exchange(rnd, state)
             state, trained = self.train(rnd, state)

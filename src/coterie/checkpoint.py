@@ -1,0 +1,193 @@
+"""Checkpoints: all that a later round depends on, in one safetensors file, written atomically.
+
+A run killed at any moment goes on from the last checkpoint and ends with the same bytes as one that was not.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from coterie.errors import CheckpointError
+from coterie.federation import Federation
+from coterie.methods.base import Method, State
+from coterie.record import write_atomically
+from coterie.task import Task
+
+if TYPE_CHECKING:
+    from coterie.loop import Loop
+    from coterie.settings import Settings
+
+FILE = "checkpoint.safetensors"
+_NOT_IDENTITY = ("rounds", "checkpoint_seconds", "block", "engine")
+
+
+def exists(folder: Path) -> bool:
+    """Return whether a folder holds a run."""
+    return (folder / FILE).exists() or (folder / "metrics.parquet").exists()
+
+
+def identity(method: Method, settings: "Settings", seed: int, federation: Federation, task: Task) -> str:
+    """Return a hash of everything that a checkpoint must have in common with the run that goes on from it."""
+    kept = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _NOT_IDENTITY}
+    what = [method.kind, dataclasses.asdict(method), kept, seed, federation.fingerprint(), str(task.layout.eval_module)]
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None:
+    """Write the checkpoint, and the tables and provenance as they are now.
+
+    Args:
+        folder: of the run; made when missing.
+        loop: the run between two rounds.
+        run: its identity.
+        timing: seconds so far; kept in provenance.json, since two runs never take the same time.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {"state.params": loop.state.params}
+    tensors |= {f"state.memory.{k}": v for k, v in _fields(loop.state.memory).items()}
+    tensors |= {f"state.shared.{k}": v for k, v in _fields(loop.state.shared).items()}
+    tensors |= {f"tracker.{k}": v for k, v in _fields(loop.tracker).items()}
+    tensors |= {f"validation.{k}": v for k, v in loop.validation.items()}
+    tensors |= {f"exchange.{k}": v for k, v in getattr(loop.exchange, "snapshot", dict)().items()}
+    record, names = loop.record.snapshot()
+    tensors |= {f"record.{k}": v for k, v in record.items()}
+    meta = {"round": loop.next_round, "identity": run, "names": names, "samples": loop.train_samples}
+    _describe(folder, loop, run, timing, done=False)
+    _write(folder / FILE, {k: v.detach().cpu().clone() for k, v in tensors.items()}, meta)
+
+
+def finish(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None:
+    """Write the tables with the final evaluation, and that the run is over."""
+    _describe(folder, loop, run, timing, done=True)
+
+
+def _describe(folder: Path, loop: "Loop", run: str, timing: dict[str, float], *, done: bool) -> None:
+    loop.record.write(folder)
+    what = {"done": done, **provenance(loop, run, timing)}
+    write_atomically(folder / "provenance.json", json.dumps(what, indent=2).encode())
+
+
+def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
+    """Put a loop where the checkpoint in a folder is; do nothing when there is none.
+
+    Returns:
+        The timing so far.
+
+    Raises:
+        CheckpointError: when the file is damaged or belongs to another run.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return {}
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            meta = json.loads((file.metadata() or {})["coterie"])
+        tensors = load_file(str(path), device=loop.task.device)
+        earlier = json.loads((folder / "provenance.json").read_text())["timing"]
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); delete the run's folder to start again") from error
+    if meta["identity"] != run:
+        raise CheckpointError(
+            f"{path} belongs to a run with other settings or data (found {meta['identity']}, expected {run}); "
+            "choose another folder or overwrite it"
+        )
+
+    def part(prefix: str) -> dict[str, Tensor]:
+        return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+    state = loop.state
+    memory, shared = _filled(state.memory, part("state.memory.")), _filled(state.shared, part("state.shared."))
+    loop.state = State(tensors["state.params"], memory, shared)
+    loop.tracker = _filled(loop.tracker, part("tracker."))
+    loop.validation = part("validation.")
+    loop.record.restore({k: v.cpu() for k, v in part("record.").items()}, meta["names"])
+    restore = getattr(loop.exchange, "restore", None)
+    if restore is not None:
+        restore(part("exchange."))
+    loop.next_round, loop.train_samples = meta["round"], meta["samples"]
+    return earlier
+
+
+def finished(folder: Path) -> bool:
+    """Return whether the run in a folder is over."""
+    try:
+        return bool(json.loads((folder / "provenance.json").read_text())["done"])
+    except (KeyError, ValueError, OSError):
+        return False
+
+
+def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, Any]:
+    """Return how a run came about: versions, hardware, settings' hash, time."""
+    packages = {}
+    for name in ("coterie", "torch", "numpy", "safetensors", "pandas", "pyarrow"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = "unknown"
+    return {
+        "seed": loop.rng.seed,
+        "round": loop.next_round,
+        "config_hash": run,
+        "method": {"kind": loop.method.kind, **{k: str(v) for k, v in dataclasses.asdict(loop.method).items()}},
+        "engine": {"name": loop.task.engine.name, "block": loop.task.block},
+        "device": loop.task.device,
+        "python": sys.version.split()[0],
+        "packages": packages,
+        "commit": _commit(),
+        "hardware": {"machine": platform.machine(), "system": platform.system(), "cores": os.cpu_count()},
+        "threads": torch.get_num_threads(),
+        "timing": timing,
+    }
+
+
+def _commit() -> str | None:
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def _fields(value: Any) -> dict[str, Tensor]:
+    """Return the tensors of a dataclass by name; none for None."""
+    return {} if value is None else {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+
+
+def _filled(like: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return a dataclass of the kind of `like` with stored tensors."""
+    if like is None:
+        return None
+    missing = [f.name for f in dataclasses.fields(like) if f.name not in tensors]
+    if missing:
+        raise CheckpointError(f"the checkpoint has no {missing[0]!r}; it was written by another version")
+    return dataclasses.replace(like, **{f.name: tensors[f.name] for f in dataclasses.fields(like)})
+
+
+def _write(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.close(handle)
+    try:
+        save_file({k: v.contiguous() for k, v in tensors.items()}, temporary, metadata={"coterie": json.dumps(meta)})
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,241 @@
+"""Loop: the rounds of one run, for the clients that one process hosts, over any exchange.
+
+A simulation hosts all clients in memory and a node hosts one over the network; both run this same loop.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from coterie.errors import ConfigError
+from coterie.exchange import Exchange, Message
+from coterie.methods.base import Info, Method, Order, PeerMethod, Round
+from coterie.record import Record
+from coterie.rng import Rng
+from coterie.sequential import sequential_round
+from coterie.settings import Settings
+from coterie.task import Task
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """What early stopping and the choice of the best model remember of each hosted client."""
+
+    best_loss: Float[Tensor, " clients"]
+    best: Float[Tensor, "clients params"]
+    bad: Int[Tensor, " clients"]
+    stopped: Bool[Tensor, " clients"]
+
+    @staticmethod
+    def start(params: Float[Tensor, "clients params"]) -> "Tracker":
+        """Return the tracker before anything was measured."""
+        number = len(params)
+        nothing = torch.full((number,), torch.inf, dtype=params.dtype)
+        zero = torch.zeros(number, dtype=torch.int64)
+        return Tracker(nothing, params.clone(), zero, zero.bool())
+
+    def observe(
+        self,
+        params: Float[Tensor, "clients params"],
+        loss: Float[Tensor, " clients"],
+        measured: Bool[Tensor, " clients"],
+        unknown: Bool[Tensor, " clients"],
+        patience: int | None,
+    ) -> "Tracker":
+        """Take note of new models and their validation losses.
+
+        Args:
+            params: the models now.
+            loss: their validation losses.
+            measured: which clients trained since the last call.
+            unknown: which clients have no validation data; their newest model counts as the best.
+            patience: see `Settings`.
+        """
+        better = measured & ((loss < self.best_loss) | unknown)
+        worse = measured & ~better
+        bad = torch.where(better, 0, self.bad + worse.to(torch.int64))
+        stopped = self.stopped | (bad >= patience) if patience is not None else self.stopped
+        best = self.best
+        if bool(better.any()):
+            best = torch.where(better.to(params.device)[:, None], params, self.best)
+        return Tracker(torch.where(better, loss, self.best_loss), best, bad, stopped)
+
+
+class Loop:
+    """The rounds of one run, for the clients hosted here.
+
+    Args:
+        task: model and data of the hosted clients.
+        method: what happens in a round.
+        exchange: the door to other clients.
+        settings: how the run goes.
+        seed: of all random streams.
+        record: where results go.
+    """
+
+    def __init__(
+        self, task: Task, method: Method, exchange: Exchange, settings: Settings, seed: int, record: Record
+    ) -> None:
+        self.task, self.method, self.exchange, self.settings, self.record = task, method, exchange, settings, record
+        self.rng = Rng(seed)
+        self.order: Order = settings.order or method.order
+        self.state = method.init(task, self.rng)
+        self.tracker = Tracker.start(self.state.params)
+        self.next_round = -1  # the warm-up
+        self.validation: dict[str, Tensor] = {}
+        self.train_samples = 0
+        if settings.schedule != "synchronous" and not isinstance(method, PeerMethod):
+            raise ConfigError(
+                f"schedule = {settings.schedule!r} is for peer-to-peer methods; {method.kind} has a server"
+            )
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do: all rounds are done, or every client has stopped."""
+        return self.next_round >= self.settings.rounds or (self.next_round >= 0 and bool(self.tracker.stopped.all()))
+
+    def step(self) -> None:
+        """Do the warm-up or one round."""
+        index = self.next_round
+        self._warm_up() if index < 0 else self._round(index)
+        self.next_round += 1
+
+    def _context(self, index: int, rows: Tensor, cohort: Tensor) -> Round:
+        reachable = torch.zeros(self.task.population, dtype=torch.bool)
+        reachable[cohort] = True
+        whole = len(rows) == len(self.task)
+        return Round(
+            index=index,
+            task=self.task if whole else self.task.rows(rows),
+            exchange=self.exchange,
+            rng=self.rng.at(index),
+            reachable=reachable,
+            local=self.settings.local,
+            order=self.order,
+        )
+
+    def _warm_up(self) -> None:
+        settings, everybody = self.settings, torch.arange(len(self.task))
+        rng = self.rng.at(-1)
+        epochs = settings.local.epochs if settings.warmup_epochs is None else settings.warmup_epochs
+        info: Info = {}
+        if isinstance(self.method, PeerMethod) and self.order == "exchange_first" and epochs:
+            local = dataclasses.replace(settings.local, epochs=epochs)
+            params, info = self.task.train(self.state.params, rng, local)
+            self.state = self.method.trained(dataclasses.replace(self.state, params=params), self.state.params)
+        self.exchange.begin(rng)
+        self.exchange.enter(self.task.ids)
+        whole = self._context(-1, everybody, torch.arange(self.task.population))
+        self.state = self.method.enrol(whole, self.state)
+        self._after(-1, everybody, info)
+
+    def _round(self, index: int) -> None:
+        rng = self.rng.at(index)
+        self.exchange.begin(rng)
+        cohort = self._cohort(rng)
+        taking = torch.zeros(self.task.population, dtype=torch.bool)
+        taking[cohort] = True
+        rows = (taking[self.task.ids] & ~self.tracker.stopped).nonzero().flatten()
+        self.exchange.enter(self.task.ids[rows])
+        if not len(rows) and not getattr(self.exchange, "server", False):
+            self.exchange.idle(self.method.exchanges)
+            self._after(index, rows, {})
+            return
+        rnd = self._context(index, rows, cohort)
+        whole = len(rows) == len(self.task)
+        part = self.state if whole else self.state.take(rows)
+        if self.settings.schedule == "synchronous":
+            new, info = self.method.round(rnd, part)
+        else:
+            assert isinstance(self.method, PeerMethod)
+            new, info = sequential_round(self.method, rnd, part, self.settings.schedule, self._standing())
+        self.state = new if whole else self.state.put(rows, new)
+        self.record.add_edges(index, self.task.ids[rows], info)
+        self._after(index, rows, info)
+
+    def _cohort(self, rng: Rng) -> Tensor:
+        method, population = self.method, self.task.population
+        if not method.server and self.settings.participation == 1:
+            return torch.arange(population)
+
+        def choose() -> Tensor:
+            return method.cohort(self.state.shared, rng, population, self.settings.participation)
+
+        return self.exchange.cohort(choose) if method.server else choose()
+
+    def _standing(self) -> Message | None:
+        """Return what the clients that stopped go on publishing."""
+        stopped = self.tracker.stopped.nonzero().flatten()
+        if not len(stopped):
+            return None
+        assert isinstance(self.method, PeerMethod)
+        models = self.tracker.best if self.settings.stopped_broadcast == "best" else self.state.params
+        state = dataclasses.replace(self.state.take(stopped), params=models[stopped])
+        message = self.method.message(self.task.rows(stopped), state)
+        return dataclasses.replace(message, ids=self.task.ids[stopped])
+
+    def _after(self, index: int, rows: Int[Tensor, " rows"], info: Info) -> None:
+        """Measure, remember the best, stop who does not improve, record."""
+        ids = self.task.ids
+        if "train_samples" in info:
+            self.train_samples += int(info["train_samples"].sum())
+        self._record_info(index, ids[rows], info)
+        last = index + 1 == self.settings.rounds
+        if index >= 0 and index % self.settings.validate_every and not last:
+            return
+        params, extra = self._served(index)
+        trained = info.get("trained")  # the models before a round's last exchange, where it ends with one
+        judged = params if trained is None else params.index_copy(0, rows, trained)
+        measured = torch.zeros(len(ids), dtype=torch.bool)
+        measured[slice(None) if self.method.server else rows] = True
+        if bool(measured.all()):
+            values = self.task.measure(judged, "validation")
+        else:
+            values = self.task.rows(measured.nonzero().flatten()).measure(judged[measured], "validation")
+        for name, value in values.items():
+            known = self.validation.get(name, torch.full((len(ids),), torch.nan, dtype=value.dtype))
+            self.validation[name] = known.masked_scatter(measured, value.cpu())
+        unknown = self.task.counts("validation") == 0
+        patience = None if self.method.server else self.settings.patience
+        before = self.tracker.stopped
+        loss = self.validation["loss"]
+        self.tracker = self.tracker.observe(judged, loss, measured, unknown, patience)
+        new = self.tracker.stopped & ~before
+        if bool(new.any()):
+            models = self.tracker.best if self.settings.stopped_broadcast == "best" else self.state.params
+            self.exchange.retire(ids[new], models[new])
+        self.record.add_metrics(index, ids, "validation", "current", self.validation)
+        if "label" in extra:
+            self.record.add_metrics(index, ids, "train", "current", {"label": extra["label"]})
+        every = self.settings.eval_every
+        if every and (index + 1) % every == 0 and index >= 0:
+            self.record.add_metrics(index, ids, "test", "current", self.task.evaluate(params))
+
+    def _record_info(self, index: int, ids: Tensor, info: Info) -> None:
+        if not len(ids):
+            return
+        kept = {name: info[name] for name in ("loss", "passes", "extra_models", "extra_floats") if name in info}
+        if kept:
+            self.record.add_metrics(index, ids, "train", "current", kept)
+        if "diverged" in info and bool(info["diverged"].any()):
+            lost = info["diverged"]
+            self.record.add_metrics(index, ids[lost], "train", "current", {"diverged": torch.ones(int(lost.sum()))})
+
+    def _served(self, index: int) -> tuple[Tensor, Info]:
+        if not self.method.server:
+            return self.state.params, {}
+        self.exchange.enter(self.task.ids)
+        everybody = torch.arange(len(self.task))
+        return self.method.served(self._context(index, everybody, torch.arange(self.task.population)), self.state)
+
+    def final(self) -> Float[Tensor, "clients params"]:
+        """Evaluate each client's chosen model on its test set, once, and return the models."""
+        last = self.next_round - 1
+        model = "best" if self.settings.evaluate == "best_val" else "current"
+        params = self.tracker.best if model == "best" else self._served(last)[0]
+        self.record.add_metrics(last, self.task.ids, "test", model, self.task.evaluate(params))
+        self.record.add_metrics(last, self.task.ids, "validation", model, self.task.measure(params, "validation"))
+        return params

@@ -1,0 +1,176 @@
+"""Record: what a run reports, as two long tables.
+
+`metrics` has a row for each (round, client, split, model, metric); `edges` one for each model that a client read.
+Columns are kept as chunks of arrays, so that adding a round is cheap and a checkpoint can hold the record exactly.
+"""
+
+import io
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+METRIC_COLUMNS = ("round", "client", "cluster", "split", "model", "metric", "value")
+EDGE_COLUMNS = ("round", "reader", "read", "purpose", "weight", "bytes")
+_NAMES = ("split", "model", "metric", "purpose")
+_TYPES = {"value": "float64", "weight": "float64", "bytes": "int64"}  # all others are int32
+
+
+@dataclass
+class _Table:
+    """Chunks of columns; text columns hold numbers of the shared list of names."""
+
+    columns: tuple[str, ...]
+    chunks: list[dict[str, np.ndarray]] = field(default_factory=list)
+
+    def add(self, rows: int, **values: np.ndarray | int | float) -> None:
+        if rows:
+            chunk = {}
+            for name in self.columns:
+                dtype = _TYPES.get(name, "int32")
+                chunk[name] = np.ascontiguousarray(np.broadcast_to(np.asarray(values[name], dtype=dtype), rows))
+            self.chunks.append(chunk)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        out = {}
+        for name in self.columns:
+            parts = [chunk[name] for chunk in self.chunks]
+            out[name] = np.concatenate(parts) if parts else np.zeros(0, dtype=_TYPES.get(name, "int32"))
+        return out
+
+
+class Record:
+    """The metrics and edges of one run.
+
+    Args:
+        clusters: planted cluster of each member of the population; -1 where unknown.
+    """
+
+    def __init__(self, clusters: Int[Tensor, " population"]) -> None:
+        self.clusters = clusters.numpy()
+        self.names: list[str] = []
+        self._metrics, self._edges = _Table(METRIC_COLUMNS), _Table(EDGE_COLUMNS)
+
+    def _name(self, text: str) -> int:
+        if text not in self.names:
+            self.names.append(text)
+        return self.names.index(text)
+
+    def add_metrics(
+        self, round: int, ids: Int[Tensor, " clients"], split: str, model: str, values: Mapping[str, Tensor]
+    ) -> None:
+        """Add one value of each metric for each client.
+
+        Args:
+            round: -1 for the warm-up.
+            ids: the clients.
+            split: "train", "validation" or "test".
+            model: "current" (after the round) or "best" (the best on validation so far).
+            values: metrics by name, a value a client; NaN where undefined.
+        """
+        clients = ids.numpy()
+        for metric, value in sorted(values.items()):
+            self._metrics.add(
+                len(clients),
+                round=round,
+                client=clients,
+                cluster=self.clusters[clients],
+                split=self._name(split),
+                model=self._name(model),
+                metric=self._name(metric),
+                value=value.detach().cpu().double().numpy(),
+            )
+
+    def add_edges(self, round: int, ids: Int[Tensor, " clients"], info: Mapping[str, Tensor]) -> None:
+        """Add the models that were read in a round, from the report of a method.
+
+        A model that was pulled and mixed has the purpose "mix", one pulled only to be judged "probe"; a message
+        that did not arrive leaves an edge of purpose "missing" with no bytes.
+        """
+        if "peers" not in info:
+            return
+        peers = info["peers"]
+        asked = peers >= 0
+        reader = ids[:, None].expand_as(peers)[asked]
+        arrived = info["arrived"][asked] if "arrived" in info else torch.ones_like(reader, dtype=torch.bool)
+        weight = info["weights"][asked] if "weights" in info else torch.ones_like(reader, dtype=torch.float64)
+        size = info["bytes"][asked] if "bytes" in info else torch.zeros_like(reader)
+        kinds = torch.tensor([self._name(purpose) for purpose in ("mix", "probe", "missing")])
+        kind = torch.where(arrived, torch.where(weight > 0, 0, 1), 2)
+        self._edges.add(
+            len(reader),
+            round=round,
+            reader=reader.numpy(),
+            read=peers[asked].numpy(),
+            purpose=kinds[kind].numpy(),
+            weight=torch.where(arrived, weight, 0).double().cpu().numpy(),
+            bytes=size.cpu().numpy(),
+        )
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """The metrics as a data frame (see METRIC_COLUMNS)."""
+        return self._frame(self._metrics)
+
+    @property
+    def edges(self) -> pd.DataFrame:
+        """The edges as a data frame (see EDGE_COLUMNS)."""
+        return self._frame(self._edges)
+
+    def _frame(self, table: _Table) -> pd.DataFrame:
+        columns = {}
+        for name, values in table.arrays().items():
+            columns[name] = pd.Categorical.from_codes(values, categories=self.names) if name in _NAMES else values
+        return pd.DataFrame(columns)
+
+    def write(self, folder: Path) -> None:
+        """Write metrics.parquet and edges.parquet, each atomically and with the same bytes for the same record."""
+        for file, table in (("metrics.parquet", self._metrics), ("edges.parquet", self._edges)):
+            columns = {}
+            for name, values in table.arrays().items():
+                if name in _NAMES:
+                    codes = pa.array(values, type=pa.int32())
+                    columns[name] = pa.DictionaryArray.from_arrays(codes, pa.array(self.names, type=pa.string()))
+                else:
+                    columns[name] = pa.array(values)
+            buffer = io.BytesIO()
+            pq.write_table(pa.table(columns), buffer, compression="zstd")
+            write_atomically(folder / file, buffer.getvalue())
+
+    def snapshot(self) -> tuple[dict[str, Tensor], list[str]]:
+        """Return the record as tensors and the list of names, for a checkpoint."""
+        tensors = {}
+        for prefix, table in (("metrics", self._metrics), ("edges", self._edges)):
+            tensors |= {f"{prefix}.{name}": torch.from_numpy(values) for name, values in table.arrays().items()}
+        return tensors, list(self.names)
+
+    def restore(self, tensors: Mapping[str, Tensor], names: list[str]) -> None:
+        """Take back what `snapshot` returned."""
+        self.names = list(names)
+        for prefix, table in (("metrics", self._metrics), ("edges", self._edges)):
+            arrays = {name: tensors[f"{prefix}.{name}"].numpy() for name in table.columns}
+            table.chunks = [arrays] if len(arrays["round"]) else []
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that a reader, or a crash, finds the old one or the new one and nothing between."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,162 @@
+"""simulate(): a population through warm-up, rounds and final evaluation, with checkpoints."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coterie import checkpoint
+from coterie.errors import ConfigError, RunExistsError, require
+from coterie.exchange import Exchange, InMemory
+from coterie.federation import Federation
+from coterie.loop import Loop
+from coterie.methods.base import Method
+from coterie.models import ModelSource, source
+from coterie.record import Record
+from coterie.settings import DTYPES, Settings
+from coterie.task import Task
+
+__all__ = ["Observer", "Progress", "Run", "Settings", "simulate"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What an observer hears after each round."""
+
+    label: str
+    seed: int
+    round: int
+    rounds: int
+    loss: float
+    accuracy: float
+    seconds: float
+
+
+Observer = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The result of a run.
+
+    Attributes:
+        metrics: data frame with the columns round, client, cluster, split, model, metric, value.
+        edges: data frame with the columns round, reader, read, purpose, weight, bytes.
+        timing: wall_s, train_s and train_samples.
+        params: the model of each client that was evaluated.
+        diverged: ids of the clients whose model became NaN or infinite.
+    """
+
+    label: str
+    seed: int
+    method: Method
+    settings: Settings
+    metrics: pd.DataFrame
+    edges: pd.DataFrame
+    timing: dict[str, float]
+    params: Float[Tensor, "clients params"]
+    diverged: tuple[int, ...]
+
+
+def simulate(
+    federation: Federation,
+    method: Method,
+    *,
+    model: ModelSource,
+    settings: Settings | None = None,
+    seed: int = 0,
+    label: str | None = None,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    observer: Observer | None = None,
+    exchange: Exchange | None = None,
+) -> Run:
+    """Run a method over a whole federation in this process.
+
+    Args:
+        federation: the data.
+        method: a method of METHODS, or your own.
+        model: a name of `models.NETS`, an nn.Module, or a factory of modules.
+        settings: how the run goes.
+        seed: of all random streams of the run, 0 or larger.
+        label: how to call the method in results; its kind when None.
+        folder: where to keep metrics, edges, checkpoint and provenance; nothing is written when None.
+        resume: go on from the checkpoint in `folder`, if there is one.
+        observer: is called after each round.
+        exchange: another exchange than `InMemory`, for example `Faulty`.
+
+    Raises:
+        RunExistsError: when the folder holds a run and `resume` is False.
+        CheckpointError: when the checkpoint is damaged or belongs to another run.
+    """
+    settings = settings or Settings()
+    require(seed >= 0, "seed", seed, "0 or more")
+    started = time.perf_counter()
+    folder = None if folder is None else Path(folder)
+    if folder is not None and not resume and checkpoint.exists(folder):
+        raise RunExistsError(f"{folder} holds a run already; resume it, overwrite it, or choose another folder")
+    truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
+    if "truth" in method.needs and federation.truth is None:
+        raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
+    task = Task(
+        federation.host(federation.ids),
+        method.model(source(model, federation.features, federation.outputs)),
+        init=settings.init,
+        buffers=settings.buffers,
+        engine=settings.engine,
+        block=settings.block,
+        dtype=DTYPES[settings.dtype],
+        device=settings.device,
+        clusters=truth if "truth" in method.needs else None,
+    )
+    record = Record(truth)
+    door = exchange or InMemory(federation.ids, federation.population)
+    loop = Loop(task, method, door, settings, seed, record)
+    identity = checkpoint.identity(method, settings, seed, federation, task)
+    earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
+    written = time.perf_counter()
+    while not loop.finished:
+        loop.step()
+        if observer is not None:
+            observer(_progress(loop, label or method.kind, seed, started))
+        if folder is not None and time.perf_counter() - written >= settings.checkpoint_seconds and not loop.finished:
+            checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
+            written = time.perf_counter()
+    if folder is not None:  # before the final evaluation, so that more rounds can follow
+        checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
+    params = loop.final()
+    timing = _timing(loop, started, earlier)
+    if folder is not None:
+        checkpoint.finish(folder, loop, identity, timing)
+    metrics = record.metrics
+    lost = set(metrics.loc[metrics["metric"] == "diverged", "client"].tolist())
+    return Run(label or method.kind, seed, method, settings, metrics, record.edges, timing, params, tuple(sorted(lost)))
+
+
+def _timing(loop: Loop, started: float, earlier: dict[str, float]) -> dict[str, float]:
+    return {
+        "wall_s": time.perf_counter() - started + earlier.get("wall_s", 0.0),
+        "train_s": loop.task.train_seconds + earlier.get("train_s", 0.0),
+        "train_samples": loop.train_samples,
+    }
+
+
+def _progress(loop: Loop, label: str, seed: int, started: float) -> Progress:
+    def mean(name: str) -> float:
+        value = loop.validation.get(name)
+        return float("nan") if value is None else float(value.nanmean())
+
+    return Progress(
+        label=label,
+        seed=seed,
+        round=loop.next_round - 1,
+        rounds=loop.settings.rounds,
+        loss=mean("loss"),
+        accuracy=mean("accuracy"),
+        seconds=time.perf_counter() - started,
+    )
