@@ -1,8 +1,10 @@
 """How received models are weighed: mixing weights as pure functions."""
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+
+_CHUNK = 1 << 24  # entries averaged at once in float64: 128 MB
 
 
 def fedavg(
@@ -33,3 +35,85 @@ def normalise(
     alone = total <= 0
     total = torch.where(alone, torch.ones_like(total), total)
     return weights / total[:, None], torch.where(alone, torch.ones_like(own), own / total)
+
+
+def weighted_mean(
+    params: Float[Tensor, "clients params"], weights: Shaped[Tensor, " clients"]
+) -> Float[Tensor, " params"]:
+    r"""Average models: $\sum_k (n_k / n_P) \theta_k$, $n_P = \sum_k n_k$, accumulated in float64 and cast back.
+
+    Args:
+        params: the models, in a fixed order (by client id): the order of the sum is part of the result.
+        weights: not negative, their sum above 0; renormalised over the rows given.
+
+    Example:
+        >>> weighted_mean(torch.tensor([[0.0, 4.0], [4.0, 0.0]]), torch.tensor([3.0, 1.0]))
+        tensor([1., 3.])
+    """
+    share = (weights.double() / weights.double().sum())[None, :]
+    width = max(1, _CHUNK // max(1, len(params)))
+    parts = [(share @ part.double())[0].to(params.dtype) for part in params.split(width, dim=1)]
+    return torch.cat(parts)
+
+
+def grouped_mean(
+    params: Float[Tensor, "clients params"],
+    label: Int[Tensor, " clients"],
+    weights: Shaped[Tensor, " clients"],
+    empty: Float[Tensor, "clusters params"],
+    least: int | Int[Tensor, " clusters"] = 1,
+) -> Float[Tensor, "clusters params"]:
+    """Average models group by group.
+
+    Args:
+        params: the models.
+        label: the group of each.
+        weights: not negative; a group whose weights sum to 0 counts as empty.
+        empty: what an empty group keeps.
+        least: a group with fewer models keeps its old one too.
+    """
+    table = empty.clone()
+    floor = torch.as_tensor(least).expand(len(empty))
+    for group in range(len(table)):
+        rows = label == group
+        if int(rows.sum()) >= max(1, int(floor[group])) and float(weights[rows].sum()) > 0:
+            table[group] = weighted_mean(params[rows], weights[rows])
+    return table
+
+
+def server_step(
+    model: Float[Tensor, "clusters params"],
+    mean: Float[Tensor, "clusters params"],
+    velocity: Float[Tensor, "clusters trainable"],
+    *,
+    momentum: float,
+    lr: float = 1.0,
+    nesterov: bool = False,
+) -> tuple[Float[Tensor, "clusters params"], Float[Tensor, "clusters trainable"]]:
+    r"""Move each model towards the mean of what came back, with momentum on the server (FedAvgM).
+
+    $d = \theta - \bar\theta$, $v \leftarrow \beta v + d$, $\theta \leftarrow \theta - \eta_s v$; with Nesterov
+    $\theta \leftarrow \theta - \eta_s (d + \beta v)$. Running statistics, which lie behind the trained entries,
+    follow the plain mean.
+
+    Args:
+        model: the models sent out ($\theta^t$).
+        mean: the averages of what came back.
+        velocity: $v$, of the trained entries; 0 at the start.
+        momentum: $\beta$, in [0, 1).
+        lr: $\eta_s$.
+        nesterov: look ahead.
+
+    Returns:
+        The new models and the new velocity.
+
+    References:
+        Hsu, Qi, Brown, Measuring the effects of non-identical data distribution for federated visual classification,
+        2019, https://arxiv.org/abs/1909.06335
+    """
+    trainable = velocity.shape[1]
+    gap = model[:, :trainable].double() - mean[:, :trainable].double()
+    velocity = momentum * velocity + gap
+    step = gap + momentum * velocity if nesterov else velocity
+    moved = (model[:, :trainable].double() - lr * step).to(model.dtype)
+    return torch.cat([moved, mean[:, trainable:]], dim=1), velocity

@@ -13,7 +13,7 @@ import coterie
 LAYERS = (
     ("errors", "rng"),
     ("federation", "datasets", "shifts", "models", "metrics", "similarity", "selection", "topology", "aggregation",
-     "clustering"),
+     "clustering", "simplex"),
     ("exchange", "mailbox"),
     ("task", "engine"),
     ("methods",),

@@ -1,0 +1,281 @@
+"""Finding groups of clients: pure functions on losses, updates and models.
+
+FedGWC's rewards, interaction matrix and affinity, and the choice of a split; CFL's exact bipartition; FeSEM's
+E-step. Groups found here are labels; what was planted is never seen.
+"""
+
+import warnings
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from scipy.cluster.hierarchy import cut_tree, linkage
+from scipy.spatial.distance import squareform
+from sklearn.cluster import KMeans, SpectralClustering
+from sklearn.manifold import SpectralEmbedding
+from sklearn.metrics import davies_bouldin_score
+from torch import Tensor
+
+Axis = Literal["column", "row"]
+Space = Literal["rows", "embedding"]
+Labels = Literal["cluster_qr", "kmeans"]
+_FLOOR = 1e-12  # below this a variance or a norm counts as zero
+_WEAK = 1e-15  # the weakest edge of an affinity graph, so that it stays connected
+
+# ---------------------------------------------------------------- FedGWC
+
+
+def gaussian_rewards(
+    losses: Float[Tensor, "clients steps"],
+    *,
+    ddof: int = 1,
+    weights: Shaped[Tensor, " clients"] | None = None,
+    synthetic: Float[Tensor, "extra steps"] | None = None,
+) -> Float[Tensor, " clients"]:
+    r"""How typical each client's loss trace is among those of its round ($\omega_k$ of FedGWC), in (0, 1].
+
+    $r_k^s = \exp(-(\ell_k^s - m^s)^2 / (2 (\sigma^s)^2))$ with mean $m^s$ and variance $(\sigma^s)^2$ over the
+    clients, averaged over the steps $s$. Adding a constant to all losses or scaling them changes nothing.
+
+    Args:
+        losses: batch loss before each local step ($\ell_k^{t,s}$); NaN where a client took fewer steps.
+        ddof: 1 for the sample variance, 0 for the biased one.
+        weights: of the clients in mean and variance ($n_k$); all equal by default. With weights the variance is
+            biased, whatever `ddof`.
+        synthetic: standard normal draws; each becomes one more loss, at the mean plus so many standard deviations,
+            before mean and variance are taken again.
+
+    Returns:
+        One reward a client; 1 where all losses of a step are equal or fewer than two clients took it.
+    """
+    losses = losses.double()
+    here = torch.isfinite(losses)
+    share = here * (torch.ones(len(losses)) if weights is None else weights).double()[:, None]
+    biased = 0 if weights is not None else ddof
+    mean, variance = _moments(torch.nan_to_num(losses), share, biased)
+    if synthetic is not None:
+        drawn = mean + variance.sqrt() * synthetic.double()
+        both = torch.cat([torch.nan_to_num(losses), drawn])
+        mean, variance = _moments(both, torch.cat([share, torch.ones_like(drawn)]), biased)
+    flat = (variance <= _FLOOR) | (here.sum(0) < 2)
+    rewards = torch.exp(-(losses - mean).square() / (2 * torch.where(flat, 1, variance)))
+    rewards = torch.where(flat, 1.0, rewards)
+    return torch.where(here, rewards, 0).sum(1) / here.sum(1).clamp(min=1)
+
+
+def _moments(losses: Tensor, share: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
+    """Weighted mean and variance over the clients, step by step; `share` is 0 where there is no loss."""
+    total = share.sum(0).clamp(min=_FLOOR)
+    mean = (share * losses).sum(0) / total
+    degrees = (total - ddof).clamp(min=_FLOOR)
+    return mean, (share * (losses - mean).square()).sum(0) / degrees
+
+
+def interact(
+    matrix: Float[Tensor, "population population"],
+    ids: Int[Tensor, " clients"],
+    rewards: Float[Tensor, " clients"],
+    alpha: float,
+) -> Float[Tensor, "population population"]:
+    r"""Update FedGWC's interaction matrix: $P_{kj} \leftarrow (1 - \alpha) P_{kj} + \alpha \omega_k$ for sampled k, j.
+
+    The increment depends on the row's client; the diagonal is the running mean of its reward ($\gamma_k$). Pairs not
+    sampled together keep their value.
+
+    Args:
+        matrix: $P$, in [0, 1].
+        ids: the clients sampled together.
+        rewards: $\omega_k$ of each.
+        alpha: $\alpha_t$, in (0, 1).
+    """
+    new = matrix.clone()
+    pairs = ids[:, None], ids[None, :]
+    new[pairs] = (1 - alpha) * matrix[pairs] + alpha * rewards.to(matrix.dtype)[:, None]
+    return new
+
+
+def affinity(
+    matrix: Float[Tensor, "clients clients"],
+    beta: float,
+    *,
+    axis: Axis = "column",
+    minmax: bool = False,
+    diagonal: float = 1.0,
+) -> Float[Tensor, "clients clients"]:
+    r"""Similarity of clients from the interaction matrix: $W_{kj} = \exp(-\beta \lVert v_k^j - v_j^k \rVert^2)$.
+
+    $v_k^j$ is vector k of $P$ without entries k and j (the unbiased pairwise vector), so both run over the same
+    other clients.
+
+    Args:
+        matrix: the interaction matrix of one cluster.
+        beta: width of the kernel ($\beta$).
+        axis: whether a client's vector is its column (how its presence changes everyone else's reward) or its row.
+        minmax: scale the matrix to [0, 1] first.
+        diagonal: value of $W_{kk}$.
+
+    Returns:
+        Symmetric, in (0, 1].
+    """
+    vectors = (matrix.T if axis == "column" else matrix).double()
+    if minmax:
+        low, high = vectors.min(), vectors.max()
+        vectors = (vectors - low) / (high - low).clamp(min=_FLOOR)
+    own = vectors.diagonal()
+    square = torch.cdist(vectors, vectors, compute_mode="donot_use_mm_for_euclid_dist").square()
+    square = square - (own[:, None] - vectors.T).square() - (vectors - own[None, :]).square()
+    square = (square + square.T) / 2  # symmetric to the last bit
+    out = torch.exp(-beta * square.clamp(min=0))
+    out.fill_diagonal_(diagonal)
+    return out
+
+
+def spectral(
+    affinity: Float[Tensor, "clients clients"], count: int, *, labels: Labels, seed: int
+) -> Int[Tensor, " clients"]:
+    """Cut an affinity graph into `count` groups by normalised spectral clustering.
+
+    Args:
+        affinity: symmetric, not negative.
+        count: 2 or more, below the number of clients.
+        labels: how groups are read from the eigenvectors.
+        seed: of the eigenvalue solver's start.
+    """
+    graph = np.maximum(affinity.double().numpy(), _WEAK)
+    model = SpectralClustering(count, affinity="precomputed", assign_labels=labels, random_state=seed)
+    return torch.from_numpy(model.fit_predict(graph).astype(np.int64))
+
+
+def propose_split(
+    affinity: Float[Tensor, "clients clients"],
+    *,
+    n_max: int = 4,
+    min_cluster_size: int = 3,
+    space: Space = "rows",
+    labels: Labels = "cluster_qr",
+    seed: int = 0,
+) -> Int[Tensor, " clients"] | None:
+    """Choose the number of groups by the Davies-Bouldin index, and whether to split at all.
+
+    Args:
+        affinity: of the members of one cluster.
+        n_max: most groups tried; also at most clients / `min_cluster_size`.
+        min_cluster_size: a split with a smaller part is refused.
+        space: where the index is measured: the rows of the affinity, or its spectral embedding.
+        labels: see `spectral`.
+        seed: see `spectral`.
+
+    Returns:
+        A label from 0 for each client, groups numbered by their first member; None for "no split": no partition has
+        an index below 1, or the best one has too small a part.
+    """
+    size = len(affinity)
+    best: tuple[float, Tensor] | None = None
+    for count in range(2, min(n_max, size // max(1, min_cluster_size), size - 1) + 1):
+        found = spectral(affinity, count, labels=labels, seed=seed)
+        if len(found.unique()) < 2:
+            continue
+        index = davies_bouldin(_features(affinity, count, space, seed), found)
+        if best is None or index < best[0]:
+            best = index, found
+    if best is None or not best[0] < 1 or int(torch.bincount(renumber(best[1])).min()) < min_cluster_size:
+        return None
+    return renumber(best[1])
+
+
+def _features(affinity: Tensor, count: int, space: Space, seed: int) -> Tensor:
+    if space == "rows":
+        return affinity
+    graph = np.maximum(affinity.double().numpy(), _WEAK)
+    model = SpectralEmbedding(n_components=count, affinity="precomputed", random_state=seed)
+    return torch.from_numpy(model.fit_transform(graph))
+
+
+def davies_bouldin(points: Float[Tensor, "clients features"], label: Int[Tensor, " clients"]) -> float:
+    """Davies-Bouldin index, lower is better; infinite where scikit-learn's 0 would mean that all points coincide.
+
+    scikit-learn returns 0, a perfect score, when all within-cluster distances or all distances of centroids vanish.
+    Coinciding centroids are no clusters at all; coinciding points in distinct clusters are perfect ones.
+    """
+    centres = torch.stack([points[label == group].mean(0) for group in label.unique()]).double()
+    spread = torch.cdist(centres, centres)
+    if float(spread.max()) <= 1e-9 * max(1.0, float(centres.norm(dim=1).max())):
+        return float("inf")
+    return float(davies_bouldin_score(points.double().numpy(), label.numpy()))
+
+
+def renumber(label: Int[Tensor, " clients"]) -> Int[Tensor, " clients"]:
+    """Number groups from 0 in the order of their first members.
+
+    Example:
+        >>> renumber(torch.tensor([7, 2, 7, 0]))
+        tensor([0, 1, 0, 2])
+    """
+    seen: dict[int, int] = {}
+    return torch.tensor([seen.setdefault(int(group), len(seen)) for group in label], dtype=torch.int64)
+
+
+# ---------------------------------------------------------------- CFL
+
+
+def update_cosines(updates: Float[Tensor, "clients params"]) -> Float[Tensor, "clients clients"]:
+    r"""Cosines of all pairs of updates.
+
+    $a_{ij} = \langle \Delta_i, \Delta_j \rangle / (\lVert \Delta_i \rVert \lVert \Delta_j \rVert)$;
+    the denominator is at least 1e-12, so that an update of zero has cosine 0 with everybody.
+    """
+    flat = updates.double()
+    norms = flat.norm(dim=1)
+    return (flat @ flat.T) / (norms[:, None] * norms[None, :]).clamp(min=_FLOOR)
+
+
+def bipartition(
+    similarity: Float[Tensor, "clients clients"], linkage_method: Literal["single", "complete"] = "single"
+) -> Bool[Tensor, " clients"]:
+    """Split clients in two so that the largest similarity across the cut is as small as possible.
+
+    Single linkage on 1 - similarity, cut at two clusters, is the exact solution.
+
+    Args:
+        similarity: symmetric; at least two clients.
+        linkage_method: "complete" is what the authors' code does.
+
+    Returns:
+        True for the part that does not hold the first client.
+    """
+    distance = 1 - similarity.double()
+    distance = (distance + distance.T) / 2
+    condensed = squareform(distance.numpy(), checks=False)
+    parts = cut_tree(linkage(condensed, method=linkage_method), n_clusters=2)[:, 0]
+    return torch.from_numpy(parts != parts[0])
+
+
+def cross_similarity(similarity: Float[Tensor, "clients clients"], part: Bool[Tensor, " clients"]) -> float:
+    """The largest similarity across a bipartition."""
+    return float(similarity[part][:, ~part].max())
+
+
+# ---------------------------------------------------------------- FeSEM and one-shot clustering
+
+
+def nearest(
+    points: Float[Tensor, "clients params"], centres: Float[Tensor, "clusters params"]
+) -> Int[Tensor, " clients"]:
+    r"""FeSEM's E-step: $\arg\min_c \lVert W_k - \tilde W^c \rVert^2$ for each model; ties go to the first centre."""
+    return squared_distances(points, centres).argmin(1)
+
+
+def squared_distances(
+    points: Float[Tensor, "clients params"], centres: Float[Tensor, "clusters params"]
+) -> Float[Tensor, "clients clusters"]:
+    """Squared Euclidean distances, summed in float64."""
+    return torch.stack([(points - centre).square().sum(1, dtype=torch.float64) for centre in centres], dim=1)
+
+
+def k_means(points: Float[Tensor, "clients params"], count: int, *, seed: int) -> Int[Tensor, " clients"]:
+    """Group points into `count` clusters by k-means with ten restarts, numbered by their first members."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Number of distinct clusters")
+        model = KMeans(count, n_init=10, random_state=seed)  # pyright: ignore[reportArgumentType] (the stubs)
+        return renumber(torch.from_numpy(model.fit_predict(points.double().numpy()).astype(np.int64)))

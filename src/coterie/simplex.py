@@ -1,0 +1,263 @@
+r"""The simplex of models (SosicFL, Floco): regions in $\Delta^{M-1}$, uniform draws from them, who gets which.
+
+A region is the part of the simplex within L1 distance `radius` of a centre. A client trains models drawn from its
+region and is served the model at its centre.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from sklearn.decomposition import PCA, LatentDirichletAllocation
+from torch import Tensor
+
+from coterie.errors import require
+
+Metric = Literal["l1", "hilbert"]
+Center = Literal["medoid", "mean"]
+Distances = Callable[[Tensor, Tensor], Tensor]
+_TRIES, _BLOCKS, _SWEEPS = 50, 4, 30
+
+# ---------------------------------------------------------------- regions
+
+
+def mean_distance(centre: Float[Tensor, "*batch topics"]) -> Float[Tensor, "*batch"]:
+    r"""Mean L1 distance from a centre to a uniform point of the simplex: $\frac{2}{M} \sum_m (1 - \mu_m)^M$.
+
+    Example:
+        >>> mean_distance(torch.tensor([1.0, 0.0, 0.0]))  # a vertex: 2 (1 - 1/M)
+        tensor(1.3333)
+    """
+    topics = centre.shape[-1]
+    return 2 / topics * (1 - centre).pow(topics).sum(-1)
+
+
+def sample_region(
+    stream: np.random.Generator, centre: Float[Tensor, " topics"], radius: float, count: int
+) -> Float[Tensor, "count topics"]:
+    r"""Draw uniformly from $\{\alpha \in \Delta^{M-1} : \lVert \alpha - \mu \rVert_1 \le r\}$.
+
+    Exact rejection from two proposals (the L1 ball around the centre; the whole simplex), and where both reject
+    200 times, a Gibbs chain over pairs of coordinates.
+
+    Args:
+        stream: of random numbers.
+        centre: $\mu$, on the simplex.
+        radius: $r$, 0 or larger; 2 or larger is the whole simplex.
+        count: how many points.
+    """
+    mu = centre.double().numpy()
+    size = len(mu)
+    if size == 1 or count == 0:
+        return torch.ones(count, size, dtype=torch.float64)
+    if size == 2:
+        low, high = max(0.0, mu[0] - radius / 2), min(1.0, mu[0] + radius / 2)
+        first = stream.uniform(low, high, count)
+        return torch.from_numpy(np.stack([first, 1 - first], axis=1))
+    if radius >= 2 * (1 - mu).max():
+        return torch.from_numpy(stream.dirichlet(np.ones(size), count))
+    found = np.empty((0, size))
+    for _ in range(_BLOCKS):
+        ball = mu + _ball(stream, size, radius, count * _TRIES)
+        whole = stream.dirichlet(np.ones(size), count * _TRIES)
+        accepted = np.concatenate([ball[(ball >= 0).all(1)], whole[np.abs(whole - mu).sum(1) <= radius]])
+        found = np.concatenate([found, accepted])
+        if len(found) >= count:
+            return torch.from_numpy(_tidy(found[:count]))
+    return torch.from_numpy(_tidy(np.concatenate([found, _gibbs(stream, mu, radius, count - len(found))])))
+
+
+def _tidy(points: np.ndarray) -> np.ndarray:
+    """Remove what rounding left: sums of 1 - 1e-16, entries of -1e-17."""
+    points = np.maximum(points, 0)
+    return points / points.sum(1, keepdims=True)
+
+
+def _ball(stream: np.random.Generator, size: int, radius: float, count: int) -> np.ndarray:
+    """Draw uniformly from the steps that sum to 0 with L1 norm up to `radius`."""
+    chances = np.array([math.comb(size, p) * math.comb(size - 2, p - 1) for p in range(1, size)], dtype=float)
+    positives = stream.choice(np.arange(1, size), count, p=chances / chances.sum())
+    rank = stream.random((count, size)).argsort(1).argsort(1)
+    sign = rank < positives[:, None]
+    draws = stream.exponential(size=(count, size))
+    up, down = np.where(sign, draws, 0), np.where(sign, 0, draws)
+    scale = radius / 2 * stream.random((count, 1)) ** (1 / (size - 1))
+    return scale * (up / up.sum(1, keepdims=True) - down / down.sum(1, keepdims=True))
+
+
+def _gibbs(stream: np.random.Generator, mu: np.ndarray, radius: float, count: int) -> np.ndarray:
+    """Run one chain a point from the centre: redraw two coordinates, keeping their sum, on the feasible interval."""
+    points = np.tile(mu, (count, 1))
+    rows = np.arange(count)
+    for _ in range(_SWEEPS * len(mu)):
+        i = stream.integers(len(mu), size=count)
+        j = (i + stream.integers(1, len(mu), size=count)) % len(mu)
+        total = points[rows, i] + points[rows, j]
+        gaps = np.abs(points - mu)
+        budget = radius - (gaps.sum(1) - gaps[rows, i] - gaps[rows, j])
+        middle = mu[i] + total - mu[j]
+        low, high = np.maximum(0, (middle - budget) / 2), np.minimum(total, (middle + budget) / 2)
+        points[rows, i] = low + (high - low).clip(min=0) * stream.random(count)
+        points[rows, j] = total - points[rows, i]
+    return points
+
+
+def sample_released(
+    stream: np.random.Generator, centre: Float[Tensor, " topics"], radius: float, count: int
+) -> Float[Tensor, "count topics"]:
+    """Draw as the public code does: a random positive direction, a uniform length.
+
+    Neither uniform nor on the simplex (sums differ from 1); only for comparison with published runs.
+    """
+    direction = stream.random((count, len(centre)))
+    direction /= np.linalg.norm(direction, axis=1, keepdims=True)
+    return centre.double() + torch.from_numpy(direction * stream.uniform(0, radius, (count, 1)))
+
+
+# ---------------------------------------------------------------- who gets which region
+
+
+def topic_mixtures(
+    counts: Int[Tensor, "clients classes"], topics: int, *, seed: int
+) -> Float[Tensor, "clients topics"]:
+    r"""Describe each client's labels as a mixture of topics by latent Dirichlet allocation ($\beta_k$).
+
+    Args:
+        counts: samples of each class at each client ($n_{k,y}$).
+        topics: corners of the simplex ($M$), at most the number of classes.
+        seed: of the variational fit.
+
+    Returns:
+        Points of the simplex; clients with the same counts get the same.
+    """
+    require(topics <= counts.shape[1], "endpoints", topics, f"at most the {counts.shape[1]} classes")
+    model = LatentDirichletAllocation(topics, learning_method="online", random_state=seed)
+    return torch.from_numpy(model.fit_transform(counts.numpy()))
+
+
+def l1_distances(a: Float[Tensor, "first topics"], b: Float[Tensor, "second topics"]) -> Float[Tensor, "first second"]:
+    """L1 distances of all pairs."""
+    return (a[:, None, :] - b[None, :, :]).abs().sum(2)
+
+
+def hilbert_distances(
+    a: Float[Tensor, "first topics"], b: Float[Tensor, "second topics"]
+) -> Float[Tensor, "first second"]:
+    r"""Hilbert's projective distance of all pairs: $\max_i \ln(p_i / q_i) - \min_i \ln(p_i / q_i)$.
+
+    Entries below 1e-12 count as 1e-12.
+    """
+    ratio = a.clamp(min=1e-12).log()[:, None, :] - b.clamp(min=1e-12).log()[None, :, :]
+    return ratio.amax(2) - ratio.amin(2)
+
+
+def cluster_points(
+    points: Float[Tensor, "clients topics"],
+    count: int,
+    stream: np.random.Generator,
+    *,
+    metric: Metric = "l1",
+    center: Center = "medoid",
+    restarts: int = 10,
+) -> tuple[Int[Tensor, " clients"], Float[Tensor, "clusters topics"]]:
+    """Group points of the simplex around centres: seeds drawn far apart, then Voronoi iterations.
+
+    Args:
+        points: on the simplex.
+        count: how many groups ($L$), at most the points.
+        stream: of random numbers.
+        metric: "l1", or Hilbert's distance.
+        center: a group's centre: the member with the least sum of distances, or the mean.
+        restarts: the run with the least sum of distances is kept.
+
+    Returns:
+        The group of each point, and the centres.
+    """
+    require(1 <= count <= len(points), "regions", count, f"between 1 and the {len(points)} clients")
+    distances = l1_distances if metric == "l1" else hilbert_distances
+    best: tuple[float, Tensor, Tensor] | None = None
+    for _ in range(restarts):
+        centres = _far_apart(points, count, stream, distances)
+        label = distances(points, centres).argmin(1)
+        for _ in range(100):
+            centres = _centres(points, label, centres, center, distances)
+            new = distances(points, centres).argmin(1)
+            if torch.equal(new, label):
+                break
+            label = new
+        cost = float(distances(points, centres).amin(1).sum())
+        if best is None or cost < best[0] - 1e-12:
+            best = cost, label, centres
+    assert best is not None
+    return best[1], best[2]
+
+
+def _far_apart(points: Tensor, count: int, stream: np.random.Generator, distances: Distances) -> Tensor:
+    """Draw seeds with probability proportional to the squared distance to the seeds before (k-means++)."""
+    chosen = [int(stream.integers(len(points)))]
+    while len(chosen) < count:
+        gap = distances(points, points[chosen]).amin(1).square().numpy()
+        if gap.sum() <= 0:  # fewer distinct points than groups
+            chosen.append(next(i for i in range(len(points)) if i not in chosen))
+        else:
+            chosen.append(int(stream.choice(len(points), p=gap / gap.sum())))
+    return points[chosen]
+
+
+def _centres(points: Tensor, label: Tensor, old: Tensor, center: Center, distances: Distances) -> Tensor:
+    out = old.clone()
+    for group in label.unique().tolist():
+        members = points[label == group]
+        if center == "mean":
+            out[group] = members.mean(0)
+        else:
+            out[group] = members[int(distances(members, members).sum(1).argmin())]
+    return out
+
+
+# ---------------------------------------------------------------- Floco's assignment from gradients
+
+
+def project(points: Float[Tensor, "clients topics"], total: float) -> Float[Tensor, "clients topics"]:
+    """Project on the simplex whose entries sum to `total` (Euclidean, by sorting).
+
+    Example:
+        >>> project(torch.tensor([[0.5, 2.0, -1.0]]), 1.0)
+        tensor([[0., 1., 0.]])
+    """
+    ordered = points.sort(dim=1, descending=True).values
+    excess = ordered.cumsum(1) - total
+    place = torch.arange(1, points.shape[1] + 1)
+    support = (ordered - excess / place > 0).sum(1)
+    shift = excess.gather(1, support[:, None] - 1) / support[:, None]
+    return (points - shift).clamp(min=0)
+
+
+def riesz_energy(points: Float[Tensor, "clients topics"]) -> float:
+    """Log of the mean inverse squared distance of all pairs, distances at least 1e-4: small for well-spread points."""
+    gaps = torch.pdist(points.double()).clamp(min=1e-4)
+    return float(gaps.pow(-2).mean().log())
+
+
+def gradient_points(gradients: Float[Tensor, "clients params"], topics: int) -> Float[Tensor, "clients topics"]:
+    r"""Place each client on the simplex by its head's update (Floco).
+
+    The updates are reduced to `topics` principal components and projected on simplices of 1,000 sizes in
+    [1e-4, 1]; the size with the least Riesz energy wins, and points are scaled to sum to 1.
+
+    Args:
+        gradients: $g_k$ = head sent minus head returned. The sign matters.
+        topics: $M$, at most the number of clients.
+
+    References:
+        Grinwald, Wiesner, Nakajima, Federated learning over connected modes, 2024, https://arxiv.org/abs/2403.03333
+    """
+    require(topics <= len(gradients), "endpoints", topics, f"at most the {len(gradients)} clients")
+    scores = PCA(topics, svd_solver="full").fit_transform(gradients.double().numpy())
+    components = torch.from_numpy(np.ascontiguousarray(scores))
+    candidates = [project(components, float(total)) / total for total in np.linspace(1e-4, 1, 1000)]
+    best = min(range(len(candidates)), key=lambda i: riesz_energy(candidates[i]))
+    return candidates[best] / candidates[best].sum(1, keepdim=True)
