@@ -96,7 +96,10 @@ class Inbox:
         for start in range(0, len(own), step):
             rows = slice(start, start + step)
             for slot in range(index.shape[1]):
-                out[rows].addcmul_(weights[rows, slot, None], self.table[index[rows, slot]])
+                weight, received = weights[rows, slot, None], self.table[index[rows, slot]]
+                if not bool(weight.all()):  # a model that weighs nothing has no influence, be it NaN
+                    received = received.masked_fill(weight == 0, 0)
+                out[rows].addcmul_(weight, received)
         return out
 
 
@@ -275,6 +278,20 @@ class InMemory:
             self.last[n] = Message(tensors[f"last.{n}.params"], fields, tensors[f"last.{n}.ids"])
 
 
+def check_peers(own: Int[Tensor, " clients"], peers: Int[Tensor, "clients peers"], population: int) -> None:
+    """Refuse wishes that no exchange can fulfil.
+
+    Raises:
+        ExchangeError: when a reader asks for itself or for an id outside the population.
+    """
+    itself = (peers == own[:, None]).any(1)
+    if bool(itself.any()):
+        raise ExchangeError(f"client {int(own[itself][0])} asked for its own message; a client is not its own peer")
+    if bool((peers >= population).any()) or bool((peers < -1).any()):
+        low, high = int(peers.min()), int(peers.max())
+        raise ExchangeError(f"peer ids run from {low} to {high}; expected -1 to {population - 1}")
+
+
 def read(board: Message, own: Int[Tensor, " clients"], peers: Int[Tensor, "clients peers"], population: int) -> Inbox:
     """Read chosen peers from a board of messages.
 
@@ -285,15 +302,9 @@ def read(board: Message, own: Int[Tensor, " clients"], peers: Int[Tensor, "clien
         population: ids are below this.
 
     Raises:
-        ExchangeError: when a reader asks for itself or for an id outside the population.
+        ExchangeError: see `check_peers`.
     """
-    if bool((peers == own[:, None]).any()):
-        client = int(own[(peers == own[:, None]).any(1)][0])
-        raise ExchangeError(f"client {client} asked for its own message; a client is not its own peer")
-    if bool((peers >= population).any()) or bool((peers < -1).any()):
-        raise ExchangeError(
-            f"peer ids run from {int(peers.min())} to {int(peers.max())}; expected -1 to {population - 1}"
-        )
+    check_peers(own, peers, population)
     assert board.ids is not None
     place = torch.full((population + 1,), -1, dtype=torch.int64)
     place[board.ids] = torch.arange(len(board))

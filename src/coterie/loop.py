@@ -72,15 +72,15 @@ class Loop:
         method: what happens in a round.
         exchange: the door to other clients.
         settings: how the run goes.
-        seed: of all random streams.
+        rng: the random streams of the run.
         record: where results go.
     """
 
     def __init__(
-        self, task: Task, method: Method, exchange: Exchange, settings: Settings, seed: int, record: Record
+        self, task: Task, method: Method, exchange: Exchange, settings: Settings, rng: Rng, record: Record
     ) -> None:
         self.task, self.method, self.exchange, self.settings, self.record = task, method, exchange, settings, record
-        self.rng = Rng(seed)
+        self.rng = rng
         self.order: Order = settings.order or method.order
         self.state = method.init(task, self.rng)
         self.tracker = Tracker.start(self.state.params)

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie.errors import ExchangeError
-from coterie.exchange import Inbox, InMemory, Message, Reply, Rule, read
+from coterie.exchange import Inbox, InMemory, Message, Reply, Rule, check_peers, read
 from coterie.rng import Rng
 
 
@@ -124,6 +124,7 @@ class Mailbox:
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Publish and wait for the chosen peers."""
+        check_peers(self._own.active, peers, self.office.population)
         address = self._address()
         self.office.post(address, self._own.board(message))
         board = self.office.collect(address, set(peers[peers >= 0].tolist()))
@@ -161,8 +162,8 @@ class Mailbox:
     def idle(self, exchanges: int) -> None:
         """Publish for the stopped clients."""
         empty = torch.zeros(0, dtype=torch.int64)
+        self._own.enter(empty)
         for number in range(exchanges):
-            last = self._own.last.get(number)
+            address, last = self._address(), self._own.last.get(number)
             if last is not None:
-                self._own.enter(empty)
-                self.office.post(self._address(), self._own.board(last.rows(empty)))
+                self.office.post(address, self._own.board(last.rows(empty)))

@@ -18,6 +18,7 @@ from coterie.loop import Loop
 from coterie.methods.base import Method
 from coterie.models import ModelSource, source
 from coterie.record import Record
+from coterie.rng import Rng
 from coterie.settings import DTYPES, Settings
 from coterie.task import Task
 
@@ -116,7 +117,7 @@ def simulate(
     )
     record = Record(truth)
     door = exchange or InMemory(federation.ids, federation.population)
-    loop = Loop(task, method, door, settings, seed, record)
+    loop = Loop(task, method, door, settings, Rng(seed), record)
     identity = checkpoint.identity(method, settings, seed, federation, task)
     earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
     written = time.perf_counter()

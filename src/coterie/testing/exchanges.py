@@ -1,0 +1,95 @@
+"""The promises of an exchange."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.errors import ExchangeError
+from coterie.exchange import Exchange, Inbox, Message, Reply
+from coterie.rng import Rng
+
+MakeExchanges = Callable[[Sequence[Sequence[int]], int], Sequence[Exchange]]
+"""(ids of each host, population) -> an exchange for each host; the first host has the server role."""
+
+
+def check_exchange(make: MakeExchanges, *, groups: Sequence[Sequence[int]] = ((0, 2), (1,), (3,))) -> None:
+    """Check that an exchange keeps the contract of `Exchange`.
+
+    Args:
+        make: makes connected exchanges, one a host.
+        groups: the ids that each host has; a population of 0 .. K-1. For an exchange that hosts all clients in one
+            process pass one group.
+
+    Raises:
+        AssertionError: naming the promise that is broken.
+    """
+    population = sum(len(group) for group in groups)
+    exchanges = make(groups, population)
+
+    def everywhere(action: Callable[[int, Exchange], Any], round: int) -> list[Any]:
+        def one(number: int) -> Any:
+            exchanges[number].begin(Rng(0).at(round))
+            exchanges[number].enter(torch.tensor(groups[number]))
+            return action(number, exchanges[number])
+
+        with ThreadPoolExecutor(len(groups)) as pool:
+            return list(pool.map(one, range(len(groups))))
+
+    def message(number: int, step: int) -> Message:
+        ids = torch.tensor(groups[number])
+        params = ids[:, None].float() * 10 + torch.arange(3.0) + 100 * step
+        return Message(params, {"samples": ids.float() + 1, "row": torch.ones(len(ids), 2) * ids[:, None]})
+
+    def peers(number: int) -> Tensor:
+        return torch.tensor([[(i + 2) % population, -1, (i + 1) % population] for i in groups[number]])
+
+    def pulls(number: int, exchange: Exchange) -> list[Inbox]:
+        return [exchange.pull(message(number, step), peers(number)) for step in range(2)]
+
+    for number, inboxes in enumerate(everywhere(pulls, 0)):
+        for step, inbox in enumerate(inboxes):
+            _check_inbox(inbox, peers(number), step)
+
+    def foolish(number: int, exchange: Exchange) -> None:
+        own = torch.tensor([[i] for i in groups[number]])
+        for wrong in (own, torch.full_like(own, population)):
+            try:
+                exchange.pull(message(number, 0), wrong)
+            except ExchangeError:
+                continue
+            raise AssertionError(f"asking for {wrong.tolist()} was not refused")
+
+    everywhere(foolish, 1)
+
+    def serves(number: int, exchange: Exchange) -> tuple[Any, Inbox]:
+        def rule(shared: Tensor, whole: Message) -> tuple[Tensor, Reply]:
+            assert whole.ids is not None
+            assert whole.ids.tolist() == list(range(population)), "a rule sees the cohort in the order of ids"
+            return shared + 1, Reply(whole.params, whole.ids[:, None], {"twice": whole.fields["samples"] * 2})
+
+        return exchange.serve(message(number, 0), rule, torch.zeros(()))
+
+    for number, (shared, inbox) in enumerate(everywhere(serves, 2)):
+        assert torch.equal(inbox.table[inbox.index[:, 0]], message(number, 0).params), "a reply went to another client"
+        assert torch.equal(inbox.field("twice")[:, 0], message(number, 0).fields["samples"] * 2), "a reply lost a field"
+        assert float(shared) == (1 if number == 0 else 0), "the shared state changes where the server role is, only"
+
+
+def _check_inbox(inbox: Inbox, peers: Tensor, step: int) -> None:
+    assert torch.equal(inbox.peers, peers), "slots are in the order in which they were asked"
+    assert torch.equal(inbox.mask, peers >= 0), "what was published arrives, an unused slot does not"
+    received = inbox.table[inbox.index]
+    expected = peers[..., None].float() * 10 + torch.arange(3.0) + 100 * step
+    arrived = inbox.mask[..., None].expand_as(received)
+    assert torch.equal(received[arrived], expected[arrived]), "a slot shows another message than its peer's"
+    assert torch.equal(inbox.field("samples")[inbox.mask], peers[inbox.mask].float() + 1), "a field is another peer's"
+    assert bool((inbox.bytes[inbox.mask] == 3 * 4 + 4 + 2 * 4).all()), "a message is counted with its payload in bytes"
+    assert not inbox.bytes[~inbox.mask].any(), "what did not arrive costs nothing"
+    weights = torch.where(inbox.mask, 0.25, 7.0)
+    own = torch.ones(len(peers), 3)
+    mixed = inbox.mix(weights, own=own, own_weight=torch.full((len(peers),), 0.5))
+    naive = 0.5 + 0.25 * (expected * inbox.mask[..., None]).sum(1)
+    assert torch.allclose(mixed, naive), "mix is the weighted sum of what arrived and the own model"

@@ -1,0 +1,290 @@
+"""The promises of a method."""
+
+import copy
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coterie.exchange import Exchange, Faulty, Inbox, InMemory, Message
+from coterie.federation import Federation
+from coterie.loop import Loop
+from coterie.mailbox import Mailbox, PostOffice
+from coterie.methods.base import Method, PeerMethod
+from coterie.models import ModelSource, source
+from coterie.record import Record
+from coterie.rng import EVERYONE, Rng
+from coterie.run import Settings, simulate
+from coterie.task import Task
+from coterie.testing.tiny import tiny_federation, tiny_settings
+
+
+def check_method(
+    method: Method,
+    *,
+    federation: Federation | None = None,
+    model: ModelSource = "linear",
+    settings: Settings | None = None,
+    relabel: bool = True,
+) -> None:
+    """Check that a method keeps the promises that every method makes.
+
+    Args:
+        method: the method.
+        federation: where to try it; a tiny one by default.
+        model: what to train.
+        settings: of the runs; float64, so that results can be compared closely.
+        relabel: whether relabelling the clients must relabel the result (not for methods whose server draws by
+            position).
+
+    Raises:
+        AssertionError: naming the promise that is broken.
+    """
+    federation = federation or tiny_federation()
+    settings = settings or tiny_settings()
+    make = _Maker(federation, method, model, settings)
+    _check_description(method)
+    _check_arguments(make)
+    whole = _check_repeats(make)
+    _check_resumes(make)
+    _check_grouping(make, whole)
+    _check_cohorts(make)
+    if isinstance(method, PeerMethod):
+        _check_silence(make)
+    if relabel:
+        _check_relabelling(make, whole)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+    """Makes runs of one method."""
+
+    federation: Federation
+    method: Method
+    model: ModelSource
+    settings: Settings
+
+    def task(self, ids: Sequence[int]) -> Task:
+        federation = self.federation
+        truth = federation.truth.cluster[list(ids)] if federation.truth is not None else None
+        return Task(
+            federation.host(list(ids)),
+            self.method.model(source(self.model, federation.features, federation.outputs)),
+            init=self.settings.init,
+            buffers=self.settings.buffers,
+            engine=self.settings.engine,
+            dtype=torch.float64 if self.settings.dtype == "float64" else torch.float32,
+            clusters=truth if "truth" in self.method.needs else None,
+        )
+
+    def loop(self, exchange: Exchange | None = None, rng: Rng | None = None, ids: Sequence[int] | None = None) -> Loop:
+        ids = self.federation.ids.tolist() if ids is None else ids
+        exchange = exchange or InMemory(torch.tensor(ids), self.federation.population)
+        record = Record(torch.full((self.federation.population,), -1))
+        return Loop(self.task(ids), self.method, exchange, self.settings, rng or Rng(3), record)
+
+    def run(self, exchange: Exchange | None = None, rng: Rng | None = None) -> Float[Tensor, "clients params"]:
+        return _finish(self.loop(exchange, rng))
+
+
+def _finish(loop: Loop) -> Float[Tensor, "clients params"]:
+    while not loop.finished:
+        loop.step()
+    return loop.state.params
+
+
+def run_grouped(
+    federation: Federation,
+    method: Method,
+    groups: Sequence[Sequence[int]],
+    *,
+    model: ModelSource = "linear",
+    settings: Settings | None = None,
+    server: int = 0,
+    seed: int = 3,
+) -> Float[Tensor, "clients params"]:
+    """Host a population in several threads that exchange over a post office; return all models in the order of ids.
+
+    Args:
+        federation: the data.
+        method: the method.
+        groups: the ids that each host has.
+        model: what to train.
+        settings: of the run.
+        server: which host has the server role.
+        seed: of the run.
+    """
+    make = _Maker(federation, method, model, settings or tiny_settings())
+    office = PostOffice(federation.population)
+
+    def host(number: int) -> Loop:
+        ids = groups[number]
+        loop = make.loop(Mailbox(office, torch.tensor(ids), server=number == server), Rng(seed), ids)
+        _finish(loop)
+        return loop
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        loops = list(pool.map(host, range(len(groups))))
+    ids = torch.tensor([i for group in groups for i in group])
+    params = torch.cat([loop.state.params for loop in loops])
+    return params[torch.argsort(ids)]
+
+
+# ---------------------------------------------------------------- the promises of a method
+
+
+def _check_description(method: Method) -> None:
+    assert dataclasses.is_dataclass(method), "a method is a dataclass: its fields are its hyperparameters"
+    assert getattr(type(method), "__dataclass_params__").frozen, "a method is frozen: its fields never change"  # noqa: B009
+    for name in ("kind", "summary"):
+        assert isinstance(getattr(method, name, None), str), f"a method has a {name}"
+    assert copy.copy(method) == method, "methods with equal fields are equal"
+
+
+def _check_arguments(make: _Maker) -> None:
+    """`round` never changes its arguments, and memory has a row for each client."""
+    loop = make.loop()
+    loop.step()
+    for _ in range(2):
+        state = loop.state
+        before = copy.deepcopy(state)
+        loop.step()
+        for part in ("params", "memory", "shared"):
+            assert _equal(getattr(state, part), getattr(before, part)), f"round changed its argument state.{part}"
+        memory = loop.state.memory
+        for item in dataclasses.fields(memory) if memory is not None else ():
+            value = getattr(memory, item.name)
+            assert len(value) == len(loop.task), f"memory.{item.name} has no clients axis: {tuple(value.shape)}"
+    assert bool(torch.isfinite(loop.state.params).all()), "the models are not finite after two rounds"
+
+
+def _check_repeats(make: _Maker) -> Tensor:
+    """The same seed gives the same bytes, another seed another result."""
+    first = make.run()
+    assert torch.equal(first, make.run()), "the same seed gave another result"
+    assert not torch.equal(first, make.run(rng=Rng(4))), "another seed gave the same result"
+    return first
+
+
+def _check_resumes(make: _Maker) -> None:
+    """Going on from a checkpoint gives the bytes of a run that was not interrupted."""
+    federation, method, settings = make.federation, make.method, make.settings
+    half = dataclasses.replace(settings, rounds=settings.rounds // 2)
+    with tempfile.TemporaryDirectory() as name:
+        whole, parts = Path(name) / "whole", Path(name) / "parts"
+        simulate(federation, method, model=make.model, settings=settings, folder=whole)
+        simulate(federation, method, model=make.model, settings=half, folder=parts)
+        simulate(federation, method, model=make.model, settings=settings, folder=parts, resume=True)
+        for file in ("checkpoint.safetensors", "metrics.parquet", "edges.parquet"):
+            assert (whole / file).read_bytes() == (parts / file).read_bytes(), f"a resumed run has another {file}"
+
+
+def _check_grouping(make: _Maker, whole: Tensor) -> None:
+    """Hosting the clients in any grouping gives the result of the simulation."""
+    number = make.federation.population
+    ids = list(range(number))
+    groupings = {
+        "one client a host": [[i] for i in ids],
+        "uneven blocks": [ids[:1], ids[1 : number // 2 + 1], ids[number // 2 + 1 :]],
+        "mixed order": [ids[::2][::-1], ids[1::2]],
+    }
+    for name, groups in groupings.items():
+        for server in {0, len(groups) - 1} if make.method.server else {0}:
+            result = run_grouped(
+                make.federation, make.method, groups, model=make.model, settings=make.settings, server=server
+            )
+            gap = float((result - whole).abs().max())
+            assert gap < 1e-9, f"hosting {name} (server at host {server}) changes the result by {gap:.3g}"
+
+
+def _check_cohorts(make: _Maker) -> None:
+    """A part of the clients in a round, and in the extreme one: the state stays finite."""
+    for participation in (0.5, 1 / make.federation.population):
+        settings = dataclasses.replace(make.settings, participation=participation)
+        params = dataclasses.replace(make, settings=settings).run()
+        assert bool(torch.isfinite(params).all()), f"with participation {participation:.2f} models are not finite"
+
+
+def _check_silence(make: _Maker) -> None:
+    """A peer that never answers has no influence; when nobody answers, the state stays finite."""
+    alone = Faulty(InMemory(make.federation.ids, make.federation.population), drop=1.0)
+    assert bool(torch.isfinite(make.run(alone)).all()), "when nothing arrives the models are not finite"
+    silent = make.federation.population - 1
+    changed = dataclasses.replace(make.federation, x=make.federation.x.clone())
+    changed.x[silent] = changed.x[silent].flip(0) * 3 + 1
+    others = torch.arange(silent)
+    results = [
+        dataclasses.replace(make, federation=federation).run(_Silent(federation, silent))[others]
+        for federation in (make.federation, changed)
+    ]
+    assert torch.equal(*results), "a peer that never answers has influence"
+
+
+def _check_relabelling(make: _Maker, whole: Tensor) -> None:
+    """Relabelling the clients relabels the result."""
+    federation = make.federation
+    order = torch.from_numpy(Rng(5).generator("testing.relabel").permutation(federation.population))
+    moved = dataclasses.replace(
+        federation,
+        x=federation.x[order],
+        y=federation.y[order],
+        split=federation.split[order],
+        test_of=federation.test_of[order],
+        truth=None
+        if federation.truth is None
+        else dataclasses.replace(federation.truth, cluster=federation.truth.cluster[order]),
+    )
+    rng = _Relabelled(3, -1, tuple(order.tolist()))
+    result = dataclasses.replace(make, federation=moved).run(rng=rng)
+    gap = float((result - whole[order]).abs().max())
+    assert gap < 1e-9, f"relabelling the clients changes the result by {gap:.3g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Relabelled(Rng):
+    """The streams of clients that were given new ids: client i draws what `order[i]` drew."""
+
+    order: tuple[int, ...] = ()
+
+    def generator(self, purpose: str, client: int = EVERYONE) -> np.random.Generator:
+        """Return the stream of the client's old id."""
+        return super().generator(purpose, client if client == EVERYONE else self.order[client])
+
+    def gumbel(
+        self, purpose: str, ids: Int[Tensor, " clients"], population: int
+    ) -> Float[Tensor, "clients population"]:
+        """Return the draws of the old pairs."""
+        return super().gumbel(purpose, ids, population)[:, list(self.order)]
+
+
+class _Silent(Faulty):
+    """An exchange in which one client is never heard."""
+
+    def __init__(self, federation: Federation, silent: int) -> None:
+        super().__init__(InMemory(federation.ids, federation.population))
+        self.silent = silent
+
+    def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
+        """Read, but nothing of the silent one."""
+        inbox = super().pull(message, peers)
+        heard = inbox.mask & (inbox.peers != self.silent)
+        table = inbox.table.clone()
+        table[self.silent] = torch.nan
+        return dataclasses.replace(inbox, table=table, mask=heard, bytes=inbox.bytes * heard)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is None or b is None:
+        return a is b
+    if isinstance(a, Tensor):
+        return (
+            bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))) if a.is_floating_point() else torch.equal(a, b)
+        )
+    return all(_equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))

@@ -1,0 +1,62 @@
+"""Tiny federations and settings: a run of a second."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie.federation import Federation, TestSet, Truth
+from coterie.rng import Rng
+from coterie.run import Settings
+from coterie.task import LocalTraining
+
+
+def tiny_federation(
+    num_clients: int = 6,
+    clusters: int = 2,
+    *,
+    train: int = 12,
+    validation: int = 4,
+    features: tuple[int, ...] = (4,),
+    classes: int = 3,
+    seed: int = 0,
+) -> Federation:
+    """Make a small classification problem in which clusters disagree about the labels.
+
+    Every cluster labels Gaussian inputs by a random linear rule of its own. Client i is in cluster i modulo
+    `clusters`; inputs are float64, so that engines can be compared to the last digits.
+    """
+    stream = Rng(seed).generator("testing.federation")
+    size = int(np.prod(features))
+    rules = stream.normal(size=(clusters, size, classes))
+    samples = train + validation
+
+    def draw(cluster: int, number: int) -> tuple[Tensor, Tensor]:
+        x = stream.normal(size=(number, size))
+        y = (x @ rules[cluster]).argmax(1)
+        return torch.from_numpy(x).reshape(number, *features), torch.from_numpy(y)
+
+    cluster = torch.arange(num_clients) % clusters
+    parts = [draw(int(c), samples) for c in cluster]
+    split = torch.zeros(num_clients, samples, dtype=torch.int64)
+    split[:, train:] = 1
+    names = tuple(f"rule {c}" for c in range(clusters))
+    return Federation(
+        x=torch.stack([x for x, _ in parts]),
+        y=torch.stack([y for _, y in parts]),
+        split=split,
+        tests=tuple(TestSet(*draw(c, 30), names[c]) for c in range(clusters)),
+        test_of=cluster,
+        ids=torch.arange(num_clients),
+        population=num_clients,
+        classes=classes,
+        truth=Truth(cluster, names, tuple(names[int(c)] for c in cluster)),
+        name="tiny",
+    )
+
+
+def tiny_settings(**changes: Any) -> Settings:
+    """Return settings for a run of a second: float64, SGD, few rounds."""
+    local = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1, momentum=0.5)
+    return Settings(**{"rounds": 4, "local": local, "dtype": "float64", **changes})
