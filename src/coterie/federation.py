@@ -195,7 +195,7 @@ class Federation:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         os.close(handle)
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        contiguous = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
         save_file(contiguous, temporary, metadata={"coterie": json.dumps(meta)})
         os.replace(temporary, path)
 

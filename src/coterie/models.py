@@ -196,7 +196,7 @@ class Layout:
 
     def views(self, rows: Float[Tensor, "*batch params"]) -> dict[str, Tensor]:
         """Return each tensor of a module as a view of a row (or of many rows, with their leading axes)."""
-        return {s.name: rows[..., s.start : s.stop].reshape(*rows.shape[:-1], *s.shape) for s in self.slots}
+        return {s.name: rows[..., s.start : s.stop].reshape((*rows.shape[:-1], *s.shape)) for s in self.slots}
 
     def concat(self, tensors: Mapping[str, Tensor], *, trainable: bool, lead: int = 0) -> Tensor:
         """Join tensors to rows: the inverse of `views` for the trained or for the untrained part.

@@ -233,7 +233,8 @@ class Task:
 
         Returns:
             The new models, and a report: `loss` (mean batch loss of the last epoch), `losses` (of each step, before
-            its update; NaN after a client's last step), `train_samples` (processed), `diverged` (not finite now).
+            its update; NaN after a client's last step), `train_samples` (processed), `diverged` (a loss or a
+            parameter is not finite).
         """
         if inputs is not None and (unknown := set(inputs) - set(self.layout.inputs)):
             known = list(self.layout.inputs)
@@ -261,11 +262,14 @@ class Task:
                     losses[rows] = job()
             else:
                 losses[rows] = job()
+        taken = schedule.length > 0
         info = {
             "loss": last_epoch_mean(losses, schedule),
             "losses": losses,
             "train_samples": schedule.length.sum(1),
-            "diverged": ~torch.isfinite(out).all(1).cpu(),
+            "diverged": ~torch.isfinite(out).all(1).cpu()
+            | torch.isinf(losses).any(1)
+            | (losses.isnan() & taken).any(1),
         }
         self._shared.train_seconds += time.perf_counter() - started
         return out, info

@@ -1,0 +1,234 @@
+"""Engines agree, and agree with plain PyTorch training."""
+
+import copy
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from coterie.engine.batches import plan
+from coterie.engine.optim import RowOptimizer
+from coterie.errors import ConfigError, ModelError
+from coterie.rng import Rng
+from coterie.task import LocalTraining, Task
+from coterie.testing import tiny_federation
+
+
+class Custom(nn.Module):
+    """Dropout, batch normalisation, a reused layer and a skip connection: what users bring."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.4)
+        self.shared = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = self.drop(torch.relu(self.norm(self.first(x))))
+        h = h + torch.tanh(self.shared(self.shared(h)))
+        return self.head(h)
+
+
+def task(engine="vmap", model=Custom, federation=None, **kwargs):
+    return Task((federation or tiny_federation()).host(range(6)), model, engine=engine, dtype=torch.float64, **kwargs)
+
+
+def ragged():
+    """Clients with 12, 11, 7, 5, 3 and 2 training samples."""
+    federation = tiny_federation()
+    split = federation.split.clone()
+    for client, count in enumerate((12, 11, 7, 5, 3, 2)):
+        split[client, count:12] = -1
+    return replace(federation, split=split)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("data", [tiny_federation, ragged])
+def test_loop_and_vmap_agree_on_a_users_module(optimizer, data):
+    """Dropout, running statistics and batches of unequal size included; to 1e-10 in float64."""
+    local = LocalTraining(epochs=2, batch_size=5 if data is tiny_federation else 4, optimizer=optimizer, lr=0.01,
+                          momentum=0.9 if optimizer == "sgd" else 0.0, weight_decay=0.01,
+                          drop_last=data is not tiny_federation)  # fmt: skip
+    results = []
+    for engine, block in (("loop", None), ("vmap", None), ("vmap", 4)):
+        t = task(engine, federation=data(), block=block)
+        start = t.init(Rng(0))
+        params, info = t.train(start, Rng(0).at(0), local)
+        results.append((params, info["loss"], t.loss(params, "validation"), t.evaluate(params)["accuracy"]))
+        assert torch.equal(start, t.init(Rng(0))), "training changed its argument"
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert float((a - b).abs().max()) < 1e-10
+
+
+@pytest.mark.parametrize(
+    "local",
+    [
+        LocalTraining(epochs=2, batch_size=5, optimizer="adam", lr=0.02, weight_decay=0.1),
+        LocalTraining(epochs=3, batch_size=8, optimizer="sgd", lr=0.1, momentum=0.8),
+        LocalTraining(steps=4, batch_size=5, optimizer="sgd", lr=0.1, drop_last=True),
+    ],
+)
+def test_local_training_is_that_of_torch_optim(local):
+    """A module trained by hand with torch.optim on the same batches ends with the same parameters."""
+    t = task("vmap", model="mlp-c" if local.steps else "linear")
+    if local.steps:
+        t = task("vmap", model=lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    start = t.init(Rng(1))
+    params, info = t.train(start, Rng(1).at(2), local)
+    federation = tiny_federation()
+    schedule = plan(local, t.counts("train"), t.ids, Rng(1).at(2), "batches")
+    for client in (0, 5):
+        module = copy.deepcopy(t.layout.module(start[client])).train()
+        if local.optimizer == "adam":
+            optimizer = torch.optim.Adam(module.parameters(), lr=local.lr, weight_decay=local.weight_decay)
+        else:
+            optimizer = torch.optim.SGD(
+                module.parameters(), lr=local.lr, momentum=local.momentum, weight_decay=local.weight_decay
+            )
+        losses = []
+        for step in range(schedule.steps):
+            order = schedule.order[client, step][: int(schedule.length[client, step])]
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(module(federation.x[client][order]), federation.y[client][order])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert torch.allclose(params[client], t.layout.flatten_copy(module), atol=1e-12)
+        assert info["losses"][client].tolist() == pytest.approx(losses, abs=1e-12)
+
+
+def test_row_optimizers_equal_torch_optim_over_many_steps():
+    stream = torch.Generator().manual_seed(0)
+    for local in (LocalTraining(lr=0.01), LocalTraining(optimizer="sgd", lr=0.01, momentum=0.9, weight_decay=1e-3)):
+        rows = torch.randn(3, 7, generator=stream)
+        params = [nn.Parameter(row.clone()) for row in rows]
+        kind = torch.optim.Adam if local.optimizer == "adam" else torch.optim.SGD
+        extra = {} if local.optimizer == "adam" else {"momentum": 0.9, "weight_decay": 1e-3}
+        theirs = kind(params, lr=0.01, **extra)
+        ours = RowOptimizer(local, rows)
+        for step in range(1, 51):
+            grads = torch.randn(3, 7, generator=stream)
+            for p, g in zip(params, grads, strict=True):
+                p.grad = g.clone()
+            theirs.step()
+            ours.step(rows, grads, step)
+        assert torch.allclose(rows, torch.stack(list(params)), atol=1e-6)
+
+
+def test_the_optimiser_starts_fresh_in_every_call():
+    """Two calls with one epoch differ from one with two for Adam, and not for plain SGD (spec invariant 8)."""
+    t = task(model="linear")
+    start = t.init(Rng(0))
+    for optimizer, same in (("sgd", True), ("adam", False)):
+        local = LocalTraining(epochs=1, batch_size=12, optimizer=optimizer, lr=0.05)
+        once, _ = t.train(start, Rng(0).at(0), replace(local, epochs=2))
+        twice, _ = t.train(t.train(start, Rng(0).at(0), local)[0], Rng(0).at(1), local)
+        assert torch.allclose(once, twice, atol=1e-9) is same
+
+
+def test_the_proximal_term_pulls_towards_the_anchor():
+    t = task(model="linear")
+    start = t.init(Rng(0))
+    local = LocalTraining(epochs=2, optimizer="sgd", lr=0.05)
+    distances = [
+        float((t.train(start, Rng(0).at(0), local, anchor=start, prox=mu)[0] - start).norm()) for mu in (0.0, 1.0, 5.0)
+    ]
+    assert distances[0] > distances[1] > distances[2]
+    free, _ = t.train(start, Rng(0).at(0), local)
+    zero, _ = t.train(start, Rng(0).at(0), local, anchor=start + 1, prox=0.0)
+    assert torch.equal(free, zero)
+
+
+def test_batches_use_every_sample_once_an_epoch_and_are_keyed_by_client():
+    local = LocalTraining(epochs=2, batch_size=5)
+    counts, ids = torch.tensor([12, 3]), torch.tensor([4, 9])
+    schedule = plan(local, counts, ids, Rng(0), "batches")
+    assert schedule.length.tolist() == [[5, 5, 2, 5, 5, 2], [3, 3, 0, 0, 0, 0]]
+    assert schedule.last_epoch.tolist() == [3, 1]
+    for half in (schedule.order[0, :3], schedule.order[0, 3:]):
+        assert sorted(half[half >= 0].tolist()) == list(range(12))
+    alone = plan(local, counts[1:], ids[1:], Rng(0), "batches")
+    assert torch.equal(alone.order[0, :2, :3], schedule.order[1, :2, :3])
+
+
+def test_a_module_that_cannot_be_batched_falls_back_with_one_warning_that_names_the_layer():
+    class Decides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 3, dtype=torch.float64))
+
+        def forward(self, x):
+            return x @ self.weight if x.sum() > 0 else x @ self.weight * 2
+
+    model = nn.Sequential(nn.Linear(4, 4), Decides())
+    with pytest.warns(UserWarning, match="the loop engine is used: Decides '1' cannot be run over many") as caught:
+        t = task("auto", model=model)
+    assert len(caught) == 1
+    assert t.engine.name == "loop"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert task("loop", model=model).engine.name == "loop"
+
+
+def test_foreign_randomness_in_a_module_is_reproducible():
+    class Foreign(nn.Linear):
+        def forward(self, x):
+            return functional.dropout(super().forward(x), 0.5, self.training)
+
+    with pytest.warns(UserWarning, match="the loop engine is used"):
+        t = task("auto", model=lambda: Foreign(4, 3))
+    start = t.init(Rng(0))
+    first, _ = t.train(start, Rng(0).at(0), LocalTraining())
+    again, _ = t.train(start, Rng(0).at(0), LocalTraining())
+    assert torch.equal(first, again)
+    part = t.rows(torch.tensor([4]))
+    alone, _ = part.train(start[4:5], Rng(0).at(0), LocalTraining())
+    assert torch.equal(alone[0], first[4])
+
+
+def test_unknown_engines_and_unfit_modules_are_refused():
+    with pytest.raises(ConfigError, match="unknown engine 'vamp'; did you mean 'vmap'"):
+        task("vamp")
+    with pytest.raises(ModelError, match=r"cannot be trained on inputs of shape \(4,\): Linear"):
+        task(model=lambda: nn.Sequential(nn.Linear(5, 3)))
+    with pytest.raises(ModelError, match="has 2 outputs; expected 3"):
+        task(model=lambda: nn.Linear(4, 2))
+
+
+def test_merging_running_statistics_follows_the_policy():
+    for policy in ("average", "local", "reset"):
+        t = task(buffers=policy)
+        before, merged = t.init(Rng(0)) + 1, t.init(Rng(0)) + 2
+        settled = t.settle(before, merged)
+        start = t.layout.trainable
+        assert torch.equal(settled[:, :start], merged[:, :start])
+        expected = {"average": merged, "local": before, "reset": t.init(Rng(0))}[policy]
+        assert torch.allclose(settled[:, start:], expected[:, start:])
+
+
+def test_scores_and_tables_equal_losses_computed_one_by_one():
+    t = task(model="linear", federation=ragged())
+    params = t.init(Rng(0)) + torch.randn(6, t.layout.size, generator=torch.Generator().manual_seed(1))
+    table = t.loss_table(params, "train")
+    for client in range(6):
+        alone = t.rows(torch.tensor([client]))
+        for model in range(6):
+            assert table[client, model] == pytest.approx(
+                float(alone.loss(params[model : model + 1], "train")), abs=1e-12
+            )
+    assert torch.allclose(table.diagonal(), t.loss(params, "train"))
+
+
+def test_clients_without_validation_data_have_no_validation_loss():
+    federation = tiny_federation()
+    split = federation.split.clone()
+    split[2, 12:] = -1
+    loss = task(federation=replace(federation, split=split)).loss(task().init(Rng(0)), "validation")
+    assert bool(loss[2].isnan())
+    assert int(loss.isnan().sum()) == 1

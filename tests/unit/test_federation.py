@@ -1,0 +1,64 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from coterie.errors import DataError
+from coterie.federation import Federation
+from coterie.testing import tiny_federation
+
+
+def test_hosted_rows_carry_the_data_of_their_clients_and_never_the_truth():
+    federation = tiny_federation(num_clients=5)
+    hosted = federation.host([3, 1])
+    assert hosted.truth is None
+    assert federation.host(federation.ids).truth is None
+    assert hosted.population == 5
+    assert hosted.ids.tolist() == [3, 1]
+    assert torch.equal(hosted.x[0], federation.x[3])
+    assert hosted.test_of.tolist() == [1, 1]
+
+
+def test_hosting_a_client_that_is_not_here_is_refused():
+    with pytest.raises(DataError, match=r"clients \[9\] are not in this federation of 5"):
+        tiny_federation(num_clients=5).host([0, 9])
+
+
+def test_save_and_load_give_back_every_part(tmp_path):
+    federation = tiny_federation()
+    federation.save(tmp_path / "sub" / "data.safetensors")
+    loaded = Federation.load(tmp_path / "sub" / "data.safetensors")
+    assert torch.equal(loaded.x, federation.x)
+    assert loaded.truth is not None
+    assert loaded.truth.names == federation.truth.names
+    assert torch.equal(loaded.tests[1].y, federation.tests[1].y)
+    assert loaded.fingerprint() == federation.fingerprint()
+    assert not list((tmp_path / "sub").glob("*.tmp"))
+
+
+def test_a_file_that_is_no_federation_is_refused(tmp_path):
+    (tmp_path / "x").write_bytes(b"hello")
+    with pytest.raises(DataError, match="is not a federation file"):
+        Federation.load(tmp_path / "x")
+
+
+def test_the_fingerprint_tells_samples_splits_and_transforms_apart():
+    federation = tiny_federation()
+    other_split = replace(federation, split=federation.split.flip(1))
+    other_shift = replace(federation, truth=replace(federation.truth, shift=("x",) * 6))
+    prints = {f.fingerprint() for f in (federation, other_split, other_shift, tiny_federation(seed=1))}
+    assert len(prints) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda f: replace(f, y=f.y + 7), "labels run from 7 to 9; expected 0 to 2"),
+        (lambda f: replace(f, x=f.x / 0), "inputs of client 0 contain NaN or infinity"),
+        (lambda f: replace(f, split=torch.where(f.ids[:, None] == 2, 1, f.split)), "client 2 has no training samples"),
+        (lambda f: replace(f, classes=0, y=f.y * torch.nan), "targets contain NaN"),
+    ],
+)
+def test_data_that_cannot_be_used_are_refused_at_the_door(change, words):
+    with pytest.raises(DataError, match=words):
+        change(tiny_federation()).validate()

@@ -1,0 +1,210 @@
+"""The run loop: early stopping, cohorts, schedules, checkpoints, what is recorded."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from coterie import checkpoint
+from coterie.errors import CheckpointError, ConfigError, RunExistsError
+from coterie.exchange import InMemory
+from coterie.loop import Loop, Tracker
+from coterie.methods.random_gossip import Random
+from coterie.record import Record
+from coterie.rng import Rng
+from coterie.run import simulate
+from coterie.settings import Settings
+from coterie.task import LocalTraining
+from coterie.testing import tiny_federation, tiny_settings
+
+
+def run(method=None, **changes):
+    return simulate(tiny_federation(), method or Random(2), model="linear", settings=tiny_settings(**changes), seed=1)
+
+
+def losses(result, client, model="current"):
+    m = result.metrics
+    rows = m[(m.client == client) & (m.split == "validation") & (m.metric == "loss") & (m.model == model)]
+    return rows.sort_values("round").value.tolist()
+
+
+def test_the_best_model_is_that_of_the_lowest_recorded_validation_loss():
+    """Spec invariant 7, first part."""
+    result = run(rounds=8)
+    for client in range(6):
+        assert losses(result, client, "best")[0] == pytest.approx(min(losses(result, client)), abs=1e-9)
+
+
+def test_a_client_stops_after_exactly_patience_rounds_without_improvement():
+    """Spec invariant 7: counted by hand on recorded losses 3, 2, 2, 2.5, 1 with patience 2."""
+    tracker = Tracker.start(torch.zeros(1, 1))
+    everyone, none = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
+    stops = []
+    for number, loss in enumerate((3.0, 2.0, 2.0, 2.5)):
+        tracker = tracker.observe(torch.full((1, 1), float(number)), torch.tensor([loss]), everyone, none, 2)
+        stops.append(bool(tracker.stopped))
+    assert stops == [False, False, False, True]
+    assert float(tracker.best) == 1.0
+    assert float(tracker.best_loss) == 2.0
+
+
+def test_stopped_clients_rest_their_broadcast_never_changes_and_the_loop_ends_when_all_stopped():
+    settings = tiny_settings(rounds=60, patience=2, local=LocalTraining(optimizer="sgd", lr=0.5))
+    federation = tiny_federation()
+    exchange = InMemory(federation.ids, 6)
+    loop = Loop(_task(federation, settings), Random(2), exchange, settings, Rng(1), Record(torch.zeros(6).long()))
+    broadcasts: dict[int, torch.Tensor] = {}
+    while not loop.finished:
+        before = loop.state.params.clone()
+        stopped = loop.tracker.stopped.clone()
+        loop.step()
+        assert torch.equal(loop.state.params[stopped], before[stopped]), "a stopped client neither merges nor trains"
+        for client, row in exchange._stopped.items():
+            assert torch.equal(broadcasts.setdefault(client, row.clone()), row)
+            assert torch.equal(row, loop.tracker.best[client])
+    assert loop.next_round < 60
+    assert len(broadcasts) == 6
+
+
+def _task(federation, settings):
+    from coterie.task import Task
+
+    return Task(federation.host(federation.ids), "linear", dtype=torch.float64)
+
+
+def test_no_rounds_is_the_warm_up_and_no_peers_is_local_training():
+    """Spec invariant 5."""
+    federation = tiny_federation()
+    only = run(rounds=0)
+    assert len(only.edges) == 0
+    task = _task(federation, None)
+    expected, _ = task.train(task.init(Rng(1)), Rng(1).at(-1), tiny_settings().local)
+    assert torch.allclose(only.params, expected)
+    alone = simulate(federation, Random(2), model="linear", settings=tiny_settings(rounds=3, evaluate="final"), seed=1,
+                     exchange=_deaf(federation))  # fmt: skip
+    params = expected
+    for index in range(3):
+        params, _ = task.train(params, Rng(1).at(index), tiny_settings().local)
+    assert torch.allclose(alone.params, params)
+
+
+def _deaf(federation):
+    from coterie.exchange import Faulty
+
+    return Faulty(InMemory(federation.ids, len(federation)), drop=1.0)
+
+
+def test_measuring_more_often_does_not_change_the_trajectory():
+    """Spec invariant 6: evaluation uses no randomness."""
+    assert torch.equal(run(evaluate="final").params, run(evaluate="final", eval_every=1).params)
+
+
+def test_train_first_trains_before_the_exchange_and_has_no_warm_up():
+    result = run(order="train_first", rounds=3, evaluate="final")
+    assert result.timing["train_samples"] == 3 * 6 * 12
+    assert run(rounds=3).timing["train_samples"] == 4 * 6 * 12
+
+
+def test_mixing_conserves_mean_and_convexity_with_a_learning_rate_of_zero():
+    """Spec invariants 1 and 3: with lr = 0 each parameter stays within the first range over the clients."""
+    federation = tiny_federation()
+    settings = tiny_settings(init="per_client", local=LocalTraining(lr=0.0), rounds=6, evaluate="final")
+    from coterie.task import Task
+
+    first = Task(federation.host(federation.ids), "linear", dtype=torch.float64, init="per_client").init(Rng(1))
+    result = simulate(federation, Random(2), model="linear", settings=settings, seed=1)
+    low, high = first.min(0).values, first.max(0).values
+    assert bool(((result.params >= low - 1e-12) & (result.params <= high + 1e-12)).all())
+    spread = (result.params.max(0).values - result.params.min(0).values).max()
+    assert float(spread) < float((high - low).max())
+    weights = result.edges.groupby(["round", "reader"]).weight.sum()
+    assert ((weights - 2 / 3).abs() < 1e-9).all(), "two peers of equal size weigh two thirds beside oneself"
+
+
+def test_only_the_cohort_takes_part_and_only_the_cohort_is_read():
+    result = run(participation=0.5, rounds=20)
+    for _, edges in result.edges.groupby("round"):
+        cohort = set(edges.reader)
+        assert len(cohort) == 3
+        assert set(edges["read"]) <= cohort
+    counts = result.edges.groupby("reader").size()
+    assert set(counts.index) == set(range(6))
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "sequential_exchange"])
+def test_sequential_schedules_let_later_clients_read_merged_models(schedule):
+    """With lr = 0 and everyone reading everyone, only the first client to act merges the original models."""
+    federation = tiny_federation()
+    settings = tiny_settings(
+        schedule=schedule, init="per_client", local=LocalTraining(lr=0.0), rounds=1, evaluate="final", warmup_epochs=0
+    )
+    from coterie.task import Task
+
+    start = Task(federation.host(federation.ids), "linear", dtype=torch.float64, init="per_client").init(Rng(1))
+    result = simulate(federation, Random(5), model="linear", settings=settings, seed=1)
+    order = Rng(1).at(0).generator("order").permutation(6).tolist()
+    live = start.clone()
+    for client in order:
+        live[client] = live.mean(0)
+    assert torch.allclose(result.params, live)
+
+
+def test_faults_are_masks_and_counted():
+    from coterie.exchange import Faulty
+
+    federation = tiny_federation()
+    door = Faulty(InMemory(federation.ids, 6), drop=0.3, delay=0.3, duplicate=0.3)
+    result = simulate(federation, Random(3), model="linear", settings=tiny_settings(rounds=40), seed=1, exchange=door)
+    edges = result.edges
+    missing = edges[edges.purpose == "missing"]
+    assert (missing.bytes == 0).all()
+    assert (missing.weight == 0).all()
+    # dropped 0.3; of the rest nothing else is missing after round 0, when there is no older message to be late
+    later = edges[edges["round"] > 0]
+    assert 0.25 < (later.purpose == "missing").mean() < 0.35
+    single = edges[edges.bytes > 0].bytes.min()
+    assert 0.25 < (edges[edges.bytes > 0].bytes == 2 * single).mean() < 0.35
+
+
+def test_a_diverged_run_is_recorded_as_such():
+    local = LocalTraining(optimizer="sgd", lr=1e308)
+    result = run(local=local, rounds=3)
+    assert result.diverged == (0, 1, 2, 3, 4, 5)
+
+
+def test_a_run_folder_is_never_overwritten_and_a_foreign_or_damaged_checkpoint_is_refused(tmp_path):
+    federation, folder = tiny_federation(), tmp_path / "run"
+    simulate(federation, Random(2), model="linear", settings=tiny_settings(), folder=folder)
+    before = (folder / "checkpoint.safetensors").read_bytes()
+    with pytest.raises(RunExistsError, match="holds a run already"):
+        simulate(federation, Random(2), model="linear", settings=tiny_settings(), folder=folder)
+    with pytest.raises(CheckpointError, match="other settings or data"):
+        simulate(federation, Random(3), model="linear", settings=tiny_settings(), folder=folder, resume=True)
+    assert (folder / "checkpoint.safetensors").read_bytes() == before
+    assert checkpoint.finished(folder)
+    (folder / "checkpoint.safetensors").write_bytes(before[: len(before) // 2])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        simulate(federation, Random(2), model="linear", settings=tiny_settings(), folder=folder, resume=True)
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_resuming_after_clients_stopped_gives_the_same_bytes(tmp_path):
+    federation = tiny_federation()
+    settings = tiny_settings(rounds=12, patience=2, participation=0.7, local=LocalTraining(optimizer="sgd", lr=0.3))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    simulate(federation, Random(2), model="linear", settings=settings, folder=whole)
+    for rounds in (3, 7, 12):
+        part = dataclasses.replace(settings, rounds=rounds)
+        simulate(federation, Random(2), model="linear", settings=part, folder=parts, resume=True)
+    for file in ("checkpoint.safetensors", "metrics.parquet", "edges.parquet"):
+        assert (whole / file).read_bytes() == (parts / file).read_bytes()
+
+
+def test_bad_settings_are_refused_at_the_door():
+    for change, words in (
+        ({"rounds": -1}, "rounds is -1"),
+        ({"participation": 0}, "participation is 0"),
+        ({"patience": 0}, "patience is 0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Settings(**change)

@@ -1,0 +1,124 @@
+import pytest
+import torch
+from torch import nn
+
+from coterie.errors import ConfigError, ModelError
+from coterie.models import NETS, KeyedDropout, Layout, build, initial
+from coterie.rng import Rng
+
+
+@pytest.mark.parametrize(
+    ("kind", "features", "outputs", "params"),
+    [
+        ("cnn-a", (3, 32, 32), 10, 62_006),
+        ("cnn-b", (1, 28, 28), 10, 56_714),
+        ("cnn-b", (1, 28, 28), 20, 57_364),
+        ("mlp-c", (1, 28, 28), 20, 412_180),
+        ("linear", (10,), 1, 11),
+    ],
+)
+def test_reference_networks_have_the_published_number_of_parameters(kind, features, outputs, params):
+    assert Layout(build(kind, features, outputs)).trainable == params
+
+
+def test_net_b_takes_small_images():
+    assert build("cnn-b", (1, 8, 8), 10)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+def test_an_unknown_network_names_the_nearest_and_wrong_inputs_are_refused():
+    with pytest.raises(ConfigError, match="did you mean 'cnn-a'"):
+        build("cnna", (3, 32, 32), 10)
+    with pytest.raises(ModelError, match=r"cnn-b takes images \(channels, height, width\)"):
+        build("cnn-b", (10,), 10)
+    assert "cnn-a" in NETS
+
+
+def test_a_row_is_the_module_and_back():
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    layout = Layout(module, torch.float64)
+    row = layout.flatten(module)
+    assert layout.trainable == 12 + 4 + 8 + 8 + 2
+    assert layout.size == layout.trainable + 4 + 4 + 1  # running mean, running variance, number of batches
+    again = layout.module(row)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    assert torch.allclose(again(x), module.double().eval()(x), atol=1e-12)
+    views = layout.views(row.expand(2, -1))
+    assert torch.equal(layout.concat(views, trainable=True, lead=1), row[: layout.trainable].expand(2, -1))
+
+
+def test_returned_batch_norm_computes_what_batch_norm_does():
+    norm = nn.BatchNorm2d(3, momentum=0.3).double()
+    layout = Layout(norm, torch.float64)
+    tensors = layout.views(layout.flatten(norm))
+    x = torch.randn(6, 3, 4, 4, dtype=torch.float64) * 2 + 1
+    for _ in range(3):
+        expected, got = norm(x), layout.call(tensors, x, training=True)
+        assert torch.allclose(got, expected, atol=1e-12)
+        assert torch.allclose(tensors["running_mean"], norm.running_mean, atol=1e-12)
+        assert torch.allclose(tensors["running_var"], norm.running_var, atol=1e-12)
+        x = x * 1.5
+    assert torch.allclose(layout.call(tensors, x, training=False), norm.eval()(x), atol=1e-12)
+
+
+def test_cumulative_batch_norm_and_batch_norm_without_statistics():
+    for norm in (nn.BatchNorm1d(2, momentum=None).double(), nn.BatchNorm1d(2, track_running_stats=False).double()):
+        layout = Layout(norm, torch.float64)
+        tensors = layout.views(layout.flatten(norm))
+        for scale in (1.0, 3.0, 9.0):
+            x = torch.randn(5, 2, dtype=torch.float64) * scale
+            assert torch.allclose(layout.call(tensors, x, training=True), norm(x), atol=1e-12)
+        assert torch.allclose(layout.call(tensors, x, training=False), norm.eval()(x), atol=1e-12)
+
+
+def test_keyed_dropout_keeps_the_expected_share_scales_and_is_off_in_evaluation():
+    layer = KeyedDropout(0.3, channels=False, layer=1).train()
+    layer.key.fill_(1234)
+    x = torch.ones(200, 500)
+    out = layer(x)
+    share = (out > 0).float().mean()
+    assert abs(float(share) - 0.7) < 0.006  # four standard errors of 100,000 draws
+    assert torch.allclose(out[out > 0], torch.tensor(1 / 0.7))
+    assert torch.equal(out, layer(x))
+    layer.key.fill_(1235)
+    assert not torch.equal(out, layer(x))
+    assert torch.equal(layer.eval()(x), x)
+
+
+def test_channel_dropout_drops_whole_channels():
+    layer = KeyedDropout(0.5, channels=True, layer=2).train()
+    out = layer(torch.ones(50, 20, 3, 3)).reshape(1000, 9)
+    assert bool(((out == 0).all(1) | (out == 2).all(1)).all())
+    assert 400 < int((out[:, 0] == 0).sum()) < 600
+
+
+def test_masks_of_neighbouring_keys_are_uncorrelated():
+    layer = KeyedDropout(0.5, channels=False, layer=1).train()
+    masks = []
+    for key in range(20):
+        layer.key.fill_(key)
+        masks.append((layer(torch.ones(4000)) > 0).double())
+    correlation = torch.corrcoef(torch.stack(masks)).fill_diagonal_(0)
+    assert float(correlation.abs().max()) < 5 / 4000**0.5
+
+
+def test_a_module_without_trainable_parameters_is_refused():
+    with pytest.raises(ModelError, match="no trainable parameters"):
+        Layout(nn.Flatten())
+
+
+def test_frozen_parameters_are_kept_outside_the_trained_part():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    module[0].weight.requires_grad_(False)
+    layout = Layout(module)
+    assert layout.trainable == 2 + 2 + 1
+    assert layout.size == 9
+
+
+def test_first_models_differ_by_seed_and_client_and_not_by_call():
+    module = nn.Linear(3, 2)
+    layout = Layout(module)
+    for source in (module, lambda: nn.Linear(3, 2)):
+        first = initial(source, layout, Rng(0))
+        assert torch.equal(first, initial(source, layout, Rng(0)))
+        assert not torch.equal(first, initial(source, layout, Rng(1)))
+        assert not torch.equal(first, initial(source, layout, Rng(0), client=0))

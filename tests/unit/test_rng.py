@@ -1,0 +1,50 @@
+import numpy as np
+import torch
+
+from coterie.rng import EVERYONE, Rng
+from coterie.testing.methods import _Relabelled
+
+
+def test_streams_differ_in_every_part_of_their_key():
+    rng = Rng(1)
+    draws = [
+        stream.random()
+        for stream in (
+            rng.generator("a", 0), rng.generator("a", 1), rng.generator("b", 0), rng.at(0).generator("a", 0),
+            Rng(2).generator("a", 0), rng.generator("a", EVERYONE),
+        )
+    ]  # fmt: skip
+    assert len(set(draws)) == len(draws)
+
+
+def test_what_a_client_draws_does_not_depend_on_who_is_hosted_beside_it():
+    rng = Rng(3).at(5)
+    whole = rng.gumbel("peers", torch.arange(10), 10)
+    part = rng.gumbel("peers", torch.tensor([7, 2]), 10)
+    assert torch.equal(part, whole[[7, 2]])
+    assert torch.equal(rng.keys("k", torch.tensor([4])), rng.keys("k", torch.arange(6))[4:5])
+    assert torch.equal(rng.uniform("u", torch.tensor([4]), 3), rng.uniform("u", torch.arange(6), 3)[4:5])
+
+
+def test_gumbel_draws_have_the_mean_and_variance_of_the_standard_gumbel_law():
+    draws = Rng(0).gumbel("peers", torch.arange(40), 1000).numpy()
+    assert abs(draws.mean() - np.euler_gamma) < 0.03  # 4.6 standard errors
+    assert abs(draws.var() - np.pi**2 / 6) < 0.08
+
+
+def test_foreign_code_draws_reproducibly_and_leaves_the_global_generator_alone():
+    before = torch.random.get_rng_state()
+    with Rng(0).torch_globals("x"):
+        first = torch.rand(3)
+    with Rng(0).torch_globals("x"):
+        second = torch.rand(3)
+    assert torch.equal(first, second)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_relabelled_streams_give_the_new_client_the_draws_of_the_old_one():
+    relabelled = _Relabelled(3, 0, (2, 0, 1))
+    plain = Rng(3, 0).gumbel("peers", torch.arange(3), 3)
+    moved = relabelled.gumbel("peers", torch.arange(3), 3)
+    assert moved[0, 1] == plain[2, 0]
+    assert moved[2, 2] == plain[1, 1]
