@@ -5,7 +5,8 @@ clusters. They are a module of their own, apart from `metrics` (which looks at m
 from `report` (which draws): the comparison with the papers, the report, the live page and users' notebooks all ask
 these questions of a stored table, without a model, a task or a page.
 
-`i` reads and `j` is read: rows of every matrix are readers. Reading oneself is not collaboration and is never counted.
+`i` reads and `j` is read: rows of every matrix are readers. Reading oneself is not collaboration, and a message that
+did not arrive (purpose "missing") was not read: neither is ever counted.
 """
 
 import numpy as np
@@ -30,7 +31,7 @@ def heatmap(edges: pd.DataFrame, population: int) -> Int[np.ndarray, "population
         DataError: when the table names a client outside the population.
 
     Example:
-        >>> heatmap(pd.DataFrame({"round": [0, 1], "reader": [0, 0], "read": [1, 1]}), 2).tolist()
+        >>> heatmap(pd.DataFrame({"round": [0, 1], "reader": [0, 0], "read": [1, 1], "purpose": "mix"}), 2).tolist()
         [[0, 2], [0, 0]]
     """
     _, reader, read = _others(edges)
@@ -46,9 +47,9 @@ def heatmap(edges: pd.DataFrame, population: int) -> Int[np.ndarray, "population
 def _others(
     edges: pd.DataFrame,
 ) -> tuple[Int[np.ndarray, " edges"], Int[np.ndarray, " edges"], Int[np.ndarray, " edges"]]:
-    """Round, reader and read of every edge between two different clients."""
+    """Round, reader and read of every message that arrived from another client."""
     index, reader, read = (edges[column].to_numpy(np.int64) for column in ("round", "reader", "read"))
-    others = reader != read
+    others = (reader != read) & (edges["purpose"] != "missing").to_numpy(bool)
     return index[others], reader[others], read[others]
 
 

@@ -8,7 +8,7 @@ from coterie.errors import ConfigError, DataError
 
 def edges(*rows: tuple[int, int, int]) -> pd.DataFrame:
     """An edges table of (round, reader, read)."""
-    return pd.DataFrame(rows, columns=["round", "reader", "read"]).assign(purpose="model", weight=0.5, bytes=8)
+    return pd.DataFrame(rows, columns=["round", "reader", "read"]).assign(purpose="mix", weight=0.5, bytes=8)
 
 
 def test_heatmap_counts_reads_with_readers_as_rows():
@@ -20,6 +20,12 @@ def test_heatmap_counts_reads_with_readers_as_rows():
 def test_heatmap_leaves_out_a_client_that_reads_itself():
     """Reading one's own model is not collaboration."""
     np.testing.assert_array_equal(graph.heatmap(edges((0, 1, 1), (0, 1, 0)), 2), [[0, 0], [1, 0]])
+
+
+def test_a_message_that_did_not_arrive_was_not_read():
+    """An edge of purpose "missing" is an attempt, not a read."""
+    table = edges((0, 0, 1), (0, 1, 0)).assign(purpose=["mix", "missing"])
+    np.testing.assert_array_equal(graph.heatmap(table, 2), [[0, 1], [0, 0]])
 
 
 def test_heatmap_of_a_run_without_exchange_is_zero():

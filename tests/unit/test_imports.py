@@ -19,8 +19,8 @@ LAYERS = (
     ("methods",),
     ("run", "record", "settings", "checkpoint", "sequential", "loop", "net", "testing"),
     ("config", "ledger", "graph", "cluster", "papers", "summary"),
+    ("payload", "report"),
     ("study", "compare", "tune"),
-    ("report",),
     ("progress", "cli", "__main__"),
 )  # fmt: skip
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,205 @@
+"use strict";
+/* The parts that every view uses: unpacking, elements, colours, tabs, charts. No view builds HTML from text: names come
+   from outside and are only ever set as text. */
+
+const page = { data: null, views: [], redraw: [], charts: new Map(), unpacked: new WeakMap() };
+
+/* ---- elements ------------------------------------------------------------------------------------------------- */
+
+function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+function select(label, options, onchange, chosen = null) {
+  const box = h("select", {}, ...options.map(([value, text]) => h("option", { value }, text)));
+  if (chosen !== null) box.value = String(chosen);
+  box.addEventListener("change", () => onchange(box.value));
+  return h("label", {}, label, box);
+}
+
+function checkbox(label, checked, onchange) {
+  const box = h("input", { type: "checkbox", checked });
+  box.addEventListener("change", () => onchange(box.checked));
+  return h("label", {}, box, label);
+}
+
+function escapeText(text) {
+  return String(text).replace(/[&<>"']/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" })[c]);
+}
+
+/* ---- numbers -------------------------------------------------------------------------------------------------- */
+
+const isPercent = (metric) => metric.includes("accuracy");
+
+function show(value, metric = "", signed = false) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  const sign = signed && value > 0 ? "+" : "";
+  if (isPercent(metric)) return `${sign}${(100 * value).toFixed(1)}`;
+  return sign + Number(value.toPrecision(4)).toString();
+}
+
+function bytes(count) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let unit = 0;
+  while (count >= 1000 && unit < units.length - 1) { count /= 1000; unit += 1; }
+  return `${Number(count.toPrecision(3))} ${units[unit]}`;
+}
+
+function mean(values) {
+  const known = Array.from(values).filter(Number.isFinite);
+  return known.length ? known.reduce((a, b) => a + b, 0) / known.length : NaN;
+}
+
+async function unpack(packed) {
+  if (page.unpacked.has(packed)) return page.unpacked.get(packed);
+  const raw = Uint8Array.from(atob(packed.text), (c) => c.charCodeAt(0));
+  const stream = new Blob([raw]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const buffer = await new Response(stream).arrayBuffer();
+  let values;
+  if (packed.kind === "u8") values = new Uint8Array(buffer);
+  else if (packed.kind === "f32") values = new Float32Array(buffer);
+  else values = new Uint16Array(buffer);
+  if (packed.kind === "q16") {
+    values = Float64Array.from(values, (whole) => (whole === 65535 ? NaN : packed.low + whole * packed.step));
+  }
+  const array = { values, shape: packed.shape };
+  page.unpacked.set(packed, array);
+  return array;
+}
+
+/* ---- colours: Okabe and Ito for methods, Tol's muted scheme for clusters; each also has a line or mark of its own - */
+
+const METHOD_COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F"];
+const METHOD_COLOURS_DARK = ["#5BB3EA", "#F28A4B", "#3CCB9F", "#E5A3C8", "#F2BC45", "#9AD6F7", "#C9AE75", "#B5B5B5"];
+const CLUSTER_COLOURS = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#997700", "#BBBBBB"];
+const DASHES = ["solid", "dashed", "dotted", [8, 3, 2, 3], [2, 5], [12, 4], [5, 2, 2, 2, 2, 2], [1, 2]];
+const MARKS = ["circle", "rect", "triangle", "diamond", "pin", "arrow", "roundRect", "emptyCircle"];
+
+const isDark = () => document.documentElement.dataset.theme === "dark";
+const methodColour = (place) => (isDark() ? METHOD_COLOURS_DARK : METHOD_COLOURS)[place % METHOD_COLOURS.length];
+const clusterColour = (place) => (place < 0 ? "#888888" : CLUSTER_COLOURS[place % CLUSTER_COLOURS.length]);
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/* Both ramps change steadily in lightness, so they survive a copy in grey; nothing is the colour of the page. */
+const RAMPS = {
+  light: [[255, 255, 255], [255, 237, 160], [254, 178, 76], [240, 89, 35], [166, 15, 45], [73, 0, 36]],
+  dark: [[20, 24, 31], [62, 20, 90], [140, 41, 99], [215, 75, 60], [249, 155, 45], [252, 245, 170]],
+};
+
+function ramp(share) {
+  const stops = RAMPS[isDark() ? "dark" : "light"];
+  const at = Math.min(1, Math.max(0, share)) * (stops.length - 1);
+  const low = Math.min(stops.length - 2, Math.floor(at));
+  return stops[low].map((c, i) => Math.round(c + (at - low) * (stops[low + 1][i] - c)));
+}
+
+/* ---- charts --------------------------------------------------------------------------------------------------- */
+
+function chart(container, { height = 340, caption = "", alt, option, click = null }) {
+  const box = h("div", { class: "chart", style: `height:${height}px`, role: "img", "aria-label": alt });
+  container.append(h("figure", {}, box, caption ? h("figcaption", {}, caption) : null));
+  const drawn = echarts.init(box, null, { renderer: "canvas" });
+  const draw = () => drawn.setOption({ animation: false, ...base(), ...option() }, { notMerge: true });
+  draw();
+  if (click) drawn.on("click", click);
+  const observer = new ResizeObserver(() => drawn.resize());
+  observer.observe(box);
+  page.charts.set(box, { drawn, draw, observer });
+  return { draw, box, drawn };
+}
+
+function base() {
+  return {
+    textStyle: { color: css("--text"), fontFamily: getComputedStyle(document.body).fontFamily },
+    legend: { top: 0, left: 0, textStyle: { color: css("--text") }, inactiveColor: css("--line"), itemWidth: 34 },
+    grid: { left: 60, right: 24, top: 44, bottom: 48 },
+    tooltip: { ...tooltipStyle(), trigger: "axis", renderMode: "html" },
+  };
+}
+
+function tooltipStyle() {
+  return {
+    backgroundColor: css("--raised"), borderColor: css("--line"), textStyle: { color: css("--text"), fontSize: 13 }, confine: true,
+  };
+}
+
+function axis(name, extra = {}) {
+  return {
+    name, nameLocation: "middle", nameGap: 30, nameTextStyle: { color: css("--muted") },
+    axisLabel: { color: css("--muted") }, axisLine: { lineStyle: { color: css("--line") } },
+    splitLine: { lineStyle: { color: css("--line"), opacity: 0.6 } }, ...extra,
+  };
+}
+
+function forget(root) {
+  for (const [box, { drawn, observer }] of page.charts) {
+    if (!root.contains(box)) continue;
+    observer.disconnect();
+    drawn.dispose();
+    page.charts.delete(box);
+  }
+}
+
+/* A line with a band from low to high around it; points are [x, mean, deviation]. */
+function banded(name, points, colour, dash, bands) {
+  const line = {
+    name, type: "line", showSymbol: false, data: points.map(([x, y]) => [x, Number.isFinite(y) ? y : null]),
+    lineStyle: { color: colour, width: 2, type: dash }, itemStyle: { color: colour }, emphasis: { focus: "series" }, z: 3,
+  };
+  const known = points.filter(([, y, s]) => Number.isFinite(y) && Number.isFinite(s));
+  if (!bands || !known.some(([, , s]) => s > 0)) return [line];
+  const outline = [...known.map(([x, y, s]) => [x, y + s]), ...known.reverse().map(([x, y, s]) => [x, y - s])];
+  const band = {
+    name, type: "custom", silent: true, tooltip: { show: false }, clip: true, data: [0], z: 1,
+    renderItem: (_, api) => ({
+      type: "polygon", shape: { points: outline.map((point) => api.coord(point)) }, style: { fill: colour, opacity: 0.16 },
+    }),
+  };
+  return [line, band]; // the legend takes its looks from the first
+}
+
+function axisTooltip(metric, xname) {
+  return (entries) => {
+    const lines = entries.filter((e) => e.seriesType === "line" && e.value && e.value[1] !== null).map((e) =>
+      `<span class="swatch" style="background:${e.color}"></span>${escapeText(e.seriesName)}: <b>${show(e.value[1], metric)}</b>`);
+    return lines.length ? `${xname} ${show(entries[0].value[0])}<br>${lines.join("<br>")}` : "";
+  };
+}
+
+/* ---- a table that sorts by its columns -------------------------------------------------------------------------- */
+
+function sortable(columns, rows, { onpick = null, label = "" } = {}) {
+  const body = h("tbody");
+  let order = rows.map((_, i) => i), by = 0, up = true;
+  const heads = columns.map((column, i) => h("th", { scope: "col" },
+    h("button", { type: "button", onclick: () => { up = by === i ? !up : column.text === true; by = i; fill(); } }, column.name)));
+  function fill() {
+    const sign = up ? 1 : -1;
+    order.sort((a, b) => {
+      const [x, y] = [rows[a].cells[by], rows[b].cells[by]];
+      if (typeof x === "string") return sign * x.localeCompare(y, undefined, { numeric: true });
+      if (Number.isFinite(x) && Number.isFinite(y)) return sign * (x - y);
+      return Number.isFinite(y) - Number.isFinite(x);
+    });
+    heads.forEach((head, i) => head.setAttribute("aria-sort", i !== by ? "none" : up ? "ascending" : "descending"));
+    body.replaceChildren(...order.map((i) => rows[i].element));
+  }
+  for (const row of rows) {
+    row.element = h("tr", onpick ? { class: "pick", tabindex: "0", "aria-selected": "false" } : {},
+      ...row.cells.map((value, i) => h("td", {}, columns[i].show ? columns[i].show(value) : String(value))));
+    if (!onpick) continue;
+    row.element.addEventListener("click", () => onpick(row));
+    row.element.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" || event.key === " ") { event.preventDefault(); onpick(row); }
+    });
+  }
+  fill();
+  return h("table", { "aria-label": label }, h("thead", {}, h("tr", {}, ...heads)), body);
+}

@@ -1,0 +1,79 @@
+/* Learning curves per method and planted cluster, with bands over seeds. */
+
+page.views.push({
+  id: "curves",
+  name: "Learning curves",
+  ready: (data) => data.curves.length > 0,
+  async draw(root, data) {
+    const kinds = [...new Map(data.curves.map((c) => [`${c.split} ${c.metric}`, c])).values()];
+    const groups = [[0, "all clients (mean)"]];
+    if (data.clusters.length) groups.push([1, "clusters (mean, equal weight)"]);
+    data.clusters.forEach((cluster, i) => groups.push([2 + i, cluster.name]));
+    const state = { kind: 0, group: 0, bands: true, small: false };
+    for (const curve of data.curves) { await unpack(curve.mean); await unpack(curve.std); }
+    const box = h("div");
+
+    function series(group) {
+      const { split, metric } = kinds[state.kind];
+      return data.curves.filter((c) => c.split === split && c.metric === metric).flatMap((curve) => {
+        const [m, s] = [page.unpacked.get(curve.mean).values, page.unpacked.get(curve.std).values];
+        const points = curve.rounds.map((r, i) => [r, m[group * curve.rounds.length + i], s[group * curve.rounds.length + i]]);
+        const label = data.methods[curve.method].label;
+        return banded(label, points, methodColour(curve.method), DASHES[curve.method % DASHES.length], state.bands);
+      });
+    }
+
+    function sentence(group) {
+      const { split, metric } = kinds[state.kind];
+      const ends = data.curves.filter((c) => c.split === split && c.metric === metric).map((curve) => {
+        const values = page.unpacked.get(curve.mean).values;
+        const last = values[(group + 1) * curve.rounds.length - 1];
+        return `${data.methods[curve.method].label} ${show(last, metric)}`;
+      });
+      return `${split} ${metric} over rounds, ${groups[group][1]}; at the last round: ${ends.join(", ")}`;
+    }
+
+    function one(group, height, named) {
+      const { split, metric } = kinds[state.kind];
+      chart(named, {
+        height, alt: sentence(group),
+        option: () => ({
+          xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
+          yAxis: axis(`${split} ${metric}`, { type: "value", scale: true, nameGap: 44,
+            axisLabel: { color: css("--muted"), formatter: (v) => (isPercent(metric) ? `${Math.round(100 * v)} %` : `${v}`) } }),
+          tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip(metric, "round") },
+          dataZoom: state.small ? [] : [{ type: "inside", filterMode: "none" }],
+          series: series(group),
+        }),
+      });
+    }
+
+    function redraw() {
+      forget(box);
+      box.replaceChildren();
+      if (!state.small) {
+        one(state.group, 420, box);
+      } else {
+        const grid = h("div", { class: "grid" });
+        box.append(grid);
+        for (const [group, name] of groups) {
+          const place = h("div", {}, h("h3", {}, name));
+          grid.append(place);
+          one(group, 270, place);
+        }
+      }
+      const { split } = kinds[state.kind];
+      const seeds = Math.max(...data.curves.map((c) => c.seeds));
+      box.append(h("p", { class: "note" }, `Models after each round on each client's own ${split} data. ` +
+        (seeds > 1 ? `Lines are means over ${seeds} seeds, bands one standard deviation over seeds.` : "One seed, so no bands.") +
+        " Scroll on the chart to zoom; click a name in the legend to hide it."));
+    }
+
+    root.append(h("h2", {}, "Learning curves"), h("div", { class: "controls" },
+      select("What", kinds.map((c, i) => [i, `${c.split} ${c.metric}`]), (v) => { state.kind = Number(v); redraw(); }),
+      select("Over", groups, (v) => { state.group = Number(v); redraw(); }),
+      groups.length > 2 ? checkbox("one chart per cluster", false, (on) => { state.small = on; redraw(); }) : null,
+      checkbox("bands", true, (on) => { state.bands = on; redraw(); })), box);
+    redraw();
+  },
+});

@@ -1,0 +1,177 @@
+/* Who read whom: a heatmap per method with a slider over rounds, the within-cluster share, and discovery. */
+
+/* A heatmap on a canvas of one pixel per cell, so that a thousand clients draw at once. Rows read, columns are read. */
+function heatmapOf(data, reads, title) {
+  const side = Math.max(...reads.cell) + 1;
+  const members = Array.from({ length: side }, () => []);
+  reads.cell.forEach((cell, client) => members[cell].push(client));
+  const canvas = h("canvas", { width: side, height: side, role: "img", tabindex: "0" });
+  const readout = h("p", { class: "readout", "aria-live": "polite" }, " ");
+  const sizes = data.clusters.map((c) => ({ name: c.name, cells: members.filter((m) => data.cluster[m[0]] === c.id).length }));
+  const names = () => sizes.map((c) => h("span", { style: `flex:${c.cells} 1 0`, title: c.name }, c.name));
+  const element = h("figure", {}, h("h3", {}, title), h("div", { class: "heat" },
+    h("div", { class: "heat-rows", "aria-hidden": "true" }, ...names()), canvas,
+    h("div", { class: "heat-columns", "aria-hidden": "true" }, ...names())), readout);
+  let shown = null, at = [0, 0];
+
+  function say() {
+    const [row, column] = at;
+    const who = (cell) => members[cell].map((c) => c).slice(0, 4).join(", ") + (members[cell].length > 4 ? ", …" : "");
+    const cluster = (cell) => data.clusters.find((c) => c.id === data.cluster[members[cell][0]])?.name;
+    const of = (cell) => `client ${who(cell)}${cluster(cell) ? ` (${cluster(cell)})` : ""}`;
+    readout.textContent = `${of(row)} read ${of(column)}: ${shown[row * side + column]} times`;
+  }
+  canvas.addEventListener("mousemove", (event) => {
+    const place = canvas.getBoundingClientRect();
+    const clamp = (v) => Math.min(side - 1, Math.max(0, Math.floor(v * side)));
+    at = [clamp((event.clientY - place.top) / place.height), clamp((event.clientX - place.left) / place.width)];
+    say();
+  });
+  canvas.addEventListener("mouseleave", () => { readout.textContent = " "; });
+  canvas.addEventListener("keydown", (event) => {
+    const move = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+    if (!move) return;
+    event.preventDefault();
+    at = at.map((v, i) => Math.min(side - 1, Math.max(0, v + move[i])));
+    say();
+  });
+
+  return {
+    element,
+    draw(counts, top, alt) {
+      shown = counts;
+      const image = new ImageData(side, side);
+      const table = Array.from({ length: 256 }, (_, i) => ramp(i / 255));
+      for (let i = 0; i < counts.length; i += 1) {
+        const colour = table[top ? Math.min(255, Math.round((255 * counts[i]) / top)) : 0];
+        image.data.set([...colour, 255], 4 * i);
+      }
+      canvas.getContext("2d").putImageData(image, 0, 0);
+      canvas.setAttribute("aria-label", alt);
+    },
+  };
+}
+
+page.views.push({
+  id: "reads",
+  name: "Who read whom",
+  ready: (data) => data.reads !== null,
+  async draw(root, data) {
+    const reads = data.reads;
+    const side = Math.max(...reads.cell) + 1;
+    const first = reads.ends.map((end, i) => (i ? reads.ends[i - 1] : 0));
+    for (const one of reads.methods) for (const key of ["counts", "share", "share_std"]) await unpack(one[key]);
+    const cellCluster = new Int32Array(side);
+    reads.cell.forEach((cell, client) => { cellCluster[cell] = data.cluster[client]; });
+    const maps = reads.methods.map((one) => heatmapOf(data, reads, data.methods[one.method].label));
+    const state = { frame: reads.ends.length - 1, whole: true };
+    const when = h("output", { "aria-live": "polite" });
+    const legend = h("span", { class: "scale" });
+    const most = h("span");
+    const slider = h("input", { type: "range", min: 0, max: reads.ends.length - 1, value: state.frame, style: "width:260px",
+      "aria-label": "rounds" });
+
+    function counts(one) {
+      const { values } = page.unpacked.get(one.counts);
+      const sum = new Float64Array(side * side);
+      for (let f = state.whole ? 0 : state.frame; f <= state.frame; f += 1) {
+        const offset = f * side * side;
+        for (let i = 0; i < sum.length; i += 1) sum[i] += values[offset + i];
+      }
+      return sum;
+    }
+
+    function redraw() {
+      const all = reads.methods.map(counts);
+      const top = Math.max(...all.map((sum) => sum.reduce((a, b) => Math.max(a, b), 0)));
+      const from = state.whole ? 0 : first[state.frame];
+      const text = `rounds ${from} to ${reads.ends[state.frame] - 1}`;
+      when.textContent = text;
+      slider.setAttribute("aria-valuetext", text);
+      most.textContent = ` ${top} reads`;
+      legend.style.background = `linear-gradient(to right, ${[0, 0.2, 0.4, 0.6, 0.8, 1].map((s) => `rgb(${ramp(s)})`).join(",")})`;
+      all.forEach((sum, i) => {
+        let inside = 0, total = 0;
+        for (let c = 0; c < sum.length; c += 1) {
+          total += sum[c];
+          if (cellCluster[Math.floor(c / side)] === cellCluster[c % side]) inside += sum[c];
+        }
+        const share = total ? `${((100 * inside) / total).toFixed(1)} % of its reads stayed within the planted cluster` : "no reads";
+        maps[i].draw(sum, top, `Heatmap of ${data.methods[reads.methods[i].method].label}, ${text}: ${share}`);
+      });
+    }
+
+    slider.addEventListener("input", () => { state.frame = Number(slider.value); redraw(); });
+    page.redraw.push(redraw);
+    root.append(h("h2", {}, "Who read whom"), h("p", {}, "A row reads, a column is read; clients in order of planted cluster. " +
+      "Blocks on the diagonal mean that clients read their own kind."),
+    h("div", { class: "controls" }, h("label", {}, "Up to", slider), when,
+      checkbox("everything until then", true, (on) => { state.whole = on; redraw(); }),
+      h("span", { class: "muted" }, "0 ", legend, most)),
+    h("div", { class: "grid", id: "heatmaps" }, ...maps.map((map) => map.element)));
+    if (side < data.cluster.length) {
+      root.append(h("p", { class: "note" }, `A cell holds up to ${Math.ceil(data.cluster.length / 240)} neighbouring clients of one cluster.`));
+    }
+    redraw();
+    if (reads.expected !== null) drawShare(root, data, reads);
+    if (reads.expected !== null) drawDiscovery(root, data, reads);
+  },
+});
+
+function drawShare(root, data, reads) {
+  root.append(h("h2", {}, "Share of reads within the planted cluster"));
+  const ends = reads.methods.map((one) => `${data.methods[one.method].label} ${show(page.unpacked.get(one.share).values.at(-1), "accuracy")} %`);
+  chart(root, {
+    height: 330, alt: `Within-cluster share of reads over rounds; at the last round: ${ends.join(", ")}; expected of random reading ${show(reads.expected, "accuracy")} %`,
+    caption: "Dashed grey: what reading at random would give on average. Bands: one standard deviation over seeds.",
+    option: () => ({
+      xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
+      yAxis: axis("within-cluster share", { type: "value", min: 0, max: 1, nameGap: 44,
+        axisLabel: { color: css("--muted"), formatter: (v) => `${Math.round(100 * v)} %` } }),
+      tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip("accuracy", "round") },
+      series: reads.methods.flatMap((one, i) => {
+        const [m, s] = [page.unpacked.get(one.share).values, page.unpacked.get(one.share_std).values];
+        const points = one.rounds.map((r, k) => [r, m[k], s[k]]);
+        const series = banded(data.methods[one.method].label, points, methodColour(one.method), DASHES[one.method % DASHES.length], true);
+        if (i === 0) {
+          series[0].markLine = { silent: true, symbol: "none", lineStyle: { color: css("--muted"), type: "dashed" },
+            label: { formatter: "random", color: css("--muted"), position: "insideStartTop" }, data: [{ yAxis: reads.expected }] };
+        }
+        return series;
+      }),
+    }),
+  });
+}
+
+function drawDiscovery(root, data, reads) {
+  root.append(h("h2", {}, "Rounds to discovery"));
+  const label = (one) => data.methods[one.method].label;
+  const median = (one) => (2 * one.found.length > one.asked ? one.found[Math.floor((one.asked - 1) / 2)] : NaN);
+  const rows = reads.methods.map((one) => ({
+    cells: [label(one), one.found.length / one.asked, median(one), one.agreement.ari, one.agreement.nmi, one.gini],
+  }));
+  const last = Math.max(...reads.ends) - 1;
+  chart(root, {
+    height: 280, alt: "Share of clients that have found their cluster by each round: " +
+      reads.methods.map((one) => `${label(one)} ${show(one.found.length / one.asked, "accuracy")} % in the end`).join(", "),
+    caption: "A client has found its cluster at the first round at which at least 80 % of what it read in its last five active rounds came from it.",
+    option: () => ({
+      xAxis: axis("round", { type: "value", min: 0, max: last, minInterval: 1, splitLine: { show: false } }),
+      yAxis: axis("clients that found theirs", { type: "value", min: 0, max: 1, nameGap: 44,
+        axisLabel: { color: css("--muted"), formatter: (v) => `${Math.round(100 * v)} %` } }),
+      tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip("accuracy", "round") },
+      series: reads.methods.flatMap((one) => {
+        const at = Array.from({ length: last + 1 }, (_, r) => [r, one.found.filter((f) => f <= r).length / one.asked, NaN]);
+        return banded(label(one), at, methodColour(one.method), DASHES[one.method % DASHES.length], false);
+      }),
+    }),
+  });
+  root.append(h("div", { class: "scroll" }, sortable([
+    { name: "Method", text: true },
+    { name: "found their cluster, %", show: (v) => show(v, "accuracy") },
+    { name: "median round", show: (v) => show(v) },
+    { name: "communities against truth, ARI", show: (v) => v.toFixed(3) },
+    { name: "NMI", show: (v) => v.toFixed(3) },
+    { name: "inequality of being read, Gini", show: (v) => v.toFixed(3) },
+  ], rows, { label: "Discovery and communities per method" })));
+}

@@ -1,0 +1,257 @@
+"""The report: one page that opens from disk, made from stored run folders.
+
+The first view (the question in words, the result tables) is written here as plain HTML, so that it can be read without
+JavaScript and by programs: every number carries its exact value in `data-value`. The other views are drawn in the page
+by assets/*.js from the reduced data of `payload`; the plotting library, Apache ECharts, is embedded.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from coterie.payload import payload
+from coterie.record import write_atomically
+from coterie.summary import HIGHER_IS_BETTER, Problem, StoredRun, find_runs
+
+SCRIPTS = ("core.js", "curves.js", "reads.js", "main.js")
+PERCENT = frozenset({"accuracy", "balanced_accuracy", "top5_accuracy"})
+
+
+def write_report(study: str | Path, out: str | Path | None = None) -> Path:
+    """Write the report of a study.
+
+    Args:
+        study: the study's folder, or one run's.
+        out: the file to write; default report.html in the study's folder.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        DataError: when the folder holds no run. A run that is damaged or half-written is named in the page instead.
+    """
+    path = Path(out) if out is not None else Path(study) / "report.html"
+    runs, problems = find_runs([study])
+    write_atomically(path, page(runs, problems, Path(study)).encode())
+    return path
+
+
+def page(runs: Sequence[StoredRun], problems: Sequence[Problem], folder: Path, *, connect: str = "'none'") -> str:
+    """Return the page as text; `connect` is where its scripts may connect to, as a content security policy says it."""
+    data = payload(runs, problems, folder) if runs else {"study": folder.name, "methods": [], "problems": []}
+    slots = {
+        "title": escape(str(data["study"])),
+        "subtitle": escape(subtitle(data)),
+        "connect": connect,
+        "style": asset("report.css"),
+        "overview": overview(data, runs, problems),
+        "footer": "Made by Coterie from the run folders alone; the parquet files beside this page hold every value. "
+        "Charts: Apache ECharts (Apache License 2.0).",
+        "data": embed(data),
+        "library": asset("vendor/echarts.min.js"),
+        "script": "\n".join(asset(name) for name in SCRIPTS),
+    }
+    return re.sub(r"\[\[(\w+)\]\]", lambda match: slots[match[1]], asset("report.html"))
+
+
+@cache
+def asset(name: str) -> str:
+    """Return the text of a file that is part of the page."""
+    return resources.files("coterie").joinpath("assets", name).read_text("utf-8")
+
+
+def embed(data: Mapping[str, Any]) -> str:
+    """Write data as JSON that cannot end the script element it stands in."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def subtitle(data: Mapping[str, Any]) -> str:
+    """One line under the title: what was compared, on how many clients."""
+    if not data["methods"]:
+        return "No run could be read."
+    seeds = max(len(method["runs"]) for method in data["methods"])
+    parts = [f"{len(data['cluster'])} clients"]
+    if len(data["clusters"]) > 1:
+        parts.append(f"{len(data['clusters'])} planted clusters")
+    parts += [f"{len(data['methods'])} methods", f"{seeds} seed{'s' if seeds != 1 else ''}"]
+    return ", ".join(parts)
+
+
+def overview(data: Mapping[str, Any], runs: Sequence[StoredRun], problems: Sequence[Problem]) -> str:
+    """The first view as HTML: what could not be read, the question in words, the results, the gains."""
+    parts = [problem_notes(problems)]
+    if not runs:
+        return "".join([*parts, "<p>There is nothing to show yet: no run of this study has finished a round.</p>"])
+    late = [run for run in runs if not run.finished]
+    if late:
+        named = ", ".join(f"{escape(run.label)} seed {run.seed} (round {run.rounds})" for run in late)
+        parts.append(f'<div class="problem"><p>Not finished, and not in the tables: {named}.</p></div>')
+    parts.append("<h2>The question</h2>" + words(runs[0].config, data))
+    metrics = list(dict.fromkeys(row["metric"] for row in data["results"]["rows"]))
+    metrics.sort(key=lambda metric: metric != data["metric"])
+    if metrics:
+        parts.append(f"<h2>The result</h2>{result_table(data, metrics[0])}")
+        parts.append("<h2>Was collaboration worth it?</h2>" + gain_table(data))
+        for metric in metrics[1:]:
+            parts.append(
+                f"<details><summary>The same for {escape(metric)}</summary>{result_table(data, metric)}</details>"
+            )
+    return "\n".join(parts)
+
+
+def problem_notes(problems: Sequence[Problem]) -> str:
+    """Name the folders that could not be read."""
+    if not problems:
+        return ""
+    lines = "".join(
+        f"<li><code>{escape('/'.join(problem.folder.parts[-2:]))}</code>: {escape(problem.reason)}</li>"
+        for problem in problems
+    )
+    return f'<div class="problem" role="alert"><p>Some run folders could not be read:</p><ul>{lines}</ul></div>'
+
+
+def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+    """The question in words, as a list of terms and descriptions."""
+    settings, local, model = (config.get(key) or {} for key in ("data", "local", "model"))
+    clusters = ", ".join(f"{cluster['name']} ({cluster['size']})" for cluster in data["clusters"])
+    many = [f"{len(data['cluster'])}"]
+    if settings.get("train"):
+        many.append(f"each with {settings['train']} training and {settings.get('validation', 0)} validation samples")
+    entries = {
+        "Data": _said(settings.get("dataset")),
+        "Shift": "; ".join(_shift(one) for one in settings.get("shift") or []),
+        "Clients": ", ".join(many),
+        "Planted clusters": f"{clusters} clients" if clusters else "none known",
+        "Model": _said(model.get("kind")),
+        "Compared": ", ".join(f"{method['label']} ({method['kind']})" for method in data["methods"]),
+        "Training": _training(config, local),
+        "Evaluated": _evaluated(config),
+        "Averaged": "per client on the test set of its own cluster; then over the clients of a cluster, over all "
+        "clients, or over clusters with equal weight; then mean ± population standard deviation over seeds",
+    }
+    rows = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in entries.items() if text)
+    return f'<dl class="words">{rows}</dl>'
+
+
+def _said(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value or "")
+
+
+def _shift(shift: Mapping[str, Any]) -> str:
+    rest = ", ".join(f"{key} {_said(value)}" for key, value in shift.items() if key != "kind")
+    return f"{shift.get('kind', 'shift')}: {rest}" if rest else str(shift.get("kind", ""))
+
+
+def _training(config: Mapping[str, Any], local: Mapping[str, Any]) -> str:
+    parts = [f"{config['rounds']} rounds"] if "rounds" in config else []
+    if local.get("epochs"):
+        parts.append(f"{local['epochs']} local epoch{'s' if local['epochs'] != 1 else ''} a round")
+    if local.get("optimizer"):
+        parts.append(f"{local['optimizer']}, learning rate {local.get('lr')}, batches of {local.get('batch_size')}")
+    return ", ".join(parts)
+
+
+def _evaluated(config: Mapping[str, Any]) -> str:
+    final = config.get("evaluate") == "final"
+    which = "the model after the last round" if final else "the model that was best on the client's own validation set"
+    return f"{which}, on test data that no client trained on"
+
+
+def number(value: float | None, metric: str, *, signed: bool = False) -> str:
+    """Write a value as the tables show it: accuracies in per cent with two decimals, else four digits.
+
+    Example:
+        >>> number(0.63754, "accuracy"), number(0.1, "accuracy", signed=True), number(12.3456, "loss")
+        ('63.75', '+10.00', '12.35')
+    """
+    if value is None or not math.isfinite(value):
+        return "–"
+    sign = "+" if signed else ""
+    return f"{100 * value:{sign}.2f}" if metric in PERCENT else f"{value:{sign}.4g}"
+
+
+def cell(value: float | None, text: str, css: str = "") -> str:
+    """One number of a table, with its exact value for programs."""
+    exact = "" if value is None else f' data-value="{value!r}"'
+    return f"<td{exact}{f' class={css!r}' if css else ''}>{text}</td>"
+
+
+def result_table(data: Mapping[str, Any], metric: str) -> str:
+    """The table of one metric: methods by planted clusters, over all clients and over clusters."""
+    rows = [row for row in data["results"]["rows"] if row["metric"] == metric]
+    columns = list(dict.fromkeys(row["cluster"] for row in rows))
+    found = {(row["label"], row["cluster"]): row for row in rows}
+    sign = 1 if metric in HIGHER_IS_BETTER else -1
+    kinds = {row["label"]: row["method"] for row in rows}
+    names = {"all": "mean over clients", "clusters": "mean over clusters"}
+    head = "".join(f'<th scope="col">{escape(names.get(column) or column)}</th>' for column in columns)
+    best = {}
+    for column in columns:
+        fair = [
+            row for row in rows if row["cluster"] == column and row["method"] != "oracle" and row["mean"] is not None
+        ]
+        best[column] = max((sign * row["mean"] for row in fair), default=None)
+    body = []
+    for label, kind in kinds.items():
+        line = [f'<th scope="row">{escape(label)}</th>']
+        for column in columns:
+            row = found.get((label, column))
+            if row is None:
+                line.append("<td>–</td>")
+                continue
+            text = f"{number(row['mean'], metric)} <small>± {number(row['std'], metric)}</small>"
+            top = kind != "oracle" and row["mean"] is not None and sign * row["mean"] == best[column]
+            line.append(cell(row["mean"], text, "best" if top else ""))
+        body.append(f'<tr data-label="{escape(label)}">{"".join(line)}</tr>')
+    unit = "in per cent" if metric in PERCENT else ""
+    better = "higher" if sign > 0 else "lower"
+    caption = f"Test {metric} {unit}, {better} is better; the best in bold, Oracle (which knows the clusters) aside."
+    return (
+        f'<div class="scroll"><table class="results" data-metric="{escape(metric)}">'
+        f"<caption>{escape(caption)}</caption>"
+        f'<thead><tr><th scope="col">Method</th>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+    )
+
+
+def gain_table(data: Mapping[str, Any]) -> str:
+    """What collaboration was worth to each client: gain over the baseline."""
+    gains = data["gains"]
+    if gains["baseline"] is None or not gains["rows"]:
+        return (
+            "<p>The study has no finished method of kind local, so there is nothing to compare training alone with.</p>"
+        )
+    metric, body = gains["metric"], []
+    for row in gains["rows"]:
+        line = [f'<th scope="row">{escape(row["label"])}</th>']
+        for name in ("mean", "worst_tenth", "lost"):
+            kind = "accuracy" if name == "lost" else metric
+            text = number(row[name], kind, signed=name != "lost")
+            low, high = row[f"{name}_low"], row[f"{name}_high"]
+            if low is not None:
+                if name == "lost":
+                    low, high = max(low, 0.0), min(high, 1.0)
+                signed = name != "lost"
+                text += f" <small>[{number(low, kind, signed=signed)}, {number(high, kind, signed=signed)}]</small>"
+            bad = row[name] > 0 if name == "lost" else row[name] < 0
+            line.append(cell(row[name], text, "" if row[name] == 0 else "loss" if bad else "gain"))
+        body.append(f'<tr data-label="{escape(row["label"])}">{"".join(line)}<td>{row["seeds"]}</td></tr>')
+    unit = "percentage points of test accuracy" if metric in PERCENT else f"test {metric}, turned so that + is better"
+    caption = (
+        f"Gain of each client over the same client under {gains['baseline']} with the same seed, in {unit}; in "
+        f"brackets Student's {round(100 * gains['confidence'])} % confidence interval over seeds."
+    )
+    return (
+        f'<div class="scroll"><table class="gains" data-metric="{escape(metric)}">'
+        f"<caption>{escape(caption)}</caption>"
+        '<thead><tr><th scope="col">Method</th><th scope="col">mean gain</th>'
+        '<th scope="col">worst tenth of clients</th><th scope="col">clients that lost, %</th>'
+        '<th scope="col">seeds</th></tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )

@@ -1,0 +1,335 @@
+"""Stored runs, and what they come down to: the rows of summary.json and the gain over training alone.
+
+Everything here reads run folders only (config.toml, metrics.parquet, edges.parquet, provenance.json), so a finished
+study, one that is still running and one made on another machine are reduced by the same code.
+"""
+
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+from scipy import stats
+
+from coterie.errors import DataError
+from coterie.record import EDGE_COLUMNS, METRIC_COLUMNS, write_atomically
+
+CONFIG, METRICS, EDGES, PROVENANCE = "config.toml", "metrics.parquet", "edges.parquet", "provenance.json"
+FEDERATION = "federation.json"
+HIGHER_IS_BETTER = frozenset({"accuracy", "balanced_accuracy", "top5_accuracy", "f1", "auc", "r2"})
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """One run as its folder tells it.
+
+    Args:
+        folder: where it lies, `<study>/<label>/seed-<n>` as the study wrote it.
+        config: config.toml, resolved.
+        provenance: provenance.json; empty while there is none.
+        metrics: the metrics table.
+        edges: the edges table.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    provenance: dict[str, Any]
+    metrics: pd.DataFrame
+    edges: pd.DataFrame
+
+    @property
+    def method(self) -> dict[str, Any]:
+        """The settings of the method."""
+        methods = self.config.get("methods") or [self.config.get("method") or {}]
+        return methods[0]
+
+    @property
+    def kind(self) -> str:
+        """The kind of method, such as "dac"."""
+        return str(self.method.get("kind", self.folder.parent.name))
+
+    @property
+    def label(self) -> str:
+        """The name of the method in this study."""
+        return str(self.method.get("label", self.folder.parent.name))
+
+    @property
+    def study(self) -> str:
+        """The name of the study."""
+        return str(self.config.get("name", self.folder.parent.parent.name))
+
+    @property
+    def seed(self) -> int:
+        """The seed, from the folder's name or the configuration."""
+        text = self.folder.name.removeprefix("seed-")
+        return int(text) if text.isdigit() else int((self.config.get("seeds") or [0])[0])
+
+    @property
+    def clients(self) -> pd.Series:
+        """The planted cluster of each client (-1 where unknown), indexed by client id."""
+        first = self.metrics.drop_duplicates("client")
+        return pd.Series(first["cluster"].to_numpy(), index=first["client"].to_numpy()).sort_index()
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the tables hold."""
+        return int(self.metrics["round"].to_numpy().max()) + 1
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its final evaluation."""
+        return bool(self.provenance.get("done")) and not self.final_rows().empty
+
+    def final_rows(self) -> pd.DataFrame:
+        """The rows of the final test evaluation, of the best models where those were kept, else of the last."""
+        table = self.metrics
+        tests = table.loc[((table["split"] == "test") & (table["round"] == table["round"].max())).to_numpy()]
+        best = tests.loc[(tests["model"] == "best").to_numpy()]
+        return tests if best.empty else best
+
+    def final(self, metric: str) -> pd.Series:
+        """The final test value of a metric per client, indexed by client id."""
+        rows = self.final_rows()
+        rows = rows.loc[(rows["metric"] == metric).to_numpy()]
+        return pd.Series(rows["value"].to_numpy(float), index=rows["client"].to_numpy()).sort_index()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A folder that could not be read, and why, in one line."""
+
+    folder: Path
+    reason: str
+
+
+def find_runs(paths: Iterable[str | Path]) -> tuple[list[StoredRun], list[Problem]]:
+    """Read the runs in some folders, each of them a run, a method of a study, a study, or a folder of studies.
+
+    Returns:
+        The runs, and the folders that look like a run but could not be read; both in order of study, method, seed.
+
+    Raises:
+        DataError: when a path is missing, or holds no run at all.
+    """
+    runs, problems = [], []
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise DataError(f"{path} is not a folder; give a run folder or a study folder")
+        folders = _run_folders(path)
+        if not folders:
+            raise DataError(f"{path} holds no run; expected {CONFIG} and {METRICS} in <study>/<method>/seed-<n>")
+        for folder in folders:
+            run = read_run(folder)
+            (runs if isinstance(run, StoredRun) else problems).append(run)
+    return runs, problems
+
+
+def _run_folders(path: Path) -> list[Path]:
+    if (path / METRICS).is_file() or ((path / CONFIG).is_file() and path.name.startswith("seed-")):
+        return [path]
+    marks = [*path.rglob(METRICS), *path.rglob(f"seed-*/{CONFIG}")]
+    return sorted({mark.parent for mark in marks}, key=_folder_order)
+
+
+def _folder_order(folder: Path) -> tuple[str, int, str]:
+    number = folder.name.removeprefix("seed-")
+    return (str(folder.parent), int(number) if number.isdigit() else -1, folder.name)
+
+
+def read_run(folder: Path) -> StoredRun | Problem:
+    """Read one run folder, or say in one line what is missing or damaged."""
+    missing = [name for name in (CONFIG, METRICS) if not (folder / name).is_file()]
+    if missing:
+        return Problem(folder, f"{missing[0]} is not there (yet)")
+    try:
+        config = tomllib.loads((folder / CONFIG).read_text("utf-8"))
+        provenance = json.loads((folder / PROVENANCE).read_text("utf-8")) if (folder / PROVENANCE).is_file() else {}
+        metrics = pq.ParquetFile(folder / METRICS).read().to_pandas()
+        edges = pd.DataFrame(columns=EDGE_COLUMNS)
+        if (folder / EDGES).is_file():
+            edges = pq.ParquetFile(folder / EDGES).read().to_pandas()
+    except (OSError, ValueError) as error:
+        return Problem(folder, f"a file is damaged: {str(error).splitlines()[0]}")
+    for name, table, columns in ((METRICS, metrics, METRIC_COLUMNS), (EDGES, edges, EDGE_COLUMNS)):
+        lacking = [column for column in columns if column not in table.columns]
+        if lacking:
+            return Problem(folder, f"{name} has no column {lacking[0]!r}; it is not the table of a run")
+    if not len(metrics):
+        return Problem(folder, f"{METRICS} is empty: no round has ended yet")
+    return StoredRun(folder, config, provenance, metrics, edges)
+
+
+def main_metric(runs: Sequence[StoredRun]) -> str:
+    """The metric by which methods are compared: accuracy where there is one, else the loss."""
+    names = {str(name) for run in runs for name in run.metrics["metric"].unique()}
+    return "accuracy" if "accuracy" in names else "loss"
+
+
+def cluster_names(folder: str | Path, clusters: Iterable[int]) -> dict[int, str]:
+    """The name of each planted cluster: from the study's federation.json where there is one, else its number."""
+    path = Path(folder) / FEDERATION
+    known = json.loads(path.read_text("utf-8"))["clusters"] if path.is_file() else []
+    return {c: str(known[c]) if 0 <= c < len(known) else str(c) for c in sorted(set(clusters))}
+
+
+def summarise(study: str | Path) -> dict[str, Any]:
+    """Reduce the finished runs of a study to the content of summary.json.
+
+    Args:
+        study: the study's folder.
+
+    Returns:
+        `study`, `rows` and `timing`. A row is the final test value of one metric of one method: the mean over the
+        clients of one planted cluster, over all clients ("all"), or the unweighted mean over clusters ("clusters");
+        then mean and population standard deviation over the seeds.
+
+    Raises:
+        DataError: when the folder holds no run.
+    """
+    runs, _ = find_runs([study])
+    return summary_of(runs, study)
+
+
+def summary_of(runs: Sequence[StoredRun], study: str | Path) -> dict[str, Any]:
+    """As `summarise`, of runs that were read already."""
+    names = cluster_names(study, (int(c) for run in runs for c in run.clients.unique() if c >= 0))
+    rows: list[dict[str, Any]] = []
+    for label, group in by_label(runs).items():
+        done = [run for run in group if run.finished]
+        metrics = list(dict.fromkeys(str(m) for run in done for m in run.final_rows()["metric"]))
+        for metric in metrics:
+            reduced = pd.DataFrame([cluster_means(run, metric) for run in done])
+            for cluster in reduced.columns:
+                values = reduced[cluster].to_numpy(float)
+                rows.append(
+                    {
+                        "method": group[0].kind,
+                        "label": label,
+                        "cluster": names.get(cluster, str(cluster)),
+                        "metric": metric,
+                        "mean": float(values.mean()),
+                        "std": float(values.std()),
+                        "seeds": len(values),
+                    }
+                )
+    timing = [
+        {
+            "label": run.label,
+            "seed": run.seed,
+            "wall_s": float(times.get("wall_s", math.nan)),
+            "train_s": float(times.get("train_s", math.nan)),
+            "train_samples": int(times.get("train_samples", 0)),
+        }
+        for run in runs
+        if (times := run.provenance.get("timing"))
+    ]
+    return {"study": runs[0].study if runs else Path(study).name, "rows": rows, "timing": timing}
+
+
+def cluster_means(run: StoredRun, metric: str) -> dict[int | str, float]:
+    """The final test value of a run: per planted cluster, over all clients, and over clusters."""
+    values, cluster = run.final(metric), run.clients
+    planted = cluster.reindex(values.index).to_numpy()
+    out: dict[int | str, float] = {
+        int(c): float(values.to_numpy()[planted == c].mean()) for c in np.unique(planted) if c >= 0
+    }
+    over = float(np.mean(list(out.values()))) if out else None
+    out["all"] = float(values.mean(skipna=False))
+    if over is not None:
+        out["clusters"] = over
+    return out
+
+
+def by_label(runs: Iterable[StoredRun]) -> dict[str, list[StoredRun]]:
+    """The runs of each method, by label, in the order in which they were found."""
+    groups: dict[str, list[StoredRun]] = {}
+    for run in runs:
+        groups.setdefault(run.label, []).append(run)
+    return groups
+
+
+def gains(study: str | Path) -> dict[str, Any]:
+    """What collaboration was worth to each client: the gain over training alone.
+
+    The gain of a client is the final test value of its model minus that of the same client under the study's method
+    of kind "local" with the same seed, turned round for a loss, so that above zero is always better.
+
+    Args:
+        study: the study's folder.
+
+    Returns:
+        `baseline` (the label, or None when the study has no such method: then there are no rows), `metric`,
+        `confidence`, and a row for each other method: `label`, `seeds` (how many pairs), and for each of `mean`
+        (over clients), `worst_tenth` (mean over the tenth of the clients that gained least, at least one client) and
+        `lost` (share of clients with a gain below zero) the mean over the seeds with the ends of Student's interval,
+        `<name>_low` and `<name>_high`; None with a single seed.
+
+    Raises:
+        DataError: when the folder holds no run.
+    """
+    runs, _ = find_runs([study])
+    return gains_of(runs)
+
+
+def gains_of(runs: Sequence[StoredRun]) -> dict[str, Any]:
+    """As `gains`, of runs that were read already."""
+    done = [run for run in runs if run.finished]
+    metric = main_metric(runs)
+    baseline = next((run.label for run in runs if run.kind == "local"), None)
+    out: dict[str, Any] = {"baseline": baseline, "metric": metric, "confidence": CONFIDENCE, "rows": []}
+    for label, per_seed in client_gains(done, baseline, metric).items():
+        reduced = [_reduce_gains(values.to_numpy()) for values in per_seed.values()]
+        row: dict[str, Any] = {"label": label, "seeds": len(reduced)}
+        for name in ("mean", "worst_tenth", "lost"):
+            row |= interval(name, np.array([one[name] for one in reduced]))
+        out["rows"].append(row)
+    return out
+
+
+def client_gains(runs: Sequence[StoredRun], baseline: str | None, metric: str) -> dict[str, dict[int, pd.Series]]:
+    """The gain of each client over the baseline, by label and seed; only seeds that both have."""
+    alone = {run.seed: run.final(metric) for run in runs if run.label == baseline}
+    sign = 1.0 if metric in HIGHER_IS_BETTER else -1.0
+    found: dict[str, dict[int, pd.Series]] = {}
+    for run in runs:
+        if run.label != baseline and run.seed in alone:
+            found.setdefault(run.label, {})[run.seed] = sign * (run.final(metric) - alone[run.seed])
+    return found
+
+
+def _reduce_gains(values: np.ndarray) -> dict[str, float]:
+    tenth = np.sort(values)[: math.ceil(len(values) / 10)]
+    return {"mean": float(values.mean()), "worst_tenth": float(tenth.mean()), "lost": float((values < 0).mean())}
+
+
+def interval(name: str, values: np.ndarray) -> dict[str, float | None]:
+    """Mean over seeds, with the ends of Student's confidence interval (None with fewer than two seeds)."""
+    mean, count = float(values.mean()), len(values)
+    if count < 2:
+        return {name: mean, f"{name}_low": None, f"{name}_high": None}
+    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1) * values.std(ddof=1) / math.sqrt(count))
+    return {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half}
+
+
+def plain(value: Any) -> Any:
+    """Replace what JSON cannot say (NaN and infinity) by None, at any depth."""
+    if isinstance(value, dict):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_summary(study: str | Path) -> Path:
+    """Write summary.json into a study's folder, atomically, and return its path."""
+    path = Path(study) / "summary.json"
+    text = json.dumps(plain(summarise(study)), indent=1, ensure_ascii=False)
+    write_atomically(path, text.encode())
+    return path

@@ -1,0 +1,120 @@
+import base64
+import json
+import zlib
+
+import numpy as np
+import pytest
+
+from coterie import payload
+from coterie.summary import find_runs
+
+
+def unpack(packed):
+    """The inverse of `pack`, as the page does it."""
+    raw = zlib.decompress(base64.b64decode(packed["text"]))
+    kind = {"u8": "u1", "u16": "<u2", "q16": "<u2", "f32": "<f4"}[packed["kind"]]
+    values = np.frombuffer(raw, dtype=kind).reshape(packed["shape"])
+    if packed["kind"] == "q16":
+        return np.where(values == 65535, np.nan, packed["low"] + values * packed["step"])
+    return values
+
+
+@pytest.fixture
+def data(population):
+    return payload.payload(*find_runs([population]))
+
+
+def test_counts_are_packed_exactly():
+    """Whole numbers come back as they were."""
+    values = np.array([[0, 255], [7, 1]])
+    np.testing.assert_array_equal(unpack(payload.pack(values, "u8")), values)
+    np.testing.assert_array_equal(unpack(payload.pack(values * 200, "u16")), values * 200)
+
+
+def test_floats_are_packed_within_half_a_step_and_nan_survives():
+    """A range of 2 in 65,534 steps: no value moves by more than 2e-5."""
+    values = np.array([-1.0, 0.123456, np.nan, 1.0])
+    np.testing.assert_allclose(unpack(payload.pack(values, "q16")), values, atol=1.6e-5)
+
+
+def test_floats_that_are_all_the_same_or_all_missing_are_packed():
+    """No division by a range of zero."""
+    np.testing.assert_array_equal(unpack(payload.pack(np.array([3.0, 3.0]), "q16")), [3.0, 3.0])
+    assert np.isnan(unpack(payload.pack(np.array([np.nan]), "q16"))).all()
+
+
+def test_thinning_keeps_the_first_and_the_last_point():
+    """Of 1,000 rounds five are kept, evenly spread; of three all."""
+    np.testing.assert_array_equal(payload.thin(1001, 5), [0, 250, 500, 750, 1000])
+    np.testing.assert_array_equal(payload.thin(3, 5), [0, 1, 2])
+
+
+def test_a_client_that_sat_out_keeps_its_last_value(write_run, tmp_path):
+    """Client 1 is active in rounds 0 and 2 only; before its first value there is none."""
+    rows = [
+        (r, c, 0, "validation", "current", "loss", v)
+        for r, c, v in [(0, 0, 1.0), (1, 0, 2.0), (1, 1, 5.0), (2, 0, 3.0)]
+    ]
+    write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=rows)
+    (run,), _ = find_runs([tmp_path])
+    rounds, values = payload.dense(run, "validation", "loss")
+    assert rounds.tolist() == [0, 1, 2]
+    np.testing.assert_array_equal(values, [[1, np.nan], [2, 5], [3, 5]])
+
+
+def test_cells_hold_neighbours_of_one_cluster():
+    """Five clients in at most three cells: two a cell, but never of two clusters."""
+    np.testing.assert_array_equal(payload.cells(np.array([0, 1, 0, 0, 1]), most=3), [0, 2, 0, 1, 2])
+    np.testing.assert_array_equal(payload.cells(np.array([1, 0, 1])), [1, 0, 2])
+
+
+def test_heatmap_frames_add_up_to_every_read(data):
+    """Ten rounds, twelve clients, three reads, two seeds: 720 for each method that reads."""
+    assert [data["methods"][one["method"]]["label"] for one in data["reads"]["methods"]] == ["DAC", "Oracle", "Random"]
+    for one in data["reads"]["methods"]:
+        counts = unpack(one["counts"])
+        assert counts.shape == (10, 12, 12)
+        np.testing.assert_array_equal(counts.sum((1, 2)), 72)
+        assert np.trace(counts.sum(0)) == 0
+
+
+def test_frames_are_merged_when_a_run_is_long(population_study, tmp_path):
+    """130 rounds in 60 frames: none is lost, and the last ends with the run."""
+    study = population_study(tmp_path / "long", clusters=[0, 0, 1, 1], rounds=130, seeds=1, reads=2)
+    reads = payload.payload(*find_runs([study]))["reads"]
+    assert len(reads["ends"]) == 60
+    assert reads["ends"][-1] == 130
+    assert unpack(reads["methods"][0]["counts"]).sum() == 130 * 4 * 2
+
+
+def test_curves_are_means_over_clients_and_over_clusters(population):
+    """Against the table itself, at the last round, with clusters of 6, 4 and 2."""
+    runs, _ = find_runs([population])
+    data = payload.payload(runs)
+    (curve,) = [c for c in data["curves"] if (c["method"], c["split"], c["metric"]) == (0, "validation", "accuracy")]
+    expected = []
+    for run in runs[:2]:
+        table = run.metrics
+        rows = table[(table["round"] == 9) & (table["split"] == "validation") & (table["metric"] == "accuracy")]
+        per_cluster = rows.groupby("cluster")["value"].mean()
+        expected.append([rows["value"].mean(), per_cluster.mean(), *per_cluster])
+    np.testing.assert_allclose(unpack(curve["mean"])[:, -1], np.mean(expected, axis=0), atol=2e-5)
+    np.testing.assert_allclose(unpack(curve["std"])[:, -1], np.std(expected, axis=0), atol=2e-5)
+
+
+def test_gain_of_a_client_is_its_mean_over_seeds(small):
+    """DAC against Local: (.2 + .2) / 2, (.1 + .2) / 2, (.3 + .2) / 2, (-.1 + 0) / 2."""
+    data = payload.payload(*find_runs([small]))
+    gain = unpack(data["clients"]["gain"])
+    np.testing.assert_allclose(gain[0], [0.2, 0.15, 0.25, -0.05], atol=1e-6)
+    assert np.isnan(gain[1]).all()
+
+
+def test_a_study_without_any_read_has_no_heatmaps(small):
+    """Local alone never reads."""
+    assert payload.payload(*find_runs([small]))["reads"] is None
+
+
+def test_the_payload_is_json_without_nan(data):
+    """Browsers refuse NaN."""
+    assert json.loads(json.dumps(data, allow_nan=False))["study"] == "population"

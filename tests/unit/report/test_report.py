@@ -1,0 +1,142 @@
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from coterie import report
+from coterie.errors import DataError
+from coterie.summary import find_runs, gains, summarise
+
+HOSTILE = '</script><script>alert("x")</script><b>&'
+
+
+class Tables(HTMLParser):
+    """The cells of the tables of a page: (table class, metric) -> row label -> exact values and texts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tables, self.row, self.texts = {}, None, []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        if tag == "table" and "data-metric" in found:
+            self.current = self.tables.setdefault((found["class"], found["data-metric"]), {})
+        if tag == "tr" and "data-label" in found:
+            self.row = self.current.setdefault(found["data-label"], [])
+        if tag == "td" and "data-value" in found:
+            self.row.append(float(found["data-value"]))
+
+
+def test_numbers_of_the_page_are_those_of_the_summary(population):
+    """Every mean, in its row and in the order of the columns, for both metrics."""
+    tables = Tables(report.write_report(population).read_text()).tables
+    for metric in ("accuracy", "loss"):
+        expected: dict[str, list[float]] = {}
+        for row in summarise(population)["rows"]:
+            if row["metric"] == metric:
+                expected.setdefault(row["label"], []).append(row["mean"])
+        assert tables["results", metric] == expected
+    gained = {row["label"]: [row["mean"], row["worst_tenth"], row["lost"]] for row in gains(population)["rows"]}
+    assert tables["gains", "accuracy"] == gained
+
+
+def test_the_text_of_a_cell_is_its_value_rounded(small):
+    """DAC over all clients: 63.75 ± 1.25 per cent."""
+    assert "63.75 <small>± 1.25</small>" in report.write_report(small).read_text()
+
+
+def test_names_from_outside_are_escaped_everywhere(small, write_run, final_rows):
+    """Study, label and cluster names that try to end a script or open an element stay text."""
+    (small / "federation.json").write_text(json.dumps({"clusters": [HOSTILE, "plain"]}))
+    rows = final_rows([0.5] * 4, [0, 0, 0, 1])
+    write_run(small / "x" / "seed-0", kind="dac", label=HOSTILE, seed=0, metrics=rows, study=HOSTILE)
+    runs, problems = find_runs([small / "x", small / "Local"])
+    text = report.page(runs, problems, small)
+    assert "alert(" in text
+    assert '<script>alert("x")' not in text
+    assert text.count("<script") == 3
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert data is not None
+    assert json.loads(data[1])["study"] == HOSTILE
+
+
+def test_the_page_asks_for_nothing_from_outside(small):
+    """One file: no element loads anything, and the content security policy forbids connections."""
+    text = report.write_report(small).read_text()
+    markup = text[: text.index("<script>")]
+    assert not re.search(r"(src|href)=\"(?!#)", markup)
+    assert "default-src 'none'" in markup
+    assert "connect-src 'none'" in markup
+
+
+def test_a_broken_run_is_named_in_the_page(small):
+    """The rest of the study is still shown."""
+    (small / "DAC" / "seed-0" / "metrics.parquet").write_bytes(b"PAR1 cut off")
+    text = report.write_report(small).read_text()
+    assert "Some run folders could not be read" in text
+    assert "<code>DAC/seed-0</code>: a file is damaged" in text
+    assert "63.75" not in text
+
+
+def test_a_study_of_broken_runs_gets_a_page_that_says_so(small):
+    """Nothing could be read: a page all the same."""
+    for path in small.rglob("metrics.parquet"):
+        path.unlink()
+    text = report.write_report(small).read_text()
+    assert "There is nothing to show yet" in text
+    assert text.count("metrics.parquet is not there (yet)") == 4
+
+
+def test_a_run_on_its_way_is_named_and_left_out_of_the_tables(small, write_run, final_rows):
+    """Its test values so far are no result."""
+    rows = final_rows([0.1] * 4, [0, 0, 0, 1], model="current")
+    write_run(small / "Late" / "seed-0", kind="dac", label="Late", seed=0, metrics=rows, rounds=10, done=False)
+    text = report.write_report(small).read_text()
+    assert "Not finished, and not in the tables: Late seed 0 (round 2)" in text
+
+
+def test_a_study_without_local_says_that_there_is_nothing_to_compare_with(tmp_path, write_run, final_rows):
+    """No gain is invented."""
+    write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=final_rows([0.2], [0]))
+    assert "nothing to compare training alone with" in report.write_report(tmp_path / "s").read_text()
+
+
+def test_the_question_is_said_in_words(small, write_run, final_rows):
+    """Data, shift, clients, model, training and evaluation come from the resolved configuration."""
+    config = {
+        "rounds": 30,
+        "data": {
+            "dataset": "digits",
+            "train": 60,
+            "validation": 15,
+            "shift": [{"kind": "rotation", "degrees": [0, 90]}],
+        },
+        "model": {"kind": "cnn-b"},
+        "local": {"epochs": 1, "optimizer": "adam", "lr": 0.001, "batch_size": 8},
+    }
+    data = {"cluster": [0, 1], "clusters": [{"name": "up", "size": 1}], "methods": [{"label": "DAC", "kind": "dac"}]}
+    text = report.words(config, data)
+    for said in (
+        "rotation: degrees 0, 90",
+        "2, each with 60 training and 15 validation samples",
+        "30 rounds, 1 local epoch a round, adam, learning rate 0.001, batches of 8",
+        "up (1) clients",
+        "best on the client&#x27;s own validation set",
+    ):
+        assert said in text
+
+
+def test_a_folder_without_runs_is_refused(tmp_path):
+    """Nothing is written."""
+    with pytest.raises(DataError, match="holds no run"):
+        report.write_report(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hundred_clients_and_three_hundred_rounds_stay_below_five_megabytes(population_study, tmp_path):
+    """The size that the page promises, with one seed here: seeds are averaged, so they add nothing."""
+    clusters = [0] * 70 + [1] * 20 + [2] * 5 + [3] * 5
+    study = population_study(tmp_path / "hundred", clusters=clusters, rounds=300, seeds=1, reads=5)
+    assert report.write_report(study).stat().st_size < 5_000_000
