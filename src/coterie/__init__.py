@@ -8,6 +8,7 @@ from typing import Any
 
 _HOME = {
     "Federation": "coterie.federation",
+    "DataConfig": "coterie.data",
     "Exchange": "coterie.exchange",
     "Inbox": "coterie.exchange",
     "InMemory": "coterie.exchange",
@@ -20,6 +21,7 @@ _HOME = {
     "State": "coterie.methods.base",
     "TestSet": "coterie.federation",
     "Truth": "coterie.federation",
+    "build_federation": "coterie.data",
 }
 
 __version__ = "0.1.0"

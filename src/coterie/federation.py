@@ -11,16 +11,23 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int, Shaped
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from coterie.errors import DataError
 
 PADDING, TRAIN, VALIDATION = -1, 0, 1
 SPLITS = {"train": TRAIN, "validation": VALIDATION}
+
+
+def all_finite(values: Shaped[Tensor, "..."]) -> bool:
+    """Whether no value is NaN or infinite: told from the extremes, which is much faster than value by value."""
+    return not values.numel() or all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values))
 
 
 @dataclass(frozen=True)
@@ -154,7 +161,7 @@ class Federation:
         Raises:
             DataError: with what was found, what was expected and what to do.
         """
-        if self.x.is_floating_point() and not bool(torch.isfinite(self.x).all()):
+        if self.x.is_floating_point() and not all_finite(self.x):
             bad = int((~torch.isfinite(self.x)).reshape(len(self), -1).any(1).nonzero()[0])
             raise DataError(f"the inputs of client {int(self.ids[bad])} contain NaN or infinity; clean or drop them")
         used = self.split >= 0
@@ -165,12 +172,42 @@ class Federation:
                     f"labels run from {int(labels.min())} to {int(labels.max())}; expected 0 to {self.classes - 1}: "
                     "raise `classes` or map the labels"
                 )
-        elif not bool(torch.isfinite(self.y).all()):
+        elif not all_finite(self.y):
             raise DataError("the targets contain NaN or infinity; clean or drop them")
         empty = (self.counts("train") == 0).nonzero().flatten().tolist()
         if empty:
             raise DataError(f"client {int(self.ids[empty[0]])} has no training samples; give every client at least one")
         return self
+
+    @staticmethod
+    def from_arrays(x: Any, y: Any, **settings: Any) -> "Federation":
+        """Make a federation from arrays or tensors, with `clients` (whose each sample is) or `num_clients`.
+
+        See `coterie.own_data.from_arrays` for all settings.
+        """
+        from coterie.own_data import from_arrays
+
+        return from_arrays(x, y, **settings)
+
+    @staticmethod
+    def from_dataset(dataset: Dataset[Any], clients: Any, **settings: Any) -> "Federation":
+        """Make a federation from a PyTorch dataset and whose each of its samples is.
+
+        See `coterie.own_data.from_dataset` for all settings.
+        """
+        from coterie.own_data import from_dataset
+
+        return from_dataset(dataset, clients, **settings)
+
+    @staticmethod
+    def from_datasets(datasets: Sequence[Dataset[Any]], **settings: Any) -> "Federation":
+        """Make a federation from PyTorch datasets, one for each client.
+
+        See `coterie.own_data.from_datasets` for all settings.
+        """
+        from coterie.own_data import from_datasets
+
+        return from_datasets(datasets, **settings)
 
     def save(self, path: str | Path) -> None:
         """Write the federation to one safetensors file, atomically."""

@@ -11,8 +11,9 @@ import pytest
 import coterie
 
 LAYERS = (
-    ("errors", "rng"),
-    ("federation", "datasets", "shifts", "models", "metrics", "similarity", "selection", "topology", "aggregation",
+    ("errors", "rng", "tables"),
+    ("federation", "datasets", "hub", "transforms", "plan", "partition", "label_shifts", "shifts", "assemble", "data",
+     "own_data", "models", "metrics", "similarity", "selection", "topology", "aggregation",
      "clustering", "simplex"),
     ("exchange", "mailbox"),
     ("task", "engine"),

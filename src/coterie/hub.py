@@ -1,0 +1,272 @@
+"""The layout of the Hugging Face Hub: images in parquet files, on disk or from the Hub itself.
+
+A folder holds `train-*.parquet` and `test-*.parquet` with an image column (`struct<bytes, path>`), integer columns, and
+the names of the classes in the schema's metadata. Images are decoded once and kept in the user's cache folder.
+"""
+
+import hashlib
+import importlib
+import io
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from jaxtyping import Int, UInt8
+from PIL import Image, UnidentifiedImageError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from coterie.datasets import Constants, Samples, Source
+from coterie.errors import ConfigError, DataError, unknown
+
+TEST_SPLITS = ("test", "validation", "valid")
+"""What serves as test set: the first of these that is there."""
+_GREY = ("1", "L", "I", "I;16", "F")
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """One split, decoded.
+
+    Args:
+        images: channels first.
+        columns: every integer column.
+    """
+
+    images: UInt8[Tensor, "samples channels height width"]
+    columns: Mapping[str, Int[Tensor, " samples"]]
+
+
+def cache_folder() -> Path:
+    """Return where decoded images are kept: `COTERIE_CACHE`, or coterie's folder in the user's cache."""
+    chosen = os.environ.get("COTERIE_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "coterie"
+
+
+def read_folder(folder: Path, label: str | None = None, standard: Constants | None = None) -> Source:
+    """Read a folder in the layout of the Hub.
+
+    Args:
+        folder: holds the parquet files, directly or in a folder `data`.
+        label: the column with the classes; "label", "fine_label" or the only one with class names when not given.
+        standard: mean and standard deviation of the channels, when known.
+
+    Raises:
+        DataError: when files are missing, incomplete or damaged, or hold no images.
+    """
+    shards = {"train": _shards(folder, "train")}
+    if not shards["train"]:
+        raise DataError(f"{folder} has no train-*.parquet; expected the layout of the Hugging Face Hub")
+    test = next((split for split in TEST_SPLITS if _shards(folder, split)), None)
+    shards["test"] = _shards(folder, test) if test else []
+
+    def read() -> dict[str, pa.Table]:
+        return {split: _read_tables(files) for split, files in shards.items() if files}
+
+    return _source(folder.name, [*shards["train"], *shards["test"]], str(folder.resolve()), read, label, standard)
+
+
+def download(repository: str, name: str, label: str | None = None, standard: Constants | None = None) -> Source:
+    """Read a dataset from the Hub, which needs the extra `hub` and a network (the first time).
+
+    Args:
+        repository: the name on the Hub, such as "ylecun/mnist".
+        name: the name here.
+        label: the column with the classes.
+        standard: mean and standard deviation of the channels, when known.
+
+    Raises:
+        DataError: when the extra is not installed, or the dataset has no images.
+    """
+    try:
+        datasets: Any = importlib.import_module("datasets")
+    except ImportError as error:
+        raise DataError(
+            f"dataset {name!r} would come from the Hub ({repository}), which needs: pip install coterie[hub]; "
+            f"or give --data-dir the folder that holds {name}/train-*.parquet"
+        ) from error
+    splits = datasets.load_dataset(repository)
+    test = next((split for split in TEST_SPLITS if split in splits), None)
+    chosen = {"train": splits["train"], **({"test": splits[test]} if test else {})}
+    files = [Path(file["filename"]) for split in chosen.values() for file in split.cache_files]
+
+    def read() -> dict[str, pa.Table]:
+        out = {}
+        for split, data in chosen.items():
+            images = [key for key, kind in data.features.items() if isinstance(kind, datasets.Image)]
+            for column in images:
+                data = data.cast_column(column, datasets.Image(decode=False))
+            table = data.with_format("arrow")[:]
+            out[split] = table.replace_schema_metadata(data.features.arrow_schema.metadata)
+        return out
+
+    return _source(name, files, repository, read, label, standard)
+
+
+def _shards(folder: Path, split: str) -> list[Path]:
+    """Return the files of a split, and check that none of a numbered set is missing."""
+    files = sorted(folder.glob(f"{split}-*.parquet")) or sorted((folder / "data").glob(f"{split}-*.parquet"))
+    for file in files:
+        _, dash, total = file.stem.partition("-of-")
+        if dash and total.isdigit() and int(total) != len(files):
+            raise DataError(
+                f"{file.parent} has {len(files)} of the {int(total)} files of the split {split!r}; fetch the others"
+            )
+    return files
+
+
+def _read_tables(files: Sequence[Path]) -> pa.Table:
+    tables = []
+    for file in files:
+        try:
+            tables.append(pq.read_table(file))
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"{file} cannot be read as parquet ({error}); fetch it again") from error
+    return pa.concat_tables(tables)
+
+
+def _source(
+    name: str, files: Sequence[Path], origin: str, read: Any, label: str | None, standard: Constants | None
+) -> Source:
+    """Make a source from decoded splits, from the cache or from tables that `read` returns."""
+    place = _cache_file(name, files, origin)
+    cached = _load_cache(place)
+    if cached is None:
+        tables = read()
+        names = _class_names(tables["train"].schema.metadata)
+        cached = {split: _decode_table(table, f"{name}/{split}") for split, table in tables.items()}, names
+        _save_cache(place, *cached)
+    splits, names = cached
+    column = _label_column(name, label, splits["train"].columns, names)
+    parts = {split: _samples(decoded, column) for split, decoded in splits.items()}
+    empty = Samples(parts["train"].x[:0], parts["train"].y[:0], {k: v[:0] for k, v in parts["train"].columns.items()})
+    test = parts.get("test", empty)
+    highest = max(int(part.y.max()) for part in (parts["train"], test) if len(part)) + 1
+    classes = len(names.get(column, ())) or highest
+    return Source(name, parts["train"], test, classes, names.get(column, ()), standard)
+
+
+def _samples(decoded: Decoded, column: str) -> Samples:
+    return Samples(decoded.images, decoded.columns[column], decoded.columns)
+
+
+def _label_column(name: str, label: str | None, columns: Mapping[str, Tensor], names: Mapping[str, Any]) -> str:
+    if label is not None:
+        if label not in columns:
+            raise ConfigError(f"{name}: {unknown('label column', label, columns)}")
+        return label
+    named = [column for column in columns if column in names]
+    for candidate in ("label", "fine_label", *(named if len(named) == 1 else ())):
+        if candidate in columns:
+            return candidate
+    raise ConfigError(
+        f"{name} has the integer columns {', '.join(columns) or '(none)'}; say which are the classes: data.label"
+    )
+
+
+def _class_names(metadata: Mapping[bytes, bytes] | None) -> dict[str, tuple[str, ...]]:
+    """Read the names of the classes of every column from a schema's metadata."""
+    features = json.loads((metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+    return {
+        column: tuple(kind["names"]) for column, kind in features.items() if isinstance(kind, dict) and "names" in kind
+    }
+
+
+def _decode_table(table: pa.Table, where: str) -> Decoded:
+    """Decode the image column of a table and keep its integer columns."""
+    images = [f.name for f in table.schema if pa.types.is_struct(f.type) and f.type.get_field_index("bytes") >= 0]
+    if len(images) != 1:
+        raise DataError(f"{where} has {len(images)} image columns (struct of bytes and path); expected one")
+    columns = {}
+    for entry in table.schema:
+        if pa.types.is_integer(entry.type):
+            if table[entry.name].null_count:
+                raise DataError(
+                    f"{where}: column {entry.name} has {table[entry.name].null_count} empty values; fill or drop them"
+                )
+            columns[entry.name] = torch.from_numpy(table[entry.name].to_numpy().astype(np.int64))
+    encoded = [one for chunk in table[images[0]].chunks for one in chunk.field("bytes").to_pylist()]
+    return Decoded(_decode(encoded, where), columns)
+
+
+def _decode(encoded: Sequence[bytes | None], where: str) -> UInt8[Tensor, "samples channels height width"]:
+    """Decode images of one size. They become grey if all of them are, and RGB otherwise."""
+    mode, images = "L", []
+    for place, one in enumerate(encoded):
+        if one is None:
+            raise DataError(f"{where}: image {place} is a path, not bytes; embed the images in the parquet files")
+        try:
+            image = Image.open(io.BytesIO(one))
+            image.load()
+        except (UnidentifiedImageError, OSError) as error:
+            raise DataError(f"{where}: image {place} cannot be decoded ({error}); fetch the data again") from error
+        mode = mode if image.mode in _GREY else "RGB"
+        images.append(image)
+    sizes = {image.size for image in images}
+    if len(sizes) != 1:
+        raise DataError(f"{where} has images of {len(sizes)} sizes; expected one size: resize them first")
+    out = np.stack([np.asarray(image if image.mode == mode else image.convert(mode)) for image in images])
+    return torch.from_numpy(out.reshape(*out.shape[:3], -1)).movedim(-1, 1).contiguous()
+
+
+def _cache_file(name: str, files: Sequence[Path], origin: str) -> Path:
+    """Return where a dataset is cached: the name changes when a file's size or time does."""
+    state = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    return cache_folder() / "datasets" / f"{name.replace('/', '--')}-{_hash(origin)}-{_hash(state)}.safetensors"
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+
+
+def _load_cache(place: Path) -> tuple[dict[str, Decoded], dict[str, tuple[str, ...]]] | None:
+    """Read decoded splits; None when they are not there or damaged, and then they are decoded again."""
+    if not place.exists():
+        return None
+    try:
+        with safe_open(str(place), framework="pt") as file:
+            meta = json.loads((file.metadata() or {})["coterie"])
+        tensors = load_file(str(place))
+        splits = {
+            split: Decoded(tensors[f"{split}.images"], {c: tensors[f"{split}.columns.{c}"] for c in columns})
+            for split, columns in meta["splits"].items()
+        }
+    except (SafetensorError, KeyError, json.JSONDecodeError):
+        return None
+    return splits, {column: tuple(names) for column, names in meta["names"].items()}
+
+
+def _save_cache(place: Path, splits: Mapping[str, Decoded], names: Mapping[str, tuple[str, ...]]) -> None:
+    """Write decoded splits atomically, and remove those of older files of the same origin."""
+    tensors = {f"{split}.images": decoded.images for split, decoded in splits.items()}
+    for split, decoded in splits.items():
+        tensors |= {f"{split}.columns.{column}": values for column, values in decoded.columns.items()}
+    meta = {"splits": {split: list(decoded.columns) for split, decoded in splits.items()}, "names": names}
+    temporary = None
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=place.parent, suffix=".tmp")
+        os.close(handle)
+        save_file(tensors, temporary, metadata={"coterie": json.dumps(meta)})
+        os.replace(temporary, place)
+    except (OSError, SafetensorError) as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        warnings.warn(f"decoded images are not kept: {error}; set COTERIE_CACHE to a folder with room", stacklevel=2)
+        return
+    for old in place.parent.glob(f"{place.name.rsplit('-', 1)[0]}-*.safetensors"):
+        if old != place:
+            old.unlink(missing_ok=True)

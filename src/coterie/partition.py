@@ -1,0 +1,205 @@
+"""Who gets which samples: disjoint draws from one pool, without any loop that could fail to end.
+
+A client's wish is turned into a number of samples per class, and those are cut from the shuffled samples of each
+class. A sample therefore never serves two clients, and what cannot be served is known, and said, before any draw.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_flow
+
+from coterie.errors import DataError
+
+LOWER = "lower num_clients, train, validation or test_samples"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What one client wants from a pool.
+
+    Args:
+        size: number of samples.
+        labels: the classes it may hold; None for all.
+        mixture: share of each class it wants; classes that run out are replaced by the others in proportion.
+            None for "as they come": every sample of the allowed classes is equally likely.
+        counts: the exact number of each class, instead of a mixture.
+    """
+
+    size: int
+    labels: tuple[int, ...] | None = None
+    mixture: tuple[float, ...] | None = None
+    counts: tuple[int, ...] | None = None
+
+
+def allocate(
+    wishes: Sequence[Wish], labels: Int[np.ndarray, " samples"], generator: np.random.Generator
+) -> list[Int[np.ndarray, "_"]]:
+    """Cut a pool into disjoint parts.
+
+    Args:
+        wishes: one for each client.
+        labels: the class of each sample of the pool.
+        generator: decides which samples go where.
+
+    Returns:
+        The rows of the pool that each client gets, ordered by class.
+
+    Raises:
+        DataError: when the pool cannot serve all wishes; it says which and by how much.
+    """
+    vectors = [len(v) for wish in wishes for v in (wish.mixture, wish.counts) if v is not None]
+    named = [max(wish.labels) + 1 for wish in wishes if wish.labels]
+    present = np.bincount(labels, minlength=max([1, *vectors, *named]))
+    check_room(wishes, present)
+    counts = count(wishes, present, generator)
+    shuffled = generator.permutation(len(labels))
+    by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    stops = np.cumsum(present) - present + np.cumsum(counts, axis=0)
+    starts = stops - counts
+    return [
+        by_class[np.concatenate([np.arange(a, b) for a, b in zip(*ends, strict=True)])]
+        for ends in zip(starts, stops, strict=True)
+    ]
+
+
+def check_room(wishes: Sequence[Wish], present: Int[np.ndarray, " classes"]) -> None:
+    """Check that a pool with so many samples of each class can serve all wishes.
+
+    Raises:
+        DataError: with the first shortage found.
+    """
+    total, pool = sum(wish.size for wish in wishes), int(present.sum())
+    if total > pool:
+        sizes = {wish.size for wish in wishes}
+        asked = f"x {sizes.pop()} samples = {total:,}" if len(sizes) == 1 else f"ask for {total:,} samples"
+        raise DataError(f"{len(wishes)} client{'s' * (len(wishes) != 1)} {asked}; the pool has {pool:,}: {LOWER}")
+    excess = (
+        sum((np.array(wish.counts) for wish in wishes if wish.counts is not None), np.zeros_like(present)) - present
+    )
+    if (excess > 0).any():
+        worst = int(excess.argmax())
+        asked = f"{excess[worst] + present[worst]:,} samples are asked for"
+        raise DataError(f"class {worst}: {asked}; the pool has {present[worst]:,} of it: {LOWER}")
+    for group, demand in _groups(wishes).items():
+        room = int(present[list(group)].sum())
+        if demand > room:
+            names = ", ".join(map(str, group))
+            raise DataError(f"labels {names}: {demand:,} samples are asked for; the pool has {room:,} of them: {LOWER}")
+
+
+def count(
+    wishes: Sequence[Wish], present: Int[np.ndarray, " classes"], generator: np.random.Generator
+) -> Int[np.ndarray, "clients classes"]:
+    """Decide how many samples of each class every client gets.
+
+    Exact counts are served first, then mixtures in random order, then the rest, the most restricted before the others.
+    Where that order leaves someone short (overlapping label groups in a tight pool), classes are first divided
+    between the groups by a maximum flow, which finds a division if there is one.
+
+    Raises:
+        DataError: when overlapping label groups cannot all be served.
+    """
+    fixed = np.zeros((len(wishes), len(present)), dtype=np.int64)
+    for row, wish in enumerate(wishes):
+        if wish.counts is not None:
+            fixed[row] = wish.counts
+    mixed = [row for row in generator.permutation(len(wishes)).tolist() if wishes[row].mixture is not None]
+    plain = [row for row, wish in enumerate(wishes) if wish.mixture is None and wish.counts is None]
+    plain.sort(key=lambda row: len(_allowed(wishes[row], present)))
+    counts, left = fixed.copy(), present - fixed.sum(0)
+    for row in [*mixed, *plain]:
+        room = _within(left, _allowed(wishes[row], present))
+        if room.sum() < wishes[row].size:
+            return fixed + _count_by_flow(wishes, [*mixed, *plain], present - fixed.sum(0), generator)
+        counts[row] = _draw(wishes[row], room, generator)
+        left = left - counts[row]
+    return counts
+
+
+def _draw(wish: Wish, room: Int[np.ndarray, " classes"], generator: np.random.Generator) -> Int[np.ndarray, " classes"]:
+    """Draw a client's class counts, never more than there is room for."""
+    drawn = np.zeros_like(room)
+    mixture = np.zeros(len(room))
+    if wish.mixture is not None:
+        mixture[: len(wish.mixture)] = wish.mixture
+    for _ in range(len(room)):  # each pass but the last uses up at least one class
+        open_share = np.where(room > drawn, mixture, 0.0)
+        missing = wish.size - int(drawn.sum())
+        if missing == 0 or open_share.sum() <= 0:
+            break
+        more = generator.multinomial(missing, open_share / open_share.sum())
+        drawn = np.minimum(drawn + more, room)
+    rest = wish.size - int(drawn.sum())
+    return drawn + generator.multivariate_hypergeometric(room - drawn, rest, method="marginals")
+
+
+def _count_by_flow(
+    wishes: Sequence[Wish], rows: Sequence[int], left: Int[np.ndarray, " classes"], generator: np.random.Generator
+) -> Int[np.ndarray, "clients classes"]:
+    """Divide the classes between label groups by a maximum flow, then draw within each group."""
+    groups = sorted({_allowed(wishes[row], left) for row in rows})
+    demand = {group: sum(wishes[row].size for row in rows if _allowed(wishes[row], left) == group) for group in groups}
+    source, sink, first = 0, 1 + len(groups) + len(left), 1 + len(groups)
+    graph = np.zeros((sink + 1, sink + 1), dtype=np.int32)
+    for place, group in enumerate(groups, start=1):
+        graph[source, place] = demand[group]
+        graph[place, first + np.array(group)] = demand[group]
+    graph[first:sink, sink] = left
+    flow = maximum_flow(csr_array(graph), source, sink)
+    if flow.flow_value < sum(demand.values()):
+        raise DataError(
+            f"overlapping label groups ask for {sum(demand.values()):,} samples; only {flow.flow_value:,} can be "
+            f"served without using one twice: {LOWER}"
+        )
+    passed = flow.flow.toarray()
+    counts = np.zeros((len(wishes), len(left)), dtype=np.int64)
+    for place, group in enumerate(groups, start=1):
+        budget = passed[place, first:sink].astype(np.int64)
+        for row in (row for row in rows if _allowed(wishes[row], left) == group):
+            counts[row] = _draw(wishes[row], budget, generator)
+            budget = budget - counts[row]
+    return counts
+
+
+def _allowed(wish: Wish, present: Int[np.ndarray, " classes"]) -> tuple[int, ...]:
+    return tuple(range(len(present))) if wish.labels is None else tuple(sorted(set(wish.labels)))
+
+
+def _within(left: Int[np.ndarray, " classes"], labels: tuple[int, ...]) -> Int[np.ndarray, " classes"]:
+    room = np.zeros_like(left)
+    room[list(labels)] = left[list(labels)]
+    return room
+
+
+def _groups(wishes: Sequence[Wish]) -> dict[tuple[int, ...], int]:
+    """How many samples each set of labels is asked for."""
+    demand: dict[tuple[int, ...], int] = {}
+    for wish in wishes:
+        if wish.labels is not None:
+            group = tuple(sorted(set(wish.labels)))
+            demand[group] = demand.get(group, 0) + wish.size
+    return demand
+
+
+def share(total: int, weights: Float[np.ndarray, " parts"], minimum: int = 0) -> Int[np.ndarray, " parts"]:
+    """Share a number of samples by weights, each part getting a minimum first (largest remainders, ties to the first).
+
+    Example:
+        >>> share(10, np.array([0.7, 0.2, 0.1]), minimum=1).tolist()
+        [6, 2, 2]
+
+    Raises:
+        DataError: when the minimum is not there for everyone.
+    """
+    rest = total - minimum * len(weights)
+    if rest < 0:
+        asked = f"{len(weights)} clients x a minimum of {minimum} = {minimum * len(weights):,} samples"
+        raise DataError(f"{asked}; there are {total:,}: lower num_clients or the minimum")
+    exact = rest * weights / weights.sum()
+    out = np.floor(exact).astype(np.int64)
+    out[np.argsort(out - exact, kind="stable")[: rest - int(out.sum())]] += 1
+    return out + minimum

@@ -1,0 +1,205 @@
+"""The plan of a federation: what each client is to receive, before any sample is drawn.
+
+Shifts are functions from plan to plan. They never touch a sample, so they compose, and everything they plant is
+written down where they plant it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from coterie.datasets import Source
+from coterie.errors import ConfigError, DataError, require
+from coterie.tables import settle
+from coterie.transforms import Transform
+
+Streams = Callable[[int], np.random.Generator]
+"""The random stream of one client (or of `rng.EVERYONE`) for one shift."""
+
+Assign = Literal["blocks", "interleaved", "shuffled"]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Targets made from the inputs: y = <x, theta> + noise.
+
+    Args:
+        theta: one coefficient for each feature.
+        noise: standard deviation of the noise.
+    """
+
+    theta: tuple[float, ...]
+    noise: float
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is done to the samples of a client, and to the test set that serves it.
+
+    Args:
+        source: which dataset they come from.
+        offset: added to every label, so that several datasets keep their classes apart.
+        labels: the classes it has; None for all. Labels are those of the dataset, before `relabel` and any offset.
+        relabel: the new label of each label; None to keep them.
+        transforms: applied to the images, in this order.
+        noise: standard deviation of the noise added after normalisation.
+        targets: makes the targets, in place of the dataset's.
+        where: (column, value) that test samples must have.
+        mixture: share of each class in the test set; None for all its samples.
+    """
+
+    source: int = 0
+    offset: int = 0
+    labels: tuple[int, ...] | None = None
+    relabel: tuple[int, ...] | None = None
+    transforms: tuple[Transform, ...] = ()
+    noise: float = 0.0
+    targets: Linear | None = None
+    where: tuple[str, int] | None = None
+    mixture: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Client:
+    """What one client is to receive.
+
+    Args:
+        samples: how many in all from its pool; None for an even share of what there is.
+        shares: which part of them is for training, validation and testing; they add to 1.
+        recipe: what is done to them.
+        group: (column, value): it gets samples of this natural group only.
+        mixture: the share of each class it should have; None for "as they come".
+        counts: the exact number of each class, instead of a mixture.
+        planted: the place and the name of its cluster in each shift that plants clusters.
+        notes: what else was done, in words.
+    """
+
+    samples: int | None
+    shares: tuple[float, float, float]
+    recipe: Recipe = Recipe()
+    group: tuple[str, int] | None = None
+    mixture: tuple[float, ...] | None = None
+    counts: tuple[int, ...] | None = None
+    planted: tuple[tuple[int, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """The number of samples, once it is settled."""
+        assert self.samples is not None, "sizes are settled before the shifts that need them"
+        return self.samples
+
+    def cut(self) -> tuple[int, int, int]:
+        """Return the numbers of training, validation and test samples; every part that was asked for gets one.
+
+        Raises:
+            DataError: when there are too few samples for that.
+        """
+        _, validation, test = (max(1, round(self.size * part)) if part > 0 else 0 for part in self.shares)
+        train = self.size - validation - test
+        if train < 1:
+            raise DataError(
+                f"a client has {self.size} samples, which leaves none for training after {validation} for validation "
+                f"and {test} for testing: give every client more samples, or ask for less validation or testing"
+            )
+        return train, validation, test
+
+    def plant(self, place: int, name: str, **recipe: object) -> "Client":
+        """Return this client as a member of a cluster, with changes to its recipe."""
+        return replace(self, recipe=replace(self.recipe, **recipe), planted=(*self.planted, (place, name)))  # type: ignore[arg-type]
+
+    def note(self, words: str) -> "Client":
+        """Return this client with a note."""
+        return replace(self, notes=(*self.notes, words))
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The place of its cluster in each shift that plants clusters."""
+        return tuple(place for place, _ in self.planted)
+
+    @property
+    def cluster_name(self) -> str:
+        """The name of its cluster."""
+        return " + ".join(name for _, name in self.planted) or "all clients"
+
+    def describe(self) -> str:
+        """Say what was done to this client's data."""
+        return "; ".join([name for _, name in self.planted] + list(self.notes)) or "none"
+
+
+Clients = tuple[Client, ...]
+
+
+@dataclass(frozen=True)
+class Shift(ABC):
+    """One way in which clients differ."""
+
+    kind: ClassVar[str]
+    chooses_pool: ClassVar[bool] = False
+    """Whether it decides where a client's samples come from; those kinds are applied before all others."""
+
+    def __post_init__(self) -> None:
+        settle(self)
+        self.check()
+
+    def check(self) -> None:  # noqa: B027 (many kinds have nothing to check)
+        """Check what can be checked without data."""
+
+    @abstractmethod
+    def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
+        """Return the changed plan.
+
+        Args:
+            clients: the plan so far.
+            sources: the datasets.
+            streams: random streams, for everyone or for one client.
+        """
+
+
+def members(
+    clusters: int, num_clients: int, sizes: Sequence[int] | None, assign: Assign, generator: np.random.Generator
+) -> list[int]:
+    """Decide which cluster every client belongs to.
+
+    Args:
+        clusters: how many there are.
+        num_clients: how many clients.
+        sizes: clients of each cluster; None for as even as possible.
+        assign: "blocks" (the first clients are in the first cluster), "interleaved" (in turn, so that two shifts
+            that plant clusters cross), or "shuffled".
+        generator: used by "shuffled" only.
+
+    Raises:
+        ConfigError: when the sizes do not fit.
+    """
+    if sizes is None:
+        require(
+            clusters <= num_clients, "num_clients", num_clients, f"at least one for each of the {clusters} clusters"
+        )
+        sizes = [num_clients // clusters + (place < num_clients % clusters) for place in range(clusters)]
+    require(len(sizes) == clusters, "sizes", tuple(sizes), f"one size for each of the {clusters} clusters")
+    require(min(sizes) >= 0, "sizes", tuple(sizes), "numbers that are not negative")
+    if sum(sizes) != num_clients:
+        raise ConfigError(f"sizes {tuple(sizes)} add to {sum(sizes)}; expected the number of clients, {num_clients}")
+    blocks = [place for place, size in enumerate(sizes) for _ in range(size)]
+    if assign == "shuffled":
+        return [blocks[row] for row in generator.permutation(num_clients)]
+    if assign == "interleaved":
+        turn = [index for size in sizes for index in range(size)]
+        return [place for _, place in sorted(zip(turn, blocks, strict=True))]
+    return blocks
+
+
+def spread(size: int, slots: int, start: int) -> np.ndarray:
+    """Spread samples evenly over slots; those left over go to consecutive slots from `start`, around the end.
+
+    Example:
+        >>> spread(5, slots=3, start=2).tolist()
+        [2, 1, 2]
+    """
+    out = np.full(slots, size // slots, dtype=np.int64)
+    out[(start + np.arange(size % slots)) % slots] += 1
+    return out

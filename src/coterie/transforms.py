@@ -1,0 +1,104 @@
+"""What a shift does to images: pure functions of a batch of images."""
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from jaxtyping import Float, Shaped
+from PIL import Image, ImageFilter
+from torch import Tensor
+
+MID_GREY = 128
+"""The fill of turned uint8 images: zero after the papers' normalisation with mean 0.5."""
+
+
+def rotate(
+    x: Shaped[Tensor, "samples *features"], degrees: float | int, fill: int = MID_GREY
+) -> Shaped[Tensor, "samples *features"]:
+    """Turn square images counter-clockwise about their centre.
+
+    Multiples of 90 degrees are exact (they move whole pixels); other angles take the nearest pixel, and what comes
+    from outside the image is filled, as the papers do.
+
+    Args:
+        x: images, channels first.
+        degrees: the angle.
+        fill: value of pixels from outside a uint8 image; 0 is used for float images, which are normalised already.
+
+    Example:
+        >>> rotate(torch.tensor([[[[1, 2], [3, 4]]]]), 90)
+        tensor([[[[2, 4],
+                  [1, 3]]]])
+    """
+    turns, rest = divmod(degrees % 360, 90)
+    if rest == 0:
+        return torch.rot90(x, int(turns), (-2, -1))
+    height, width = x.shape[-2:]
+    up, right = (height - 1) / 2 - np.arange(height)[:, None], np.arange(width)[None, :] - (width - 1) / 2
+    cosine, sine = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    column = np.rint((width - 1) / 2 + right * cosine + up * sine).astype(np.int64)
+    row = np.rint((height - 1) / 2 - (up * cosine - right * sine)).astype(np.int64)
+    inside = torch.from_numpy((row >= 0) & (row < height) & (column >= 0) & (column < width))
+    place = torch.from_numpy(row.clip(0, height - 1) * width + column.clip(0, width - 1))
+    turned = x.flatten(-2)[..., place.flatten()].reshape(x.shape)
+    outside = torch.tensor(0 if x.is_floating_point() else fill, dtype=x.dtype)
+    return torch.where(inside, turned, outside)
+
+
+def blur(x: Shaped[Tensor, "samples *features"], radius: float) -> Shaped[Tensor, "samples *features"]:
+    """Blur uint8 images, one by one, with Pillow's Gaussian filter.
+
+    Args:
+        x: uint8 images of one or three channels, channels first.
+        radius: standard deviation of the filter in pixels; 0 changes nothing.
+    """
+    if radius == 0:
+        return x
+    smooth = ImageFilter.GaussianBlur(radius)
+    images = x.movedim(1, -1).squeeze(-1).contiguous().numpy()
+    out = np.stack([np.asarray(Image.fromarray(image).filter(smooth)) for image in images]) if len(x) else images
+    return torch.from_numpy(out).reshape(x.movedim(1, -1).shape).movedim(-1, 1)
+
+
+def noisy(
+    x: Float[Tensor, "samples *features"], sigma: float, generator: np.random.Generator
+) -> Float[Tensor, "samples *features"]:
+    """Add Gaussian noise, drawn once for each value, to normalised inputs.
+
+    Args:
+        x: inputs after normalisation.
+        sigma: standard deviation of the noise, in units of the normalised inputs.
+        generator: where the noise comes from.
+    """
+    noise = torch.from_numpy(generator.standard_normal(tuple(x.shape), dtype=np.float32))
+    return x + (sigma * noise).to(x.dtype)
+
+
+@final
+@dataclass(frozen=True)
+class Rotate:
+    """`rotate` with its angle and fill."""
+
+    degrees: float
+    fill: int = MID_GREY
+
+    def __call__(self, x: Shaped[Tensor, "samples *features"]) -> Shaped[Tensor, "samples *features"]:
+        """Turn a batch."""
+        return rotate(x, self.degrees, self.fill)
+
+
+@final
+@dataclass(frozen=True)
+class Blur:
+    """`blur` with its radius."""
+
+    radius: float
+
+    def __call__(self, x: Shaped[Tensor, "samples *features"]) -> Shaped[Tensor, "samples *features"]:
+        """Blur a batch."""
+        return blur(x, self.radius)
+
+
+Transform = Rotate | Blur

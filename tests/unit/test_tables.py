@@ -1,0 +1,52 @@
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+
+from coterie.errors import ConfigError
+from coterie.tables import parse, settle
+
+
+@dataclass(frozen=True)
+class Example:
+    size: int
+    rate: float = 0.5
+    on: bool = False
+    mode: Literal["a", "b"] = "a"
+    levels: float | Sequence[float] | None = None
+    groups: Sequence[Sequence[int]] = ()
+    extra: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        settle(self)
+
+
+def test_lists_become_tuples_and_whole_numbers_become_floats_where_floats_are_expected():
+    made = parse(Example, {"size": 3, "rate": 1, "levels": [1, 2.5], "groups": [[1, 2], []]}, "x")
+    assert made == Example(3, 1.0, levels=(1.0, 2.5), groups=((1, 2), ()))
+    assert isinstance(made.rate, float)
+    assert isinstance(made.levels, tuple)
+    assert isinstance(made.levels[0], float)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"size": "3"}, "x: size is '3'; expected a whole number"),
+        ({"size": True}, "x: size is True; expected a whole number"),
+        ({"size": 3.0}, "x: size is 3.0; expected a whole number"),
+        ({"size": 1, "on": "false"}, "x: on is 'false'; expected true or false"),
+        ({"size": 1, "rate": True}, "x: rate is True; expected a number"),
+        ({"size": 1, "mode": "c"}, "x: mode is 'c'; expected 'a' or 'b'"),
+        ({"size": 1, "levels": ["1"]}, "expected a number or a list (of a number) or nothing"),
+        ({"size": 1, "groups": "12"}, "expected a list (of a list (of a whole number))"),
+        ({"size": 1, "extra": []}, "expected a table or nothing"),
+        ({"size": 1, "raet": 2}, "x: unknown key 'raet'; did you mean 'rate'?"),
+        ({}, "x: size is missing"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused_in_words(table, message):
+    with pytest.raises(ConfigError) as caught:
+        parse(Example, table, "x")
+    assert message in str(caught.value)
