@@ -37,6 +37,45 @@ def normalise(
     return weights / total[:, None], torch.where(alone, torch.ones_like(own), own / total)
 
 
+def fedsim(
+    similarity: Float[Tensor, "clients peers"], mask: Bool[Tensor, "clients peers"]
+) -> tuple[Float[Tensor, "clients peers"], Float[Tensor, " clients"]]:
+    r"""Weigh by similarity, the client itself like its best peer.
+
+    $A_{ij} = u_j / \sum u$ with $u_j = \max(s_{ij}, 0)$ and $u_i = \max_j u_j$. The numbers of samples play no part.
+    A client whose peers all have $s_{ij} \le 0$ keeps its own model.
+
+    Args:
+        similarity: $s_{ij}$ of this round.
+        mask: which messages arrived; the others weigh nothing.
+
+    Returns:
+        Weights of the slots and of the own model; a row sums to 1.
+
+    Example:
+        >>> fedsim(torch.tensor([[2.0, 1.0, -3.0]]), torch.ones(1, 3, dtype=torch.bool))
+        (tensor([[0.4000, 0.2000, 0.0000]]), tensor([0.4000]))
+    """
+    useful = torch.where(mask, similarity.clamp(min=0), 0)
+    best = useful.amax(1) if useful.shape[1] else useful.sum(1)
+    return normalise(useful, best)
+
+
+def fedsim_prior(
+    probability: Float[Tensor, "clients population"],
+    peers: Int[Tensor, "clients peers"],
+    mask: Bool[Tensor, "clients peers"],
+) -> tuple[Float[Tensor, "clients peers"], Float[Tensor, " clients"]]:
+    """Weigh by the probabilities that were in force when the peers were drawn, the client itself like its best peer.
+
+    Args:
+        probability: of drawing each member of the population ($p_{ij}$), from before this round.
+        peers: the ids drawn; -1 for nobody.
+        mask: which messages arrived; the others weigh nothing.
+    """
+    return fedsim(probability.gather(1, peers.clamp(min=0)), mask & (peers >= 0))
+
+
 def weighted_mean(
     params: Float[Tensor, "clients params"], weights: Shaped[Tensor, " clients"]
 ) -> Float[Tensor, " params"]:

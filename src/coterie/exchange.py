@@ -26,7 +26,7 @@ class Message:
     """What hosted clients publish in one exchange of a round.
 
     Args:
-        params: a model for each hosted client.
+        params: a model for each hosted client; no columns at all in an exchange of extras alone.
         fields: named extras, one row a client (samples, similarity vectors, loss traces).
         ids: who they are; set by the exchange.
     """
@@ -237,6 +237,7 @@ class InMemory:
         gone = [c for c in sorted(self._stopped) if c not in here and c in place]
         rows = torch.tensor([place[c] for c in gone], dtype=torch.int64)
         params = torch.stack([self._stopped[c] for c in gone]) if gone else message.params[:0]
+        params = params[:, : message.params.shape[1]]  # no columns, when this exchange carries no models
         fields = {name: torch.cat([value, previous.fields[name][rows]]) for name, value in message.fields.items()}
         board = Message(
             torch.cat([message.params, params]),

@@ -71,6 +71,135 @@ def among(peers: Int[Tensor, "clients peers"], population: int) -> Bool[Tensor, 
     return out[:, :population]
 
 
+def within(
+    peers: Int[Tensor, "clients peers"], allowed: Bool[Tensor, "clients population"]
+) -> Int[Tensor, "clients peers"]:
+    """Empty the slots (-1) whose peer is not allowed now.
+
+    Example:
+        >>> within(torch.tensor([[1, 2]]), torch.tensor([[False, True, False]]))
+        tensor([[ 1, -1]])
+    """
+    return torch.where((peers >= 0) & allowed.gather(1, peers.clamp(min=0)), peers, -1)
+
+
+def others(ids: Int[Tensor, " clients"], population: int) -> Bool[Tensor, "clients population"]:
+    """Return everybody but oneself."""
+    return torch.arange(population) != ids[:, None]
+
+
+def probabilities(
+    similarity: Float[Tensor, "clients population"],
+    tau: float | Float[Tensor, " clients"],
+    considered: Bool[Tensor, "clients population"],
+    ids: Int[Tensor, " clients"],
+    *,
+    floor: float = 1e-6,
+) -> Float[Tensor, "clients population"]:
+    r"""Return with which probability each client draws each other member of the population.
+
+    $p_{ij} \propto \varepsilon_p + e^{\tau s_{ij}} / \sum_k e^{\tau s_{ik}}$ over those considered, and 0 for itself.
+    Those not considered get the floor $\varepsilon_p$ alone. With nobody considered all others are equally probable.
+
+    Args:
+        similarity: $s_{ij}$; any finite size, the exponentials cannot overflow.
+        tau: inverse temperature $\tau$, for all clients or for each; 0 is uniform.
+        considered: who enters the softmax.
+        ids: the clients.
+        floor: $\varepsilon_p$, 0 or more.
+
+    Example:
+        >>> s = torch.tensor([[0.0, 1.0, 0.0]])
+        >>> everybody = torch.ones(1, 3, dtype=torch.bool)
+        >>> probabilities(s, 1e9, everybody, torch.tensor([0]), floor=0.0)
+        tensor([[0., 1., 0.]], dtype=torch.float64)
+    """
+    peers = others(ids, similarity.shape[1])
+    sharpness = torch.as_tensor(tau, dtype=torch.float64).reshape(-1, 1)
+    logits = torch.where(considered & peers, sharpness * similarity.double(), -torch.inf)
+    softmax = torch.nan_to_num(torch.softmax(logits, dim=1), nan=0.0)
+    mass = torch.where(peers, softmax + floor, 0)
+    mass = torch.where(mass.sum(1, keepdim=True) > 0, mass, peers.double())
+    return mass / mass.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+
+
+def entropy_tau(
+    similarity: Float[Tensor, "clients population"],
+    considered: Bool[Tensor, "clients population"],
+    ids: Int[Tensor, " clients"],
+    bits: float,
+    limit: float = 1e4,
+) -> Float[Tensor, " clients"]:
+    r"""Find each client's inverse temperature at which its probabilities have a given entropy, by bisection.
+
+    Args:
+        similarity: $s_{ij}$.
+        considered: who enters the softmax.
+        ids: the clients.
+        bits: the entropy wanted, in bits; below log2 of those considered, or $\tau$ is 0.
+        limit: the largest $\tau$ tried.
+    """
+    low = torch.zeros(len(ids), dtype=torch.float64)
+    high = torch.full_like(low, limit)
+    for _ in range(60):
+        middle = (low + high) / 2
+        p = probabilities(similarity, middle, considered, ids, floor=0.0)
+        wide = -torch.special.xlogy(p, p).sum(1) > bits * math.log(2)
+        low, high = torch.where(wide, middle, low), torch.where(wide, high, middle)
+    return (low + high) / 2
+
+
+def min_max(
+    similarity: Float[Tensor, "clients population"], considered: Bool[Tensor, "clients population"]
+) -> Float[Tensor, "clients population"]:
+    """Scale each client's similarities to [0, 1] over those considered; the others, and equal ones, become 0.
+
+    Example:
+        >>> min_max(torch.tensor([[9.0, 4.0, 2.0]]), torch.tensor([[False, True, True]]))
+        tensor([[0., 1., 0.]])
+    """
+    low = torch.where(considered, similarity, torch.inf).amin(1, keepdim=True)
+    span = torch.where(considered, similarity, -torch.inf).amax(1, keepdim=True) - low
+    usable = considered & (span > 0)
+    return torch.where(usable, (similarity - low) / torch.where(span > 0, span, 1), 0)
+
+
+def two_hop(
+    known: Bool[Tensor, "clients population"],
+    peers: Int[Tensor, "clients peers"],
+    preference: Float[Tensor, "clients peers"],
+    index: Int[Tensor, "clients peers"],
+    vectors: Float[Tensor, "senders population"],
+    knows: Bool[Tensor, "senders population"],
+) -> tuple[Float[Tensor, "clients population"], Bool[Tensor, "clients population"]]:
+    r"""Estimate similarities to members never measured from what the preferred peer says of them.
+
+    $s_{ij} \leftarrow s_{k^* j}$ with $k^*$ the preferred one among the peers that know $j$; ties go to the lowest id.
+
+    Args:
+        known: whom each client needs no estimate of: itself and those it measured.
+        peers: who relays, in each slot.
+        preference: the largest is asked first ($s_{ik}$); -inf where nothing arrived.
+        index: which row of `vectors` each slot shows.
+        vectors: the relays' own similarities ($s_{kj}$).
+        knows: for which members a relay vouches.
+
+    Returns:
+        The estimates, and for whom there is one.
+    """
+    by_id = torch.argsort(peers, dim=1, stable=True)
+    order = by_id.gather(1, torch.argsort(preference.gather(1, by_id), dim=1, descending=True, stable=True))
+    estimate = torch.zeros(known.shape, dtype=torch.float64)
+    found = torch.zeros_like(known)
+    for slot in order.T:
+        row = index.gather(1, slot[:, None])[:, 0]
+        arrived = preference.gather(1, slot[:, None]) > -torch.inf
+        new = knows[row] & arrived & ~known & ~found
+        estimate = torch.where(new, vectors[row].double(), estimate)
+        found = found | new
+    return estimate, found
+
+
 def cohort_size(members: int, participation: float | int, least: int = 1) -> int:
     r"""Return how many of a group's members take part in a round.
 

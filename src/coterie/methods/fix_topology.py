@@ -1,0 +1,57 @@
+"""FixTopology: gossip with peers drawn once, before the first round."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+from jaxtyping import Int
+from torch import Tensor
+
+from coterie import aggregation, selection
+from coterie.methods.base import Info, PeerMethod, Round, State, check_positive, mixing
+from coterie.rng import Rng
+from coterie.task import Task
+
+
+@final
+@dataclass(frozen=True)
+class FixTopologyMemory:
+    """Whom each client reads in every round."""
+
+    peers: Int[Tensor, "clients peers"]
+
+
+@final
+@dataclass(frozen=True)
+class FixTopology(PeerMethod):
+    """Gossip averaging over a fixed random graph. The graph is directed: who is read need not read back.
+
+    Args:
+        num_peers: peers of each client ($m$); clamped to population - 1.
+
+    References:
+        The baseline of Li & Wu (PANM), 2022.
+    """
+
+    kind: ClassVar[str] = "fix-topology"
+    summary: ClassVar[str] = "average with the same few peers in every round, drawn once"
+    references: ClassVar[tuple[str, ...]] = (
+        "Li, Wu, Towards effective clustered federated learning: a peer-to-peer framework with adaptive neighbor "
+        "matching, 2022, https://arxiv.org/abs/2203.12285",
+    )
+    num_peers: int = 5
+
+    def __post_init__(self) -> None:
+        check_positive(self, num_peers=self.num_peers)
+
+    def memory(self, task: Task, rng: Rng) -> FixTopologyMemory:
+        """Draw the graph."""
+        noise = rng.gumbel("peers", task.ids, task.population)
+        return FixTopologyMemory(selection.uniform(noise, self.num_peers, selection.others(task.ids, task.population)))
+
+    def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
+        """Pull from those that can be reached now, average."""
+        peers = selection.within(state.memory.peers, rnd.candidates)
+        inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
+        weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
+        mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
+        return replace(state, params=mixed), mixing(inbox, weights, own_weight)

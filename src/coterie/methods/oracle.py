@@ -1,0 +1,83 @@
+"""Oracle: gossip with peers of the client's own planted cluster."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from coterie import aggregation, selection
+from coterie.errors import ConfigError
+from coterie.exchange import Message
+from coterie.methods.base import Info, PeerMethod, Round, State, check_positive, mixing
+from coterie.rng import Rng
+from coterie.task import Task
+
+_SLOTS = 256  # members asked for their cluster at once
+
+
+@final
+@dataclass(frozen=True)
+class OracleMemory:
+    """Who belongs to each client's own cluster."""
+
+    same: Bool[Tensor, "clients population"]
+
+
+@final
+@dataclass(frozen=True)
+class Oracle(PeerMethod):
+    """Gossip averaging inside the planted clusters: what perfect knowledge of them would give.
+
+    A client that is alone in its cluster trains alone. Clients tell each other their cluster once, before the first
+    round, in messages without a model.
+
+    Args:
+        num_peers: peers read each round ($m$); clamped to the size of the cluster - 1.
+
+    References:
+        Baseline of Listo Zec et al., Decentralized adaptive clustering of deep nets is beneficial for client
+        collaboration, 2022.
+    """
+
+    kind: ClassVar[str] = "oracle"
+    summary: ClassVar[str] = "average with peers of the own planted cluster"
+    references: ClassVar[tuple[str, ...]] = (
+        "Listo Zec, Ekblom, Willbo, Mogren, Girdzijauskas, Decentralized adaptive clustering of deep nets is "
+        "beneficial for client collaboration, 2022, https://arxiv.org/abs/2206.08839",
+    )
+    needs: ClassVar[frozenset[str]] = frozenset({"truth"})
+    num_peers: int = 5
+
+    def __post_init__(self) -> None:
+        check_positive(self, num_peers=self.num_peers)
+
+    def memory(self, task: Task, rng: Rng) -> OracleMemory:
+        """Know nobody yet."""
+        return OracleMemory(torch.zeros(len(task.ids), task.population, dtype=torch.bool))
+
+    def enrol(self, rnd: Round, state: State) -> State:
+        """Learn who is in the own cluster."""
+        clusters = rnd.task.clusters
+        if clusters is None:
+            raise ConfigError(
+                "oracle needs the planted cluster of each client; found none: pass `clusters` to the task"
+            )
+        message = Message(state.params[:, :0], {"cluster": clusters})
+        everybody = torch.arange(rnd.task.population).expand(len(clusters), -1)
+        same = torch.zeros_like(state.memory.same)
+        for peers in selection.within(everybody, rnd.candidates).split(_SLOTS, dim=1):
+            inbox = rnd.exchange.pull(message, peers)
+            alike = inbox.mask & (inbox.field("cluster") == clusters[:, None])
+            same = same | selection.among(torch.where(alike, peers, -1), rnd.task.population)
+        return replace(state, memory=OracleMemory(same))
+
+    def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
+        """Draw from the own cluster, pull, average."""
+        noise = rnd.rng.gumbel("peers", rnd.ids, rnd.task.population)
+        peers = selection.uniform(noise, self.num_peers, rnd.candidates & state.memory.same)
+        inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
+        weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
+        mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
+        return replace(state, params=mixed), mixing(inbox, weights, own_weight)

@@ -1,0 +1,112 @@
+"""Similarities of pairs: values, edge cases, and that hosting changes nothing."""
+
+import math
+
+import pytest
+import torch
+
+from coterie import similarity
+from coterie.rng import Rng
+
+
+def normal(*shape, seed=0):
+    return torch.from_numpy(Rng(seed).generator("test").normal(size=shape))
+
+
+ALL = torch.ones(3, 3, dtype=torch.bool)
+EVERY = torch.arange(3).expand(3, 3)
+
+
+def test_cosine_and_distance_are_symmetric_and_the_cosine_is_bounded():
+    """Invariant 19: s_ij = s_ji for cosine and L2, and the cosine lies in [-1, 1]."""
+    w = normal(3, 50)
+    cos, gap = similarity.cosine(w, w, EVERY, ALL), similarity.distance(w, w, EVERY, ALL)
+    assert torch.equal(cos, cos.T)
+    assert torch.equal(gap, gap.T)
+    assert bool((cos.abs() <= 1).all())
+
+
+def test_cosine_ignores_scale_and_distance_does_not():
+    """Invariant 19: cos(w, 2v) = cos(w, v); the distance from 0 to 2v is twice that to v."""
+    w = normal(3, 20)
+    torch.testing.assert_close(similarity.cosine(w, 2 * w, EVERY, ALL), similarity.cosine(w, w, EVERY, ALL))
+    zero = torch.zeros_like(w)
+    torch.testing.assert_close(
+        similarity.distance(zero, 2 * w, EVERY, ALL), 2 * similarity.distance(zero, w, EVERY, ALL)
+    )
+
+
+def test_cosine_of_gradients_from_zero_is_that_of_weights():
+    """Invariant 19: with w_0 = 0 the update since the start is the model itself."""
+    w, zero = normal(3, 20), torch.zeros(3, 20, dtype=torch.float64)
+    got = similarity.cosine(w, w, EVERY, ALL, origin=zero, origins=zero)
+    assert torch.equal(got, similarity.cosine(w, w, EVERY, ALL))
+
+
+def test_identical_models_have_cosine_one_and_the_largest_inverse_distance():
+    """Invariant 19: cos = 1 and inverse L2 = 1 / eps."""
+    w = normal(1, 30).expand(3, 30)
+    torch.testing.assert_close(similarity.cosine(w, w, EVERY, ALL), torch.ones(3, 3, dtype=torch.float64))
+    assert torch.equal(similarity.inverse(similarity.distance(w, w, EVERY, ALL)), torch.full((3, 3), 1e6).double())
+
+
+def test_a_zero_update_has_cosine_zero():
+    """Invariant 20: a client that has not moved gives 0, not NaN."""
+    w = normal(3, 8)
+    cos = similarity.cosine(w, w, EVERY, ALL, origin=w, origins=torch.zeros_like(w))
+    assert torch.equal(cos, torch.zeros(3, 3, dtype=torch.float64))
+
+
+def test_nothing_arrived_is_zero_similarity_whatever_the_slot_shows():
+    """A slot that did not arrive may show NaN; its similarity is 0 all the same."""
+    w = torch.full((3, 4), torch.nan)
+    none = torch.zeros(3, 2, dtype=torch.bool)
+    index = torch.zeros(3, 2, dtype=torch.int64)
+    assert not similarity.cosine(w, w, index, none).any()
+    assert not similarity.inverse(similarity.distance(w, w, index, none)).any()
+    assert similarity.cosine(w, w, index[:, :0], none[:, :0]).shape == (3, 0)
+
+
+def test_cosine_of_gradients_subtracts_each_sides_own_origin():
+    """u_i = (3, 0) - (2, 0) = (1, 0) and u_j = (5, 5) - (5, 4) = (0, 1): cosine 0; without origins 3/3/sqrt(2)."""
+    own, table = torch.tensor([[3.0, 0.0]]), torch.tensor([[5.0, 5.0]])
+    origin, origins = torch.tensor([[2.0, 0.0]]), torch.tensor([[5.0, 4.0]])
+    slot, here = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
+    assert float(similarity.cosine(own, table, slot, here, origin=origin, origins=origins)) == 0
+    assert float(similarity.cosine(own, table, slot, here)) == pytest.approx(math.sqrt(0.5), abs=1e-15)
+
+
+def test_nearly_parallel_vectors_of_a_million_entries_are_told_apart():
+    """Invariant 22: float32 vectors, products in float64: correct to 1e-9 against exact summation."""
+    a = normal(1_000_000).float()
+    b = a + 1e-3 * normal(1_000_000, seed=1).float()
+    x, y = a.double().tolist(), b.double().tolist()
+    dot = math.fsum(p * q for p, q in zip(x, y, strict=True))
+    norms = math.sqrt(math.fsum(p * p for p in x) * math.fsum(q * q for q in y))
+    slot, here = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
+    assert float(similarity.cosine(a[None], b[None], slot, here)) == pytest.approx(dot / norms, abs=1e-9)
+
+
+@pytest.mark.parametrize("params", [1, 2, 7, 8192, 8193, 20_011])
+def test_hosting_and_threads_change_no_bit(params):
+    """A client alone, in a block of three or with two threads gets the same similarities to the last bit."""
+    w = normal(40, params).float()
+    index = torch.from_numpy(Rng(1).generator("test").integers(0, 40, (40, 4)))
+    mask = torch.from_numpy(Rng(2).generator("test").random((40, 4)) < 0.8)
+    for measure in (similarity.cosine, similarity.distance):
+        whole = measure(w, w, index, mask)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(2 if threads == 1 else 1)
+        try:
+            for rows in (slice(7, 8), slice(3, 6)):
+                seen = index[rows].unique()
+                small = torch.searchsorted(seen, index[rows])  # a table of those senders alone
+                assert torch.equal(measure(w[rows], w[seen], small, mask[rows]), whole[rows])
+        finally:
+            torch.set_num_threads(threads)
+
+
+def test_inverse_handles_lost_and_diverged_models():
+    """1 / (0.5 + 0.5) = 1; an infinite loss and a loss that is not a number give 0."""
+    got = similarity.inverse(torch.tensor([[0.5, torch.inf, torch.nan]]), eps=0.5)
+    assert got.tolist() == [[1.0, 0.0, 0.0]]
