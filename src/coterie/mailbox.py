@@ -30,7 +30,17 @@ class PostOffice:
         self._boxes: dict[tuple[int, int], dict[int, tuple[Message, int]]] = {}
         self._replies: dict[tuple[int, int], tuple[Any, Reply, Tensor]] = {}
         self._cohorts: dict[tuple[int, int], Tensor] = {}
+        self._rounds: dict[int, int] = {}  # of each host
         self._change = Condition()
+
+    def begin(self, host: object, round: int) -> None:
+        """Note that a host starts a round, and drop what every host has left behind."""
+        with self._change:
+            self._rounds[id(host)] = round
+            oldest = min(self._rounds.values())
+            for shelf in (self._boxes, self._replies, self._cohorts):
+                for address in [a for a in shelf if a[0] < oldest]:
+                    del shelf[address]
 
     def post(self, address: tuple[int, int], message: Message) -> None:
         """Publish a message with ids at (round, number of the exchange)."""
@@ -38,8 +48,6 @@ class PostOffice:
         with self._change:
             box = self._boxes.setdefault(address, {})
             box |= {int(client): (message, row) for row, client in enumerate(message.ids.tolist())}
-            for old in [a for a in self._boxes if a[0] < address[0] - 2]:
-                del self._boxes[old]
             self._change.notify_all()
 
     def collect(self, address: tuple[int, int], wanted: set[int]) -> Message | None:
@@ -58,8 +66,6 @@ class PostOffice:
         """Publish whom the server chose, at (round, number of the choice in it)."""
         with self._change:
             self._cohorts[address] = ids
-            for old in [a for a in self._cohorts if a[0] < address[0] - 2]:
-                del self._cohorts[old]
             self._change.notify_all()
 
     def announced(self, address: tuple[int, int]) -> Int[Tensor, " active"]:
@@ -73,8 +79,6 @@ class PostOffice:
         """Publish a server's reply."""
         with self._change:
             self._replies[address] = (shared, reply, ids)
-            for old in [a for a in self._replies if a[0] < address[0] - 2]:
-                del self._replies[old]
             self._change.notify_all()
 
     def reply(self, address: tuple[int, int]) -> tuple[Any, Reply, Tensor]:
@@ -108,11 +112,13 @@ class Mailbox:
         self._own = InMemory(ids, office.population)
         self._round, self._number, self._groups = 0, 0, 0
         self._expected: Tensor | None = None  # whom the server role waits for
+        office.begin(self, -2)
 
     def begin(self, rng: Rng) -> None:
         """Start a round."""
         self._round, self._number, self._groups, self._expected = rng.round, 0, 0, None
         self._own.begin(rng)
+        self.office.begin(self, rng.round)
 
     def enter(self, ids: Int[Tensor, " active"]) -> None:
         """Say which clients take part in this round."""

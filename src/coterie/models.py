@@ -330,7 +330,8 @@ def build(kind: str, features: tuple[int, ...], outputs: int) -> nn.Module:
 def source(model: ModelSource, features: tuple[int, ...], outputs: int) -> Callable[[], nn.Module] | nn.Module:
     """Return the module or factory behind any way of naming a model."""
     if isinstance(model, str):
-        build(model, features, outputs)
+        with Rng(0).torch_globals("template"):  # a trial that must not draw from anybody's stream
+            build(model, features, outputs)
         return lambda: build(model, features, outputs)
     return model
 
