@@ -21,7 +21,7 @@ class PostOffice:
     """Where several processes' worth of clients meet inside one program: for tests and for threads.
 
     Args:
-        population: how many clients there are in all.
+        population: how many clients there are in all. Make the mailboxes of all hosts before the first one starts.
         timeout: seconds to wait for the others before a message counts as missing.
     """
 

@@ -123,10 +123,10 @@ def run_grouped(
     """
     make = _Maker(federation, method, model, settings or tiny_settings())
     office = PostOffice(federation.population)
+    doors = [Mailbox(office, torch.tensor(ids), server=number == server) for number, ids in enumerate(groups)]
 
     def host(number: int) -> Loop:
-        ids = groups[number]
-        loop = make.loop(Mailbox(office, torch.tensor(ids), server=number == server), Rng(seed), ids)
+        loop = make.loop(doors[number], Rng(seed), groups[number])
         _finish(loop)
         return loop
 
