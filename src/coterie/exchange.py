@@ -146,6 +146,21 @@ def nbytes_row(table: Shaped[Tensor, "senders ..."]) -> int:
     return table.element_size() * (table[0].numel() if len(table) else 0)
 
 
+class PeersMissing(ExchangeError):
+    """Raised by `pull` of an exchange over a real network: the round may be drawn again without these peers.
+
+    Only in the first exchange of a round, and a bounded number of times; a peer that is chosen again all the same, or
+    is missing later, is `mask == False`.
+
+    Args:
+        ids: the clients that could not be read.
+    """
+
+    def __init__(self, ids: Int[Tensor, " lost"]) -> None:
+        super().__init__(f"clients {ids.tolist()} could not be read in this round")
+        self.ids = ids
+
+
 @runtime_checkable
 class Exchange(Protocol):
     """The only door to other clients. Its contract is `coterie.testing.check_exchange`."""

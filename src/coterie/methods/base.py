@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coterie import selection
 from coterie.errors import require
-from coterie.exchange import Exchange, Inbox, Message
+from coterie.exchange import Exchange, Inbox, Message, PeersMissing
 from coterie.models import ModelFactory
 from coterie.rng import Rng
 from coterie.task import LocalTraining, Task
@@ -83,7 +83,7 @@ class Round:
         task: model and data of the clients that take part and are hosted here.
         exchange: the only door to other clients.
         rng: the random streams of this round.
-        reachable: which members of the population can be read in this round.
+        reachable: which members of the population can be read in this round; with a clients axis where that differs.
         local: how clients train.
         order: whether the exchange or the local training comes first.
     """
@@ -92,7 +92,7 @@ class Round:
     task: Task
     exchange: Exchange
     rng: Rng
-    reachable: Bool[Tensor, " population"]
+    reachable: Bool[Tensor, "*clients population"]
     local: LocalTraining = field(default_factory=LocalTraining)
     order: Order = "exchange_first"
 
@@ -223,8 +223,16 @@ class PeerMethod(Method):
 
     @final
     def settled_exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
-        """Exchange, then apply the policy for running statistics."""
-        new, info = self.exchange(rnd, state)
+        """Exchange, then apply the policy for running statistics.
+
+        When peers turn out to be missing, the method draws again among the others: its own rule names the replacements.
+        """
+        while True:
+            try:
+                new, info = self.exchange(rnd, state)
+                break
+            except PeersMissing as missing:
+                rnd = replace(rnd, reachable=rnd.reachable.index_fill(-1, missing.ids, False))
         return replace(new, params=rnd.task.settle(state.params, new.params)), info
 
 
