@@ -1,0 +1,191 @@
+"""The desk: what a node has published, and who is waiting for what it has not published yet.
+
+It answers from memory, holds questions about a round that is still to come, and is bounded everywhere: two rounds are
+kept, each asker has few questions open, and old ones are answered that nothing will come. It knows nothing of the
+network; every transport serves from one.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from coterie.errors import TransportError
+from coterie.net.wire import Address, Parcel
+
+KEEP = 2  # rounds with messages: a reader one round behind still gets the message of its own round
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Why a message did not arrive; a value, not an exception.
+
+    Args:
+        reason: "unreachable" (no node answered), "timeout", "not_ready" (it has not come to that round), "gone" (it is
+            past it), "busy" (too many questions at once), "withheld" (it has nothing fit to send), "absent" (the server
+            went on without this client), "forbidden", "closing", or "refused:CODE" for a message that was not used.
+        round: the round the peer is in, when known.
+        text: more, for the log.
+    """
+
+    reason: str
+    round: int | None = None
+    text: str = ""
+
+
+REASONS = ("not_ready", "gone", "busy", "withheld", "absent", "forbidden", "closing")
+Answer = Callable[[Parcel | Missing], None]
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    asker: str
+    address: Address
+    until: float
+    answer: Answer
+
+
+class Desk:
+    """A node's published messages and open questions.
+
+    Args:
+        per_asker: questions one member may have open at once, those being sent included.
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, *, per_asker: int = 8, clock: Callable[[], float] = time.monotonic) -> None:
+        self.per_asker, self._clock = per_asker, clock
+        self._kept: dict[Address, tuple[str, Parcel | Missing]] = {}
+        self._standing: dict[tuple[int, int, str], tuple[int, Callable[[Address], Parcel]]] = {}
+        self._waiting: dict[tuple[str, Address], _Waiting] = {}
+        self._sending: dict[str, int] = {}
+        self._newest = -2
+        self._closed = False
+        self._change = threading.Condition()
+        self._sweeper = threading.Thread(target=self._sweep, name="coterie-desk", daemon=True)
+        self._sweeper.start()
+
+    def publish(self, address: Address, what: Parcel | Missing, *, to: str = "") -> None:
+        """Keep a message (or why there is none) and answer those who wait for it.
+
+        Args:
+            address: where it belongs. Of older rounds only the last one with messages is kept.
+            what: the message.
+            to: the only node that may have it; "" for every member.
+        """
+        with self._change:
+            if self._closed:
+                raise TransportError("this node is closed; it publishes nothing any more")
+            self._kept[address] = (to, what)
+            if address.round > self._newest:
+                self._newest = address.round
+                rounds = sorted({a.round for a in self._kept})[-KEEP:]
+                self._kept = {a: what for a, what in self._kept.items() if a.round in rounds}
+            answers = self._settle()
+        _give(answers)
+
+    def stand(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
+        """Answer with one and the same message in this round and all later ones.
+
+        Args:
+            address: the first round's.
+            seal: signs the message for a round.
+        """
+        with self._change:
+            self._standing[address.exchange, address.client, address.kind] = (address.round, seal)
+            answers = self._settle()
+        _give(answers)
+
+    def ask(self, asker: str, address: Address, wait: float, answer: Answer) -> None:
+        """Answer a question now, when its message is published, or after `wait` seconds.
+
+        Args:
+            asker: the member who asks, as the network knows it.
+            address: what it wants.
+            wait: seconds it is ready to wait.
+            answer: is called once; with a parcel, `sent` must follow when it is delivered or given up.
+        """
+        with self._change:
+            waiting = _Waiting(asker, address, self._clock() + max(0.0, min(wait, 3600.0)), answer)
+            older = self._waiting.pop((asker, address), None)
+            answers = [] if older is None else [(older.answer, self._missing("busy"))]
+            if self._closed:
+                answers.append((answer, self._missing("closing")))
+            elif self._open(asker) >= self.per_asker:
+                answers.append((answer, self._missing("busy")))
+            else:
+                self._waiting[asker, address] = waiting
+                answers += self._settle()
+                self._change.notify_all()
+        _give(answers)
+
+    def sent(self, asker: str) -> None:
+        """Note that a message handed out to an asker has been delivered or given up."""
+        with self._change:
+            left = self._sending.get(asker, 0) - 1
+            self._sending[asker] = left
+            if left <= 0:
+                self._sending.pop(asker, None)
+
+    def close(self) -> None:
+        """Answer every open question that nothing will come."""
+        with self._change:
+            self._closed = True
+            answers = [(w.answer, self._missing("closing")) for w in self._waiting.values()]
+            self._waiting.clear()
+            self._change.notify_all()
+        _give(answers)
+        self._sweeper.join()
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many messages are kept and how many questions are open."""
+        with self._change:
+            return len(self._kept), len(self._waiting)
+
+    def _open(self, asker: str) -> int:
+        return sum(1 for name, _ in self._waiting if name == asker) + self._sending.get(asker, 0)
+
+    def _missing(self, reason: str) -> Missing:
+        return Missing(reason, self._newest)
+
+    def _find(self, waiting: _Waiting) -> Parcel | Missing | None:
+        address = waiting.address
+        if address in self._kept:
+            to, what = self._kept[address]
+            if to not in ("", waiting.asker):
+                return self._missing("forbidden")
+            return what if isinstance(what, Parcel) else replace(what, round=self._newest)
+        since, seal = self._standing.get((address.exchange, address.client, address.kind), (0, None))
+        if seal is not None and address.round >= since:
+            return seal(address)
+        if address.round < self._newest:
+            return self._missing("gone")
+        return self._missing("not_ready") if waiting.until <= self._clock() else None
+
+    def _settle(self) -> list[tuple[Answer, Parcel | Missing]]:
+        """Take the questions that have an answer by now."""
+        out: list[tuple[Answer, Parcel | Missing]] = []
+        for key, waiting in list(self._waiting.items()):
+            found = self._find(waiting)
+            if found is not None:
+                del self._waiting[key]
+                if isinstance(found, Parcel):
+                    self._sending[waiting.asker] = self._sending.get(waiting.asker, 0) + 1
+                out.append((waiting.answer, found))
+        return out
+
+    def _sweep(self) -> None:
+        while True:
+            with self._change:
+                if self._closed:
+                    return
+                first = min((w.until for w in self._waiting.values()), default=None)
+                self._change.wait(None if first is None else max(0.0, first - self._clock()))
+                answers = self._settle()
+            _give(answers)
+
+
+def _give(answers: Sequence[tuple[Answer, Parcel | Missing]]) -> None:
+    for answer, what in answers:
+        answer(what)

@@ -1,0 +1,289 @@
+"""RemoteExchange: the exchange of a node, over any transport.
+
+It has the contract of every exchange, so a method cannot tell where it runs. Publishing keeps a signed message for
+those who ask; pulling asks the chosen peers, a few at a time, until the round's deadline. Peers that cannot be read in
+the first exchange of a round are reported to the method, which draws others by its own rule; what is missing then is
+`mask == False`, and why is in the journal. In server-based methods the node in the server role pulls the cohort's
+messages, and every client pulls its answer.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from coterie.errors import ExchangeError, TransportError
+from coterie.exchange import Inbox, InMemory, Message, PeersMissing, Reply, Rule, nbytes_row, read
+from coterie.net.desk import Missing
+from coterie.net.payload import Template
+from coterie.net.post import Post, RoundMissed
+from coterie.net.transport import Delivery
+from coterie.net.wire import Address
+from coterie.rng import Rng
+
+_MAX_REPLY = 1 << 30
+_MAX_COHORT = 1 << 20
+
+
+class RemoteExchange:
+    """The door of one node's clients to those of other nodes.
+
+    Args:
+        post: sends and asks for single messages.
+    """
+
+    def __init__(self, post: Post) -> None:
+        self.post, self.roster = post, post.roster
+        self.name = post.transport.name
+        self.server = post.roster.server == self.name
+        self.ids = torch.tensor(post.roster.member(self.name).clients, dtype=torch.int64)
+        self._away: frozenset[str] = frozenset()
+        self._seen: frozenset[str] = frozenset()
+        self._own = InMemory(self.ids, post.roster.population)
+        self.begin(Rng(0))
+
+    # ------------------------------------------------------------------ the round
+
+    def begin(self, rng: Rng) -> None:
+        """Start a round."""
+        self._rng, self._number, self._groups = rng, 0, 0
+        self._own.begin(rng)
+        self._expected: Tensor | None = None
+        self._got: dict[Address, Delivery] = {}
+        self._lost: set[int] = set()
+        self._redraws, self._until = 0, 0.0
+        self._down = self._unreachable()
+
+    def enter(self, ids: Int[Tensor, " active"]) -> None:
+        """Say which clients take part in this round."""
+        self._own.enter(ids)
+
+    def away(self, names: Iterable[str]) -> None:
+        """Note members that did not answer at the start; they are asked again once their token is seen."""
+        self._away = frozenset(names)
+
+    def _unreachable(self) -> set[int]:
+        """The clients of members that are known to be away, now."""
+        alive = self.post.transport.alive()
+        self._seen |= alive
+        self._away = (self._away | self._seen) - alive
+        return {client for client, name in self.post.host_of.items() if name in self._away}
+
+    def reachable(self) -> Bool[Tensor, " population"]:
+        """Return which clients can be asked in this round, as far as was known at its beginning."""
+        out = torch.ones(self.roster.population, dtype=torch.bool)
+        out[list(self._down)] = False
+        return out
+
+    def _next(self) -> int:
+        number, self._number = self._number, self._number + 1
+        return number
+
+    # ------------------------------------------------------------------ sending
+
+    def _tensors(self, message: Message, row: int) -> dict[str, Tensor]:
+        fields = {f"field.{name}": value[row] for name, value in message.fields.items()}
+        return {"params": message.params[row], **fields}
+
+    # ------------------------------------------------------------------ asking
+
+    def _template(self, message: Message) -> Template:
+        """How a message like this one looks when it comes from another client."""
+        tensors = {"params": message.params, **{f"field.{n}": v for n, v in message.fields.items()}}
+        rows = {name: torch.empty(t.shape[1:], dtype=t.dtype, device="meta") for name, t in tensors.items()}
+        return Template.of(rows, halved=frozenset({"params"}))
+
+    def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
+        """Publish the message of the hosted clients and ask the chosen peers for theirs: see `Exchange.pull`.
+
+        Raises:
+            PeersMissing: in the first exchange of a round, when peers are missing and others may be drawn.
+        """
+        started, number = time.monotonic(), self._next()
+        own, message = self._own.active, replace(message, ids=self._own.active)
+        read(message, own, peers, self.roster.population)  # refuses impossible ids before anything is sent
+        board = self._own.board(message)
+        for row, client in enumerate(own.tolist()):
+            self.post.publish(self._tensors(message, row), self._at(number, client))
+        assert board.ids is not None
+        wanted = sorted(set(peers[peers >= 0].tolist()) - set(board.ids.tolist()))
+        if not self._until:
+            self._until = started + self.post.deadline()
+        left = max(0.0, self._until - time.monotonic()) if number == 0 else self.post.deadline()
+        lost = self._ask(wanted, number, self._template(message), left)
+        self.post.traffic.seconds += time.monotonic() - started
+        again = number == 0 and lost and self._redraws < self.post.terms.redraws and time.monotonic() < self._until
+        self.post.journal({
+            "event": "redraw" if again else "pull", "round": self._rng.round, "exchange": number,
+            "readers": own.tolist(), "asked": wanted, "missing": {str(c): why for c, why in lost.items()},
+            "arrived": [c for c in wanted if self._at(number, c) in self._got],
+            "unreachable": sorted(self._down | self._lost), "seconds": time.monotonic() - started,
+        })  # fmt: skip
+        if number == 0:
+            self._lost |= set(lost)
+        if again:
+            self._redraws, self._number = self._redraws + 1, 0
+            self._own.begin(self._rng)
+            raise PeersMissing(torch.tensor(sorted(lost)))
+        whole = self._whole(board, [self._got.get(self._at(number, c)) for c in wanted])
+        return read(whole, own, peers, self.roster.population)
+
+    def _at(self, number: int, client: int) -> Address:
+        return Address(self._rng.round, number, client)
+
+    def _ask(self, wanted: Iterable[int], number: int, template: Template, seconds: float) -> dict[int, str]:
+        """Ask for what is not here yet and not known to be missing; return what is missing now, and why."""
+        skip = self._lost | self._down
+        fresh = [self._at(number, c) for c in wanted if self._at(number, c) not in self._got and c not in skip]
+        found = self.post.gather(fresh, template, seconds)
+        self._got |= {self._at(number, c): d for c, d in found.items() if isinstance(d, Delivery)}
+        return {c: missing.reason for c, missing in found.items() if isinstance(missing, Missing)}
+
+    def _whole(self, own: Message, came: Iterable[Delivery | None]) -> Message:
+        """Join own rows and what came to one message, in the order of ids."""
+        deliveries = [d for d in came if d is not None]
+        if not deliveries or own.ids is None:
+            return own
+        params = torch.stack([d.tensors["params"] for d in deliveries]).to(own.params.device)
+        fields = {
+            name: torch.cat([value, torch.stack([d.tensors[f"field.{name}"] for d in deliveries]).to(value.device)])
+            for name, value in own.fields.items()
+        }
+        ids = torch.cat([own.ids, torch.tensor([d.manifest.client for d in deliveries])])
+        return Message(torch.cat([own.params, params]), fields, ids).rows(torch.argsort(ids))
+
+    # ------------------------------------------------------------------ the server role
+
+    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+        """Send the message to the node in the server role and wait for its answer: see `Exchange.serve`.
+
+        Raises:
+            RoundMissed: when the server answered the round without this node's message.
+            TransportError: when no server answers for `Terms.server_wait` seconds.
+        """
+        if not self.roster.server:
+            raise ExchangeError("this method needs a server and the roster names none; set `server` in the roster")
+        started, address = time.monotonic(), Address(self._rng.round, self._next(), -1, "request")
+        message = replace(message, ids=self._own.active)
+        if self.server:
+            answer = self._answer(message, rule, shared, address)
+        else:
+            for row, client in enumerate(self._own.active.tolist()):
+                self.post.publish(self._tensors(message, row), replace(address, client=client), to=self.roster.server)
+            answer = shared, self._replies(message, address)
+        self.post.traffic.seconds += time.monotonic() - started
+        return answer
+
+    def _answer(self, message: Message, rule: Rule, shared: Any, address: Address) -> tuple[Any, Inbox]:
+        everybody = torch.arange(self.roster.population)
+        expected = set((everybody if self._expected is None else self._expected).tolist())
+        others = sorted(expected - set(self.ids.tolist()))
+        found = self.post.gather(
+            [replace(address, client=c) for c in others], self._template(message), self.post.deadline()
+        )
+        whole = self._whole(message, [d if isinstance(d, Delivery) else None for _, d in sorted(found.items())])
+        assert whole.ids is not None
+        lost = {str(c): m.reason for c, m in found.items() if isinstance(m, Missing)}
+        self.post.journal({"event": "serve", "round": address.round, "exchange": address.exchange,
+                       "arrived": whole.ids.tolist(), "missing": lost})  # fmt: skip
+        if not len(whole):
+            raise RoundMissed("no client's message arrived", None)
+        new, reply = rule(shared, whole)
+        places = {client: row for row, client in enumerate(whole.ids.tolist())}
+        for client, host in self.post.host_of.items():
+            at = replace(address, client=client, kind="reply")
+            if client in places and host != self.name:
+                self.post.publish(_reply_row(reply, places[client]), at, to=host)
+            elif host != self.name:
+                self.post.transport.publish(at, Missing("absent", address.round))
+        assert message.ids is not None
+        rows = torch.tensor([places[c] for c in message.ids.tolist()], dtype=torch.int64)
+        return new, reply.inbox(rows)
+
+    def _replies(self, message: Message, address: Address) -> Inbox:
+        template = Template(
+            {"table": (message.params.dtype, ("senders", "params")), "index": (torch.int64, ("peers",))},
+            free="field.", lead="senders", halved=frozenset({"table"}), max_bytes=_MAX_REPLY,
+        )  # fmt: skip
+        rows: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
+        index = []
+        for client in self._own.active.tolist():
+            got = self.post.from_server(replace(address, client=client, kind="reply"), template).tensors
+            shown = torch.unique(got["index"])
+            if len(shown) != len(got["table"]) or bool((shown < 0).any()):
+                raise TransportError(f"the server's answer shows {len(shown)} rows and has {len(got['table'])}")
+            for place, sender in enumerate(shown.tolist()):
+                fields = {n.removeprefix("field."): v[place] for n, v in got.items() if n.startswith("field.")}
+                rows[sender] = (got["table"][place], fields)
+            index.append(got["index"])
+        if not rows:
+            return Reply(message.params[:0], torch.zeros(len(message), 0, dtype=torch.int64)).inbox()
+        order = sorted(rows)
+        table = torch.stack([rows[s][0] for s in order]).to(message.params.device)
+        names = rows[order[0]][1]
+        peers = torch.stack(index)
+        return Inbox(
+            table=table,
+            index=torch.searchsorted(torch.tensor(order), peers),
+            peers=peers,
+            mask=torch.ones_like(peers, dtype=torch.bool),
+            age=torch.zeros_like(peers),
+            fields={n: torch.stack([rows[s][1][n] for s in order]).to(table.device) for n in names},
+            bytes=torch.full_like(peers, nbytes_row(table) + sum(v.nbytes for v in names.values())),
+        )
+
+    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
+        """Choose, in the server role, or learn from it who takes part from now on: see `Exchange.cohort`."""
+        number, self._groups = self._groups, self._groups + 1
+        address = Address(self._rng.round, number, -1, "cohort")
+        if self.server:
+            self._expected = compute()
+            self.post.publish({"ids": self._expected}, address)
+            return self._expected
+        template = Template({"ids": (torch.int64, ("active",))}, max_bytes=_MAX_COHORT)
+        ids = self.post.from_server(address, template).tensors["ids"]
+        inside = (ids >= 0) & (ids < self.roster.population)
+        if not torch.equal(ids, torch.unique(ids)) or not bool(inside.all()):
+            raise TransportError("the server's cohort is not a set of clients in ascending order")
+        self._expected = ids
+        return ids
+
+    # ------------------------------------------------------------------ those who stopped
+
+    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+        """Let clients that stopped go on answering with these models, in every later round."""
+        self._own.retire(ids, params)
+        self._stand({int(i): row.clone() for i, row in zip(ids, params, strict=True)})
+
+    def _stand(self, models: Mapping[int, Tensor]) -> None:
+        for number, board in self._own.last.items():
+            assert board.ids is not None
+            places = {client: row for row, client in enumerate(board.ids.tolist())}
+            for client in models.keys() & places.keys():
+                row = self._tensors(board, places[client])
+                tensors = {**row, "params": models[client][: len(row["params"])]}
+                at = Address(self._rng.round + 1, number, client)
+                self.post.transport.stand(at, lambda address, tensors=tensors: self.post.seal(tensors, address))
+
+    def idle(self, exchanges: int) -> None:
+        """Pass a round: those who stopped answer for themselves."""
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return what a later round depends on, for a checkpoint."""
+        return self._own.snapshot()
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `snapshot` returned."""
+        self._own.restore(tensors)
+        self._stand({int(k.split(".")[1]): v for k, v in tensors.items() if k.startswith("stopped.")})
+
+
+def _reply_row(reply: Reply, row: int) -> dict[str, Tensor]:
+    """The part of a server's answer that one client is shown: each row of the table once, in order."""
+    used = torch.unique(reply.index[row])
+    fields = {f"field.{name}": value[used] for name, value in reply.fields.items()}
+    return {"table": reply.table[used], "index": reply.index[row].contiguous(), **fields}

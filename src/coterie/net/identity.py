@@ -1,0 +1,371 @@
+"""Identities: a private authority, members' keys and certificates, signatures.
+
+A member makes its key on its own machine and sends only a request; the organiser answers with a certificate whose
+common name is the member's name and whose alternative name is its address. The same key signs the member's messages.
+All keys are ECDSA on P-256; private keys are files that only their owner can read.
+"""
+
+import ipaddress
+import os
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from coterie.errors import TransportError
+from coterie.net.wire import NAME, SIGNATURE
+
+_CURVE = ec.SECP256R1()
+_ALGORITHM = ec.ECDSA(hashes.SHA256())
+_HOST = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
+_SKEW = timedelta(minutes=5)  # certificates are valid this long before they are made, for clocks that are late
+
+
+def check_name(name: str) -> str:
+    """Return the name of a member, or refuse it.
+
+    Raises:
+        TransportError: when it is not made of 1 to 63 of a-z, 0-9 and "-".
+    """
+    if not NAME.fullmatch(name):
+        raise TransportError(f"member name {name[:80]!r}; expected 1 to 63 of the characters a-z, 0-9 and -")
+    return name
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of "host:port" ("[::1]:7447" for IPv6).
+
+    Raises:
+        TransportError: when it is not such an address.
+    """
+    host, _, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    bare = host[1:-1] if bracketed else host
+    fine = _is_ip(bare) if bracketed else _HOST.fullmatch(bare) is not None
+    if not fine or not re.fullmatch(r"[1-9][0-9]{0,4}", port) or int(port) > 65535:
+        raise TransportError(f"address {address[:80]!r}; expected host:port, such as 192.0.2.7:7447")
+    return bare, int(port)
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------- keys and signatures
+
+
+def new_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """Make a private key and write it where only its owner can read it.
+
+    Raises:
+        TransportError: when the file is there already; a key is never overwritten.
+    """
+    key = ec.generate_private_key(_CURVE)
+    text = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise TransportError(f"{path} exists; a key is never overwritten: move it away first") from None
+    with os.fdopen(handle, "wb") as file:
+        file.write(text)
+    return key
+
+
+def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """Read a private key.
+
+    Raises:
+        TransportError: when there is none, when others can read it, or when it is of another kind.
+    """
+    try:
+        mode = path.stat().st_mode & 0o777
+        text = path.read_bytes()
+    except OSError as error:
+        raise TransportError(f"cannot read the key {path}: {error.strerror}") from None
+    if os.name == "posix" and mode & 0o077:
+        raise TransportError(f"{path} has mode {mode:04o}, so others can read this key; run chmod 600 {path}")
+    try:
+        key = serialization.load_pem_private_key(text, None)
+    except (ValueError, TypeError):
+        key = None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise TransportError(f"{path} holds no private key on the curve P-256 in PEM")
+    return key
+
+
+def public_text(key: ec.EllipticCurvePublicKey) -> str:
+    """Return a public key as 66 hexadecimal digits (the compressed point)."""
+    return key.public_bytes(serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint).hex()
+
+
+def public_key(text: str) -> ec.EllipticCurvePublicKey:
+    """Read what `public_text` wrote.
+
+    Raises:
+        TransportError: when it is no point of the curve.
+    """
+    try:
+        return ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, bytes.fromhex(text))
+    except ValueError:
+        raise TransportError(f"{text[:80]!r} is no public key: expected 66 hexadecimal digits") from None
+
+
+def sign(key: ec.EllipticCurvePrivateKey, data: bytes) -> bytes:
+    """Return the signature of some bytes: r and then s, each of 32 bytes, big-endian."""
+    r, s = decode_dss_signature(key.sign(data, _ALGORITHM))
+    return r.to_bytes(32, "big") + s.to_bytes(32, "big")
+
+
+def verify(key: ec.EllipticCurvePublicKey, signature: bytes, data: bytes) -> bool:
+    """Return whether a signature is of these bytes and by this key."""
+    if len(signature) != SIGNATURE:
+        return False
+    r, s = int.from_bytes(signature[:32], "big"), int.from_bytes(signature[32:], "big")
+    try:
+        key.verify(encode_dss_signature(r, s), data, _ALGORITHM)
+    except InvalidSignature:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------- certificates
+
+
+def read_certificate(path: Path) -> x509.Certificate:
+    """Read a certificate in PEM.
+
+    Raises:
+        TransportError: when there is none.
+    """
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except OSError as error:
+        raise TransportError(f"cannot read the certificate {path}: {error.strerror}") from None
+    except ValueError:
+        raise TransportError(f"{path} holds no certificate in PEM") from None
+
+
+def fingerprint(certificate: x509.Certificate) -> str:
+    """Return the SHA-256 of a certificate in hexadecimal."""
+    return certificate.fingerprint(hashes.SHA256()).hex()
+
+
+def certificate_name(certificate: x509.Certificate | x509.CertificateSigningRequest) -> str:
+    """Return the member name of a certificate or request.
+
+    Raises:
+        TransportError: when it has not exactly one common name, or an impossible one.
+    """
+    names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    if len(names) != 1 or len(list(certificate.subject)) != 1:
+        raise TransportError("a certificate must have exactly one common name and nothing else in its subject")
+    return check_name(str(names[0].value))
+
+
+def certificate_key(certificate: x509.Certificate | x509.CertificateSigningRequest) -> ec.EllipticCurvePublicKey:
+    """Return the public key of a certificate or request.
+
+    Raises:
+        TransportError: when it is of another kind than P-256.
+    """
+    key = certificate.public_key()
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise TransportError("the key of a certificate is not on the curve P-256; make it with `coterie net join`")
+    return key
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file that a crash leaves as it was or as it shall be."""
+    temporary = path.with_suffix(path.suffix + ".tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def write_certificate(path: Path, certificate: x509.Certificate) -> None:
+    """Write a certificate in PEM, atomically."""
+    write_file(path, certificate.public_bytes(serialization.Encoding.PEM))
+
+
+def _alternative(host: str) -> x509.SubjectAlternativeName:
+    name = x509.IPAddress(ipaddress.ip_address(host)) if _is_ip(host) else x509.DNSName(host)
+    return x509.SubjectAlternativeName([name])
+
+
+def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float, now: datetime):
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _SKEW)
+        .not_valid_after(now + timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+
+
+def _usage(**on: bool) -> x509.KeyUsage:
+    names = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+             "key_cert_sign", "crl_sign", "encipher_only", "decipher_only")  # fmt: skip
+    return x509.KeyUsage(**{name: on.get(name, False) for name in names})
+
+
+def make_authority(folder: Path, run: str, *, days: float = 365.0, now: datetime | None = None) -> x509.Certificate:
+    """Make the private authority of a run (`ca.key`, `ca.pem`) and the organiser's key (`organiser.key`, `.pub`).
+
+    Args:
+        folder: the organiser's folder; it should be on a machine that is not a member.
+        run: the run's id.
+        days: how long the authority is valid.
+        now: the time.
+    """
+    now = now or datetime.now(UTC)
+    key = new_key(folder / "ca.key")
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"coterie {check_name(run)}")])
+    certificate = (
+        _builder(subject, subject, key.public_key(), days, now)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    write_certificate(folder / "ca.pem", certificate)
+    organiser = new_key(folder / "organiser.key")
+    write_file(folder / "organiser.pub", (public_text(organiser.public_key()) + "\n").encode())
+    return certificate
+
+
+def make_request(folder: Path, name: str, address: str) -> Path:
+    """Make a member's key (`NAME.key`) and the request for its certificate (`NAME.csr`), on its own machine."""
+    host, _ = split_address(address)
+    key = new_key(folder / f"{check_name(name)}.key")
+    request = (
+        x509.CertificateSigningRequestBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .add_extension(_alternative(host), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    path = folder / f"{name}.csr"
+    write_file(path, request.public_bytes(serialization.Encoding.PEM))
+    return path
+
+
+def sign_request(
+    folder: Path, request: Path, address: str, *, days: float = 30.0, now: datetime | None = None
+) -> x509.Certificate:
+    """Answer a request with a certificate, written to `members/NAME.pem` in the organiser's folder.
+
+    Only name, address and key are taken from the request; everything else is decided here.
+
+    Args:
+        folder: the organiser's folder.
+        request: the member's request.
+        address: the address the member is to be reached at, as agreed with it; the request must name its host.
+        days: how long the certificate is valid; short, because there is no revocation list.
+        now: the time.
+
+    Raises:
+        TransportError: when the request is not signed by its own key, or asks for another name or address.
+    """
+    now = now or datetime.now(UTC)
+    try:
+        csr = x509.load_pem_x509_csr(request.read_bytes())
+    except OSError as error:
+        raise TransportError(f"cannot read the request {request}: {error.strerror}") from None
+    except ValueError:
+        raise TransportError(f"{request} holds no certificate request in PEM") from None
+    if not csr.is_signature_valid:
+        raise TransportError(f"{request} is not signed by the key it asks a certificate for")
+    name, key, wanted = certificate_name(csr), certificate_key(csr), _alternative(split_address(address)[0])
+    try:
+        asked = csr.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        asked = None
+    if asked != wanted:
+        raise TransportError(f"{request} asks for {asked}; agreed was {address}")
+    authority, ca = load_key(folder / "ca.key"), read_certificate(folder / "ca.pem")
+    certificate = (
+        _builder(csr.subject, ca.subject, key, days, now)
+        .add_extension(wanted, critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(digital_signature=True), critical=True)
+        .add_extension(
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
+        )
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
+        .sign(authority, hashes.SHA256())
+    )
+    (folder / "members").mkdir(exist_ok=True)
+    write_certificate(folder / "members" / f"{name}.pem", certificate)
+    return certificate
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A member's own name, key and certificate.
+
+    Args:
+        name: its name in the roster.
+        key_file: the private key.
+        certificate_file: the certificate.
+        ca_file: the authority's certificate.
+        key: the key itself.
+        certificate: the certificate itself.
+    """
+
+    name: str
+    key_file: Path
+    certificate_file: Path
+    ca_file: Path
+    key: ec.EllipticCurvePrivateKey
+    certificate: x509.Certificate
+
+    @staticmethod
+    def load(key_file: Path, certificate_file: Path, ca_file: Path, *, now: datetime | None = None) -> "Identity":
+        """Read an identity and check that its parts belong together.
+
+        Raises:
+            TransportError: when key and certificate do not match, when another authority signed it, or when it is
+                not valid now.
+        """
+        key, certificate, ca = load_key(key_file), read_certificate(certificate_file), read_certificate(ca_file)
+        if public_text(key.public_key()) != public_text(certificate_key(certificate)):
+            raise TransportError(f"{key_file} is not the key of the certificate {certificate_file}")
+        try:
+            certificate.verify_directly_issued_by(ca)
+        except (ValueError, TypeError, InvalidSignature):
+            raise TransportError(f"{certificate_file} was not issued by the authority in {ca_file}") from None
+        for what, found in ((certificate_file, certificate), (ca_file, ca)):
+            check_dates(what, found, now or datetime.now(UTC))
+        return Identity(certificate_name(certificate), key_file, certificate_file, ca_file, key, certificate)
+
+    def sign(self, data: bytes) -> bytes:
+        """Sign some bytes with the member's key."""
+        return sign(self.key, data)
+
+
+def check_dates(what: Path, certificate: x509.Certificate, now: datetime) -> None:
+    """Check that a certificate is valid now.
+
+    Raises:
+        TransportError: with both dates.
+    """
+    start, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if not start <= now <= end:
+        raise TransportError(
+            f"{what} is valid from {start:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} UTC; "
+            f"it is {now:%Y-%m-%d %H:%M}: ask the organiser for a new one, or check the clock"
+        )

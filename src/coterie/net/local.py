@@ -1,0 +1,88 @@
+"""Whole networks on one machine: for tests, demonstrations and first steps."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from coterie.net import identity, roster
+from coterie.net.exchange import RemoteExchange
+from coterie.net.post import Post, Terms
+from coterie.net.roster import Member, Roster
+from coterie.net.transport import Hub, InProcess
+
+Keys = tuple[ec.EllipticCurvePrivateKey, ...]
+
+
+def members(
+    groups: Sequence[Sequence[int]], *, server: str = "", port: int = 21000, schema: str = ""
+) -> tuple[Roster, Keys]:
+    """Make a roster of nodes n0, n1, ... on loopback and their keys, in memory.
+
+    Args:
+        groups: ids of the clients that each node hosts.
+        server: the node in the server role.
+        port: of the first node; the others follow.
+        schema: the model schema's hash.
+    """
+    keys = tuple(ec.generate_private_key(ec.SECP256R1()) for _ in groups)
+    nodes = tuple(
+        Member(f"n{i}", f"127.0.0.1:{port + i}", tuple(group), identity.public_text(keys[i].public_key()))
+        for i, group in enumerate(groups)
+    )
+    return Roster("local", nodes, sum(map(len, groups)), server=server, schema=schema), keys
+
+
+def signer(key: ec.EllipticCurvePrivateKey) -> Callable[[bytes], bytes]:
+    """Return a function that signs bytes with a key."""
+    return lambda data: identity.sign(key, data)
+
+
+def in_process(
+    groups: Sequence[Sequence[int]], *, server: str = "n0", terms: Terms | None = None, **options
+) -> tuple[Hub, list[RemoteExchange]]:
+    """Connect exchanges, one for each group of clients, inside this program.
+
+    Args:
+        groups: ids of the clients that each node hosts.
+        server: the node in the server role.
+        terms: deadlines and options.
+        options: more for every `Post`.
+    """
+    hub = Hub()
+    who, keys = members(groups, server=server)
+    return hub, [
+        RemoteExchange(Post(InProcess(hub, m.name), who, signer(key), terms=terms, **options))
+        for m, key in zip(who.members, keys, strict=True)
+    ]
+
+
+def provision(
+    folder: Path, who: Roster, *, days: float = 1.0, study: str = "", schema: str = ""
+) -> tuple[Roster, list[identity.Identity]]:
+    """Make what an organiser and all members make, in one folder: authority, keys, certificates, signed roster.
+
+    On real machines every member makes its own key (`coterie net join`); here one folder holds them all.
+
+    Args:
+        folder: where; it must not hold keys yet.
+        who: names, addresses and clients of the members.
+        days: how long the certificates are valid.
+        study: the study's hash.
+        schema: the model schema's hash.
+    """
+    identity.make_authority(folder, who.run, days=days)
+    made, people = [], []
+    for member in who.members:
+        request = identity.make_request(folder, member.name, member.address)
+        certificate = identity.sign_request(folder, request, member.address, days=days)
+        made.append(roster.certified(member, certificate))
+        people.append(
+            identity.Identity.load(
+                folder / f"{member.name}.key", folder / "members" / f"{member.name}.pem", folder / "ca.pem"
+            )
+        )
+    signed = replace(who, members=tuple(made), study=study, schema=schema)
+    roster.write(folder / "roster.toml", signed, folder / "organiser.key")
+    return signed, people

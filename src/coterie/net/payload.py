@@ -1,0 +1,203 @@
+"""Payloads: named tensors as safetensors bytes that a stranger wrote, read strictly against a template.
+
+Reading allows exactly what the template names: no other tensor, no other type or shape, no key twice, no gap between
+tensors, no NaN. safetensors is a JSON header and raw numbers, so reading runs nothing; this reader accepts a subset of
+what the safetensors library accepts and reads it to the same values.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from coterie.errors import TransportError
+
+MAX_HEADER = 64 * 1024
+TENSOR = re.compile(r"[A-Za-z0-9_.-]{1,80}")
+_DTYPES = {
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class Refused(TransportError):
+    """A message that is not used, and why.
+
+    Args:
+        code: a short word for counting: "signature", "digest", "shape", ...
+        text: what was found and what was expected.
+    """
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Template:
+    """How a payload must look.
+
+    Args:
+        tensors: data type and shape of each tensor; a string in a shape is an axis whose length the message chooses,
+            the same wherever the string occurs.
+        free: tensors whose name starts with this may come besides (a server's extras); "" for none.
+        lead: the first axis of those.
+        halved: the tensors that travel as float16 under the codec "safetensors-f16".
+        max_bytes: the payload's largest length.
+    """
+
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int | str, ...]]]
+    free: str = ""
+    lead: str = ""
+    halved: frozenset[str] = frozenset()
+    max_bytes: int = 1 << 30
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor], halved: frozenset[str] = frozenset()) -> "Template":
+        """Return the template of messages that look exactly like this one."""
+        shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+        return Template(shapes, halved=halved, max_bytes=sum(t.nbytes for t in tensors.values()) + MAX_HEADER + 8)
+
+
+def encode(tensors: Mapping[str, Tensor], *, half: frozenset[str] = frozenset()) -> bytes:
+    """Return tensors as safetensors bytes.
+
+    Args:
+        tensors: by name.
+        half: the names that travel as float16.
+
+    Raises:
+        Refused: when a value is not finite, or does not fit into half precision.
+    """
+    out = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        tensor = tensor.half() if name in half else tensor.clone()
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise Refused("not_finite", f"{name} holds NaN, infinity or values beyond its type on the wire")
+        out[name] = tensor
+    return save(out)
+
+
+def strict_json(text: bytes, what: str) -> Any:
+    """Read JSON that a stranger wrote: no key twice, no NaN, no endless nesting.
+
+    Raises:
+        Refused: when it is not JSON of that kind.
+    """
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(items)
+        if len(out) != len(items):
+            raise Refused("duplicate_key", f"a key occurs twice in the {what}")
+        return out
+
+    def constant(word: str) -> Any:
+        raise ValueError(f"{word} is not JSON")
+
+    try:
+        return json.loads(text.decode(), object_pairs_hook=pairs, parse_constant=constant)
+    except (ValueError, RecursionError) as error:
+        raise Refused(what, f"not JSON: {str(error)[:80]}") from None
+
+
+def decode(payload: bytearray, template: Template, *, half: bool = False) -> dict[str, Tensor]:
+    """Read safetensors bytes that must look like a template.
+
+    Args:
+        payload: the bytes; the tensors share its memory.
+        template: how they must look.
+        half: whether the template's `halved` tensors came as float16; they are widened.
+
+    Raises:
+        Refused: with code "header", "duplicate_key", "names", "dtype", "shape", "layout", "boolean" or "not_finite".
+    """
+    entries, start = _header(payload)
+    missing = set(template.tensors) - set(entries)
+    extra = {n for n in set(entries) - set(template.tensors) if not (template.free and n.startswith(template.free))}
+    if missing or extra:
+        raise Refused("names", f"missing {sorted(missing)[:5]}, not expected {sorted(extra)[:5]}")
+    axes: dict[str, int] = {}
+    position, out = 0, {}
+    for name, (dtype, shape, begin, end) in sorted(entries.items(), key=lambda e: (e[1][2], e[1][3])):
+        _check_shape(name, dtype, shape, template, axes, half)
+        count = math.prod(shape)
+        if begin != position or end - begin != count * dtype.itemsize or end > len(payload) - start:
+            raise Refused("layout", f"{name} lies at {begin} to {end}; expected {count * dtype.itemsize} bytes")
+        position = end
+        out[name] = _tensor(name, payload, start + begin, dtype, shape, count)
+        if half and name in template.halved:
+            out[name] = out[name].to(template.tensors[name][0])
+    if position != len(payload) - start:
+        raise Refused("layout", f"{len(payload) - start - position} bytes belong to no tensor")
+    return out
+
+
+def _tensor(name: str, payload: bytearray, at: int, dtype: torch.dtype, shape: tuple[int, ...], count: int) -> Tensor:
+    if not count:
+        return torch.zeros(shape, dtype=dtype)
+    if dtype == torch.bool:
+        raw = torch.frombuffer(payload, dtype=torch.uint8, count=count, offset=at)
+        if bool((raw > 1).any()):
+            raise Refused("boolean", f"{name} holds bytes that are neither 0 nor 1")
+        return (raw == 1).reshape(shape)
+    if at % dtype.itemsize:
+        raise Refused("layout", f"{name} is not aligned")
+    tensor = torch.frombuffer(payload, dtype=dtype, count=count, offset=at).reshape(shape)
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        raise Refused("not_finite", f"{name} holds NaN or infinity")
+    return tensor
+
+
+def _header(payload: bytearray) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...], int, int]], int]:
+    length = int.from_bytes(payload[:8], "little")
+    if len(payload) < 8 or length > min(MAX_HEADER, len(payload) - 8):
+        raise Refused("header", f"a header of {length} bytes in a payload of {len(payload)}")
+    document = strict_json(bytes(payload[8 : 8 + length]), "header")
+    if not isinstance(document, dict):
+        raise Refused("header", "expected a JSON object")
+    out = {}
+    for name, entry in document.items():
+        if not TENSOR.fullmatch(name) or name == "__metadata__":
+            raise Refused("names", f"{name[:40]!r} is no name of a tensor")
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise Refused("header", f"{name} is not described by dtype, shape and data_offsets")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise Refused("dtype", f"{name} has type {str(dtype)[:20]}; expected one of {', '.join(_DTYPES)}")
+        if not (_naturals(shape) and _naturals(offsets) and len(shape) <= 8 and len(offsets) == 2):
+            raise Refused("header", f"{name} has a shape or offsets that are not natural numbers")
+        out[name] = (_DTYPES[dtype], tuple(shape), offsets[0], offsets[1])
+    return out, 8 + length
+
+
+def _naturals(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 40 for n in value)
+
+
+def _check_shape(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], template: Template, axes: dict[str, int], half: bool
+) -> None:
+    if name in template.tensors:
+        wanted, pattern = template.tensors[name]
+        wanted = torch.float16 if half and name in template.halved else wanted
+    else:
+        wanted, pattern = dtype, (template.lead, *shape[1:])
+    if dtype != wanted:
+        raise Refused("dtype", f"{name} is {dtype}; expected {wanted}")
+    fits = len(shape) == len(pattern)
+    for found, axis in zip(shape, pattern, strict=False):
+        fits &= found == (axes.setdefault(axis, found) if isinstance(axis, str) else axis)
+    if not fits:
+        raise Refused("shape", f"{name} has shape {shape}; expected {pattern}")

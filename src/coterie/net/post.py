@@ -1,0 +1,204 @@
+"""Post: what a node does with single messages: seal and publish its own, ask for others' and check them, count.
+
+The exchange decides whom to ask for what; this is how.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from coterie.errors import ExchangeError, TransportError
+from coterie.net import identity
+from coterie.net.desk import Missing
+from coterie.net.payload import Refused, Template
+from coterie.net.roster import Roster
+from coterie.net.transport import Delivery, Transport
+from coterie.net.wire import CHUNK, Address, Expectation, Parcel
+from coterie.net.wire import seal as seal_parcel
+
+_AT_A_TIME = 4
+
+
+class RoundMissed(ExchangeError):
+    """The server went on without this node: the round is lost, its state stays, the run goes on.
+
+    Args:
+        reason: as in `Missing`.
+        round: the round the server is in, when known.
+    """
+
+    def __init__(self, reason: str, round: int | None) -> None:
+        super().__init__(f"the server went on without this node ({reason})")
+        self.round = round
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How patient and how sparing a node is.
+
+    Args:
+        deadline: seconds that a round waits for peers in one exchange.
+        server_wait: seconds to go on asking a server that does not answer, before giving up.
+        redraws: how often the peers of a round are drawn again when some are missing.
+        half: send models in half precision.
+        chunk: bytes in a chunk; fewer than 524288 for links below 1 Mbit/s.
+    """
+
+    deadline: float = 30.0
+    server_wait: float = 600.0
+    redraws: int = 5
+    half: bool = False
+    chunk: int = CHUNK
+
+
+@dataclass
+class Traffic:
+    """What went over the network so far.
+
+    Args:
+        received: messages that arrived.
+        bytes: their length on the wire.
+        seconds: time that rounds spent exchanging.
+        missing: how often a message did not arrive, by reason.
+    """
+
+    received: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    missing: Counter[str] = field(default_factory=Counter)
+
+
+Journal = Callable[[Mapping[str, Any]], None]
+
+
+class Post:
+    """One node's mail.
+
+    Args:
+        transport: how messages travel.
+        roster: the members; this node is the transport's.
+        sign: signs bytes with this node's key.
+        incarnation: grows with every start of this node.
+        terms: deadlines and options.
+        deadline: the deadline of a round, when it changes; `terms.deadline` when None.
+        journal: is told what was asked and what arrived.
+
+    Attributes:
+        ahead: the furthest round in which a peer was found that has left ours behind.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        roster: Roster,
+        sign: Callable[[bytes], bytes],
+        *,
+        incarnation: int = 0,
+        terms: Terms | None = None,
+        deadline: Callable[[], float] | None = None,
+        journal: Journal = lambda event: None,
+    ) -> None:
+        self.terms = terms or Terms()
+        self.transport, self.roster, self.incarnation, self.journal = transport, roster, incarnation, journal
+        self.deadline = deadline or (lambda: self.terms.deadline)
+        self.traffic = Traffic()
+        self.ahead: int | None = None
+        self.host_of = roster.host_of
+        self._sign = sign
+        keys = {m.name: identity.public_key(m.key) for m in roster.members}
+        self._verify = {n: lambda s, data, key=key: identity.verify(key, s, data) for n, key in keys.items()}
+        self._newest: dict[str, int] = {}
+        self._pool = ThreadPoolExecutor(_AT_A_TIME, "coterie-fetch")
+        self._closing = threading.Event()
+
+    def close(self) -> None:
+        """Stop asking. The transport is closed by whom it belongs to."""
+        self._closing.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def seal(self, tensors: Mapping[str, Tensor], address: Address, to: str = "") -> Parcel:
+        """Encode and sign a message of this node.
+
+        Raises:
+            Refused: when a value is not finite.
+        """
+        half = frozenset(n for n in ("params", "table") if n in tensors) if self.terms.half else frozenset()
+        return seal_parcel(
+            tensors,
+            run=self.roster.run,
+            peer=self.transport.name,
+            inc=self.incarnation,
+            address=address,
+            schema=self.roster.schema,
+            sign=self._sign,
+            to=to,
+            half=half,
+            chunk=self.terms.chunk,
+        )
+
+    def publish(self, tensors: Mapping[str, Tensor], address: Address, to: str = "") -> None:
+        """Keep a message for those who ask, or the fact that there is none fit to send."""
+        try:
+            what: Parcel | Missing = self.seal(tensors, address, to)
+        except Refused as refused:  # a diverged model is not sent; the others go on without it
+            what = Missing("withheld", address.round, str(refused))
+            self.journal({"event": "withheld", "round": address.round, "client": address.client, "why": str(refused)})
+        self.transport.publish(address, what, to=to)
+
+    def fetch(self, peer: str, address: Address, template: Template, seconds: float) -> Delivery | Missing:
+        """Ask one member for one message, check it, and count what came of it."""
+        if self._closing.is_set():
+            return Missing("closing")
+        expect = Expectation(
+            self.roster.run, peer, self.transport.name, address, self.roster.schema, template,
+            self._verify[peer], self._newest.get(peer, 0),
+        )  # fmt: skip
+        found = self.transport.fetch(peer, expect, seconds)
+        if isinstance(found, Delivery):
+            self._newest[peer] = found.manifest.inc
+            self.traffic.received += 1
+            self.traffic.bytes += found.bytes
+        else:
+            self.traffic.missing[found.reason] += 1
+            if found.reason == "gone" and found.round is not None:
+                self.ahead = max(found.round, self.ahead or 0)
+        return found
+
+    def gather(self, wanted: Iterable[Address], template: Template, seconds: float) -> dict[int, Delivery | Missing]:
+        """Ask for messages of several clients, a few at a time, all of them before the deadline."""
+        until = time.monotonic() + seconds
+
+        def one(address: Address) -> Delivery | Missing:
+            left = until - time.monotonic()
+            return self.fetch(self.host_of[address.client], address, template, left) if left > 0 else Missing("timeout")
+
+        addresses = list(wanted)
+        return {a.client: found for a, found in zip(addresses, self._pool.map(one, addresses), strict=True)}
+
+    def from_server(self, address: Address, template: Template) -> Delivery:
+        """Ask the server until it answers: without it a round cannot go on.
+
+        Raises:
+            RoundMissed: when the server answered the round without this node's message.
+            TransportError: when no server answers for `Terms.server_wait` seconds.
+        """
+        until, pause = time.monotonic() + self.terms.server_wait, 0.2
+        while True:
+            found = self.fetch(self.roster.server, address, template, 2 * self.deadline() + 1)
+            if isinstance(found, Delivery):
+                return found
+            if found.reason in ("absent", "gone", "withheld"):
+                raise RoundMissed(found.reason, found.round)
+            self.journal({"event": "waiting", "round": address.round, "for": self.roster.server, "why": found.reason})
+            if time.monotonic() > until or self._closing.wait(pause):
+                raise TransportError(
+                    f"the server {self.roster.server} has not answered for {self.terms.server_wait:.0f} s "
+                    f"({found.reason}); start it again: it goes on from its checkpoint"
+                )
+            pause = min(2 * pause, 5.0)

@@ -1,0 +1,284 @@
+"""The roster: who takes part in a run, where, and with which key; a text file that the organiser signs.
+
+It is the only thing the members agree on beforehand, and no machine has to serve it. The signature is over the bytes
+of the file, so that a reader checks it before it reads a single field.
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+
+from coterie.errors import TransportError
+from coterie.net import identity
+from coterie.net.wire import NAME, VERSION
+
+_DOMAIN = b"coterie roster 1\n"
+_HEX = re.compile(r"[0-9a-f]*")
+MAX_MEMBERS = 1000
+
+
+@dataclass(frozen=True)
+class Member:
+    """One node of a run.
+
+    Args:
+        name: what it is called; the common name of its certificate.
+        address: host:port where the others reach it.
+        clients: ids of the clients it hosts; a client's id is its place in the population.
+        key: its public key, 66 hexadecimal digits.
+        certificate: the fingerprint of its certificate (SHA-256, hexadecimal).
+        expires: when that certificate ends, in ISO 8601.
+    """
+
+    name: str
+    address: str
+    clients: tuple[int, ...]
+    key: str = ""
+    certificate: str = ""
+    expires: str = ""
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Everything the members of a run agree on.
+
+    Args:
+        run: the run's id, of the characters a-z, 0-9 and -.
+        members: the nodes; the order decides who dials whom.
+        population: how many clients there are in all.
+        version: grows when the roster changes; a node refuses one older than it has seen.
+        protocol: version of the wire format.
+        study: hash of method, hyperparameters, model and settings.
+        schema: hash of the model's tensors.
+        server: the member in the server role, "" for peer-to-peer methods.
+        clusters: planted cluster of each client, for tests with Oracle only.
+        issued: when it was signed, in ISO 8601.
+    """
+
+    run: str
+    members: tuple[Member, ...]
+    population: int
+    version: int = 1
+    protocol: int = VERSION
+    study: str = ""
+    schema: str = ""
+    server: str = ""
+    clusters: tuple[int, ...] = ()
+    issued: str = ""
+
+    def __post_init__(self) -> None:
+        problems = self.problems()
+        if problems:
+            raise TransportError(f"the roster is wrong: {problems[0]}")
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the roster in itself; nothing for a good one."""
+        names = [m.name for m in self.members]
+        clients = sorted(c for m in self.members for c in m.clients)
+        found = [f"name {n[:80]!r}; expected 1 to 63 of a-z, 0-9 and -" for n in names if not NAME.fullmatch(n)]
+        if not NAME.fullmatch(self.run):
+            found.append(f"run {self.run[:80]!r}; expected 1 to 63 of a-z, 0-9 and -")
+        if not 1 <= len(names) <= MAX_MEMBERS:
+            found.append(f"{len(names)} members; expected 1 to {MAX_MEMBERS}")
+        for what, values in (("name", names), ("address", [m.address for m in self.members]),
+                             ("key", [m.key for m in self.members if m.key])):  # fmt: skip
+            twice = sorted({v for v in values if values.count(v) > 1})
+            found += [f"two members have the {what} {v}" for v in twice]
+        if clients != list(range(self.population)):
+            found.append(f"the members host clients {clients[:20]}; expected each of 0 to {self.population - 1} once")
+        if self.server and self.server not in names:
+            found.append(f"the server {self.server!r} is not a member; members: {', '.join(names[:10])}")
+        if self.clusters and len(self.clusters) != self.population:
+            found.append(f"{len(self.clusters)} clusters for {self.population} clients; expected one a client")
+        if self.protocol != VERSION:
+            found.append(f"wire format {self.protocol}; this program speaks {VERSION}")
+        for member in self.members:
+            try:
+                identity.split_address(member.address)
+                if member.key:
+                    identity.public_key(member.key)
+            except TransportError as error:
+                found.append(f"{member.name}: {error}")
+        return found
+
+    def member(self, name: str) -> Member:
+        """Return a member by name.
+
+        Raises:
+            TransportError: when there is none.
+        """
+        for member in self.members:
+            if member.name == name:
+                return member
+        names = ", ".join(m.name for m in self.members[:10])
+        raise TransportError(f"{name!r} is not on the roster of run {self.run}; members: {names}")
+
+    @property
+    def host_of(self) -> dict[int, str]:
+        """The member that hosts each client."""
+        return {client: member.name for member in self.members for client in member.clients}
+
+    def before(self, name: str) -> tuple[Member, ...]:
+        """Return the members that this one dials: those before it, so that each pair has one initiator."""
+        place = self.members.index(self.member(name))
+        return self.members[:place]
+
+
+def certified(member: Member, certificate: x509.Certificate) -> Member:
+    """Return a member with the key, fingerprint and end of its certificate."""
+    return replace(
+        member,
+        key=identity.public_text(identity.certificate_key(certificate)),
+        certificate=identity.fingerprint(certificate),
+        expires=certificate.not_valid_after_utc.isoformat(),
+    )
+
+
+def dumps(roster: Roster) -> str:
+    """Return a roster as text."""
+    lines = []
+    for field in fields(Roster):
+        if field.name != "members":
+            value = getattr(roster, field.name)
+            lines.append(f"{field.name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}")
+    for member in roster.members:
+        lines += ["", "[[members]]"]
+        for field in fields(Member):
+            value = getattr(member, field.name)
+            lines.append(f"{field.name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}")
+    return "\n".join(lines) + "\n"
+
+
+def loads(text: str) -> Roster:
+    """Read a roster from text, strictly.
+
+    Raises:
+        TransportError: when it is not one, or is wrong in itself.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise TransportError(f"the roster is not valid TOML: {error}") from None
+    members = table.pop("members", [])
+    if not isinstance(members, list) or not all(isinstance(entry, dict) for entry in members):
+        raise TransportError("the roster's members are not [[members]] tables")
+    _check_types(Roster, table, {"members"})
+    for entry in members:
+        _check_types(Member, entry, set())
+    made = [Member(**{**entry, "clients": tuple(entry.get("clients", ()))}) for entry in members]
+    table["clusters"] = tuple(table.get("clusters", ()))
+    return Roster(members=tuple(made), **table)
+
+
+def _check_types(kind: type, table: Mapping[str, Any], skip: set[str]) -> None:
+    known = {f.name: f for f in fields(kind) if f.name not in skip}
+    for key, value in table.items():
+        if key not in known:
+            raise TransportError(f"the roster has the unknown key {key!r}; known: {', '.join(known)}")
+        wanted = known[key].type if known[key].type in (str, int) else list
+        numbers = wanted is not list or (isinstance(value, list) and all(type(v) is int for v in value))
+        if type(value) is not wanted or not numbers:
+            raise TransportError(f"{key} in the roster is {value!r}; expected {wanted}")
+    required = {"run", "population"} if kind is Roster else {"name", "address", "clients"}
+    if not required <= set(table):
+        raise TransportError(f"the roster lacks {', '.join(sorted(required - set(table)))}")
+
+
+def write(path: Path, roster: Roster, organiser: Path) -> None:
+    """Sign a roster and write it beside its signature (`PATH.sig`).
+
+    Args:
+        path: where.
+        roster: what.
+        organiser: the organiser's private key.
+    """
+    text = dumps(roster).encode()
+    signature = identity.sign(identity.load_key(organiser), _DOMAIN + text)
+    identity.write_file(path, text)
+    identity.write_file(path.with_name(path.name + ".sig"), (signature.hex() + "\n").encode())
+
+
+def load(path: Path, organiser: Path) -> Roster:
+    """Read a signed roster.
+
+    Args:
+        path: the roster; its signature lies beside it.
+        organiser: the organiser's public key (`organiser.pub`), got from the organiser by a way of trust.
+
+    Raises:
+        TransportError: when the signature is not the organiser's, or the roster is wrong.
+    """
+    text, signature, key = _read(path), _read(path.with_name(path.name + ".sig")), _read(organiser)
+    hexadecimal = signature.decode("ascii", "replace").strip()
+    if not _HEX.fullmatch(hexadecimal) or len(hexadecimal) != 128:
+        raise TransportError(f"{path}.sig holds no signature; ask the organiser for both files again")
+    public = identity.public_key(key.decode("ascii", "replace").strip())
+    if not identity.verify(public, bytes.fromhex(hexadecimal), _DOMAIN + text):
+        raise TransportError(
+            f"{path} is not signed by the organiser in {organiser}: it was changed, or belongs to another run"
+        )
+    return loads(text.decode("utf-8", "replace"))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TransportError(f"cannot read {path}: {error.strerror}") from None
+
+
+def check(
+    path: Path, organiser: Path, *, own: identity.Identity | None = None, now: datetime | None = None
+) -> list[str]:
+    """Explain what is wrong with a roster, for the members of this run and for one member.
+
+    Args:
+        path: the roster.
+        organiser: the organiser's public key.
+        own: the member who asks.
+        now: the time.
+
+    Returns:
+        Sentences; none when all is well.
+    """
+    now = now or datetime.now(UTC)
+    try:
+        roster = load(path, organiser)
+    except TransportError as error:
+        return [str(error)]
+    found = []
+    for member in roster.members:
+        if not member.key or not member.certificate:
+            found.append(f"{member.name} has no certificate yet: answer its request with `coterie net sign`")
+            continue
+        end = datetime.fromisoformat(member.expires)
+        if end < now:
+            found.append(f"the certificate of {member.name} ended on {end:%Y-%m-%d %H:%M} UTC; sign a new request")
+        elif end - now < timedelta(days=2):
+            found.append(f"the certificate of {member.name} ends on {end:%Y-%m-%d %H:%M} UTC, in less than two days")
+    if not roster.study or not roster.schema:
+        found.append("the roster names no study: write it again with `coterie net roster --study STUDY.toml`")
+    if own is not None:
+        found += _check_own(roster, own)
+    return found
+
+
+def _check_own(roster: Roster, own: identity.Identity) -> list[str]:
+    try:
+        member = roster.member(own.name)
+    except TransportError as error:
+        return [str(error)]
+    if member.key != identity.public_text(own.key.public_key()):
+        return [f"the roster has another key for {own.name} than {own.key_file}; ask the organiser for a new roster"]
+    if member.certificate != identity.fingerprint(own.certificate):
+        return [
+            f"the roster knows another certificate of {own.name} than {own.certificate_file}; use the newest of both"
+        ]
+    return []

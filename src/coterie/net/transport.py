@@ -1,0 +1,177 @@
+"""Transport: how messages travel, and the in-process twin of the network.
+
+Narrow on purpose: the exchange above it knows no zenoh, and another engine can stand below it.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from coterie.net.desk import Desk, Missing
+from coterie.net.payload import Refused
+from coterie.net.wire import Address, Assembler, Expectation, Manifest, Parcel
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A message that arrived and passed every check.
+
+    Args:
+        manifest: what its sender signed.
+        tensors: by name.
+        bytes: length on the wire, manifest included.
+        seconds: from asking to the last chunk.
+    """
+
+    manifest: Manifest
+    tensors: dict[str, Tensor]
+    bytes: int
+    seconds: float
+
+
+Head = Callable[[str], bytes]
+"""Answers "how are you?": takes the asker's nonce and returns a signed document (see `node.heads`)."""
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """How one node's messages reach the other members. Everything here may be called from several threads."""
+
+    name: str
+
+    def publish(self, address: Address, what: Parcel | Missing, *, to: str = "") -> None:
+        """Keep a message for those who ask for it; from the first one on, this node counts as alive."""
+        ...
+
+    def stand(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
+        """Answer with one and the same message from a round on."""
+        ...
+
+    def fetch(self, peer: str, expect: Expectation, deadline: float) -> Delivery | Missing:
+        """Ask a member for a message, wait at most `deadline` seconds, and check it."""
+        ...
+
+    def serve_head(self, head: Head) -> None:
+        """Say how this node answers when it is asked how it is."""
+        ...
+
+    def head(self, peer: str, nonce: str, deadline: float) -> bytes | Missing:
+        """Ask a member how it is."""
+        ...
+
+    def alive(self) -> frozenset[str]:
+        """Return the members that are there now, as far as is known: a hint, never a barrier."""
+        ...
+
+    def close(self) -> None:
+        """Leave. Open questions are answered that nothing will come."""
+        ...
+
+
+WAIT = 0.8
+"""The share of its deadline that an asker lets a peer hold a question."""
+
+
+def assemble(expect: Expectation, parts: list[tuple[bytes, bytes]], seconds: float) -> Delivery | Missing:
+    """Put a message together from (attachment, chunk) pairs, or say why it is not used."""
+    assembler = Assembler(expect)
+    try:
+        for attachment, chunk in parts:
+            assembler.feed(attachment, chunk)
+        tensors = assembler.finish()
+    except Refused as error:
+        return Missing(f"refused:{error.code}", None, str(error))
+    assert assembler.manifest is not None
+    return Delivery(assembler.manifest, tensors, sum(len(a) + len(c) for a, c in parts), seconds)
+
+
+class Hub:
+    """Where the nodes of one program meet.
+
+    Attributes:
+        cut: pairs (asker, answerer) between which nothing passes.
+        tamper: changes the parts of a message on their way, for tests.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, InProcess] = {}
+        self.cut: set[tuple[str, str]] = set()
+        self.tamper: Callable[[list[tuple[bytes, bytes]]], list[tuple[bytes, bytes]]] | None = None
+        self.lock = threading.Lock()
+
+    def find(self, asker: str, peer: str) -> "InProcess | None":
+        """Return the node of a name, as far as the asker can reach it."""
+        with self.lock:
+            return None if (asker, peer) in self.cut else self.nodes.get(peer)
+
+
+class InProcess:
+    """The network's twin inside one program: the same desk, the same wire format, no sockets.
+
+    Args:
+        hub: where the nodes meet.
+        name: this node's.
+    """
+
+    def __init__(self, hub: Hub, name: str) -> None:
+        self.hub, self.name, self.desk = hub, name, Desk()
+        self._announced = False
+        self._head: Head | None = None
+        with hub.lock:
+            hub.nodes[name] = self
+
+    def publish(self, address: Address, what: Parcel | Missing, *, to: str = "") -> None:
+        """Keep a message for those who ask for it."""
+        self.desk.publish(address, what, to=to)
+        self._announced = True
+
+    def stand(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
+        """Answer with one and the same message from a round on."""
+        self.desk.stand(address, seal)
+        self._announced = True
+
+    def fetch(self, peer: str, expect: Expectation, deadline: float) -> Delivery | Missing:
+        """Ask a node of the hub."""
+        started = time.monotonic()
+        node = self.hub.find(self.name, peer)
+        if node is None:
+            return Missing("unreachable")
+        box: queue.Queue[Parcel | Missing] = queue.Queue()
+        node.desk.ask(self.name, expect.address, WAIT * deadline, box.put)
+        try:
+            answer = box.get(timeout=deadline)
+        except queue.Empty:
+            return Missing("timeout")
+        if isinstance(answer, Missing):
+            return answer
+        parts = [(attachment, bytes(chunk)) for attachment, chunk in answer.chunks()]
+        node.desk.sent(self.name)
+        if self.hub.tamper is not None:
+            parts = self.hub.tamper(parts)
+        return assemble(expect, parts, time.monotonic() - started)
+
+    def serve_head(self, head: Head) -> None:
+        """Say how this node answers when it is asked how it is."""
+        self._head = head
+
+    def head(self, peer: str, nonce: str, deadline: float) -> bytes | Missing:
+        """Ask a node of the hub how it is."""
+        node = self.hub.find(self.name, peer)
+        return Missing("unreachable") if node is None or node._head is None else node._head(nonce)
+
+    def alive(self) -> frozenset[str]:
+        """Return the nodes that have published something and can be reached."""
+        with self.hub.lock:
+            there = [n for n, node in self.hub.nodes.items() if node._announced]
+            return frozenset(n for n in there if n != self.name and (self.name, n) not in self.hub.cut)
+
+    def close(self) -> None:
+        """Leave the hub."""
+        with self.hub.lock:
+            self.hub.nodes.pop(self.name, None)
+        self.desk.close()

@@ -1,0 +1,297 @@
+"""The wire format: a signed manifest and a safetensors payload in chunks, checked before use.
+
+A message is one client's row in one exchange of a round. Its manifest says whose it is, where it belongs and what
+its bytes hash to; the sender signs the manifest's bytes, so the payload is bound to run, sender, incarnation, round,
+exchange and client. A reader knows what it asked for and how it must look (`Expectation`); whatever differs is
+`Refused`, before anything is computed with it. docs/reference/wire.md describes the format for other languages.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from coterie.net.payload import Refused, Template, decode, encode, strict_json
+
+VERSION = 1
+CHUNK = 512 * 1024
+MAX_MANIFEST = 4096
+SIGNATURE = 64
+CODECS = ("safetensors", "safetensors-f16")
+KINDS = ("model", "request", "reply", "cohort")
+NAME = re.compile(r"[a-z0-9-]{1,63}")
+_DOMAIN = b"coterie manifest 1\n"
+_HEX = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, order=True)
+class Address:
+    """Where a message belongs.
+
+    Args:
+        round: the round, -1 for the warm-up.
+        exchange: number of the exchange in the round, from 0.
+        client: id of the client whose message it is; -1 for a message of the server role.
+        kind: "model" for peers, "request" for the server role, "reply" and "cohort" from it.
+    """
+
+    round: int
+    exchange: int
+    client: int
+    kind: str = "model"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a sender signs.
+
+    Args:
+        v: version of the format.
+        run: id of the run, from the roster.
+        peer: the sending node.
+        inc: the sender's incarnation; grows with every start of the node.
+        round: see `Address`, as exchange, client and kind.
+        exchange: number of the exchange.
+        client: whose message.
+        kind: kind of message.
+        to: the only node it is meant for; "" for any member.
+        codec: "safetensors", or "safetensors-f16" when models travel in half precision.
+        bytes: length of the payload.
+        chunk: length of every chunk but the last, at most 524288.
+        sha256: digest of the payload, in hexadecimal.
+        schema: the model schema's hash, from the roster.
+    """
+
+    v: int
+    run: str
+    peer: str
+    inc: int
+    round: int
+    exchange: int
+    client: int
+    kind: str
+    to: str
+    codec: str
+    bytes: int
+    chunk: int
+    sha256: str
+    schema: str
+
+    @property
+    def address(self) -> Address:
+        """Where the message belongs."""
+        return Address(self.round, self.exchange, self.client, self.kind)
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks the payload has; an empty one has none."""
+        return -(-self.bytes // self.chunk)
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What a reader asked for.
+
+    Args:
+        run: the run's id.
+        peer: who answers.
+        me: who reads.
+        address: what was asked.
+        schema: the model schema's hash.
+        template: how the payload must look.
+        verify: (signature, signed bytes) -> whether the roster's key of `peer` made it.
+        min_inc: the newest incarnation seen of this peer; an older one is a replay.
+    """
+
+    run: str
+    peer: str
+    me: str
+    address: Address
+    schema: str
+    template: Template
+    verify: Callable[[bytes, bytes], bool]
+    min_inc: int = 0
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A sealed message: what a node keeps to answer with."""
+
+    manifest: bytes
+    signature: bytes
+    payload: bytes
+    chunk: int = CHUNK
+
+    @property
+    def size(self) -> int:
+        """Bytes on the wire, without what the transport adds."""
+        count = max(1, -(-len(self.payload) // self.chunk))
+        return len(self.payload) + len(self.manifest) + SIGNATURE + 4 * count
+
+    def chunks(self) -> Iterator[tuple[bytes, memoryview]]:
+        """Yield (attachment, part of the payload). The first attachment carries the manifest; there is always one."""
+        view = memoryview(self.payload)
+        count = max(1, -(-len(view) // self.chunk))
+        for number in range(count):
+            head = number.to_bytes(4, "big")
+            if number == 0:
+                head += self.signature + self.manifest
+            yield head, view[number * self.chunk : (number + 1) * self.chunk]
+
+
+def seal(
+    tensors: Mapping[str, Tensor],
+    *,
+    run: str,
+    peer: str,
+    inc: int,
+    address: Address,
+    schema: str,
+    sign: Callable[[bytes], bytes],
+    to: str = "",
+    half: frozenset[str] = frozenset(),
+    chunk: int = CHUNK,
+) -> Parcel:
+    """Encode and sign one message.
+
+    Args:
+        tensors: by name.
+        run: the run's id.
+        peer: the sender.
+        inc: its incarnation.
+        address: where the message belongs.
+        schema: the model schema's hash.
+        sign: returns a signature of 64 bytes (r then s, big-endian) by the sender's key.
+        to: the only node it is meant for; "" for any member.
+        half: names of tensors that travel as float16.
+        chunk: bytes in a chunk, at most 524288.
+
+    Raises:
+        Refused: when a value is not finite, or does not fit into half precision.
+    """
+    payload = encode(tensors, half=half)
+    manifest = Manifest(
+        VERSION, run, peer, inc, address.round, address.exchange, address.client, address.kind, to,
+        CODECS[1] if half else CODECS[0], len(payload), chunk, hashlib.sha256(payload).hexdigest(), schema,
+    )  # fmt: skip
+    text = canonical(asdict(manifest))
+    return Parcel(text, sign(_DOMAIN + text), payload, chunk)
+
+
+def canonical(document: Any) -> bytes:
+    """Return the JSON of a document with sorted keys and without spaces: what is hashed and signed."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def read_manifest(text: bytes) -> Manifest:
+    """Read a manifest and check everything that can be checked without knowing what was asked.
+
+    Raises:
+        Refused: with code "manifest" (or "duplicate_key", "version").
+    """
+    if len(text) > MAX_MANIFEST:
+        raise Refused("manifest", f"{len(text)} bytes; expected at most {MAX_MANIFEST}")
+    document = strict_json(text, "manifest")
+    if not isinstance(document, dict):
+        raise Refused("manifest", "expected a JSON object")
+    if document.get("v") != VERSION:
+        raise Refused("version", f"version {str(document.get('v'))[:20]}; expected {VERSION}")
+    for field in fields(Manifest):
+        if type(document.get(field.name)) is not field.type:
+            raise Refused("manifest", f"{field.name} is missing or not of type {field.type}")
+    if len(document) != len(fields(Manifest)):
+        raise Refused("manifest", "it has keys that no manifest has")
+    m = Manifest(**document)
+    limits = {
+        "inc": 0 <= m.inc < 1 << 53,
+        "round": -1 <= m.round < 1 << 31,
+        "exchange": 0 <= m.exchange < 1 << 16,
+        "client": -1 <= m.client < 1 << 31,
+        "kind": m.kind in KINDS,
+        "codec": m.codec in CODECS,
+        "bytes": 0 <= m.bytes < 1 << 40,
+        "chunk": 1024 <= m.chunk <= CHUNK,
+        "sha256": _HEX.fullmatch(m.sha256) is not None,
+    }
+    for name, fine in limits.items():
+        if not fine:
+            raise Refused("manifest", f"{name} is out of range")
+    return m
+
+
+class Assembler:
+    """Puts a message together from its chunks, checking as they come; nothing is kept beyond what was announced.
+
+    Args:
+        expect: what was asked.
+    """
+
+    def __init__(self, expect: Expectation) -> None:
+        self.expect = expect
+        self.manifest: Manifest | None = None
+        self._payload, self._next = bytearray(), 0
+
+    def feed(self, attachment: bytes, chunk: bytes) -> None:
+        """Take the next chunk.
+
+        Raises:
+            Refused: at the first thing that is wrong.
+        """
+        if len(attachment) < 4:
+            raise Refused("chunk", "an attachment of fewer than four bytes")
+        number = int.from_bytes(attachment[:4], "big")
+        if number != self._next:
+            raise Refused("chunk", f"chunk {number} came; expected {self._next}")
+        if number == 0:
+            self._open(attachment[4:])
+        elif len(attachment) != 4:
+            raise Refused("chunk", "only the first chunk carries a manifest")
+        assert self.manifest is not None
+        left = self.manifest.bytes - len(self._payload)
+        if len(chunk) != min(left, self.manifest.chunk) or (number > 0 and left == 0):
+            raise Refused("chunk", f"chunk {number} has {len(chunk)} bytes; expected {min(left, self.manifest.chunk)}")
+        self._payload += chunk
+        self._next += 1
+
+    def _open(self, envelope: bytes) -> None:
+        expect, signature, text = self.expect, envelope[:SIGNATURE], envelope[SIGNATURE:]
+        if len(text) > MAX_MANIFEST:
+            raise Refused("manifest", f"{len(text)} bytes; expected at most {MAX_MANIFEST}")
+        if not expect.verify(signature, _DOMAIN + text):
+            raise Refused("signature", f"the manifest is not signed by {expect.peer}'s key of the roster")
+        m = read_manifest(text)
+        for name, found, wanted in (("run", m.run, expect.run), ("sender", m.peer, expect.peer)):
+            if found != wanted:
+                raise Refused(name, f"the manifest is of {name} {found[:64]}; expected {wanted}")
+        if m.to not in ("", expect.me):
+            raise Refused("reader", f"it is meant for {m.to[:64]}, not for {expect.me}")
+        if m.address != expect.address:
+            raise Refused("address", f"it belongs to {m.address}; asked was {expect.address}")
+        if m.inc < expect.min_inc:
+            raise Refused("replay", f"incarnation {m.inc} is over; the newest seen is {expect.min_inc}")
+        if m.schema != expect.schema:
+            raise Refused("schema", f"model schema {m.schema[:16]}; expected {expect.schema[:16]}")
+        if m.bytes > expect.template.max_bytes:
+            raise Refused("size", f"{m.bytes} bytes announced; expected at most {expect.template.max_bytes}")
+        self.manifest = m
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that was announced is here."""
+        return self.manifest is not None and len(self._payload) == self.manifest.bytes
+
+    def finish(self) -> dict[str, Tensor]:
+        """Return the tensors, in the types of the template.
+
+        Raises:
+            Refused: when chunks are missing or the payload is not what it must be.
+        """
+        if self.manifest is None or not self.complete:
+            raise Refused("truncated", f"{len(self._payload)} bytes came of those announced")
+        if hashlib.sha256(self._payload).hexdigest() != self.manifest.sha256:
+            raise Refused("digest", "the payload does not hash to what its sender signed")
+        return decode(self._payload, self.expect.template, half=self.manifest.codec == CODECS[1])

@@ -1,0 +1,378 @@
+"""The transport between machines: eclipse-zenoh in peer mode, driven by the roster, with mutual TLS.
+
+Each member dials only those before it on the roster; gossip, multicast, shared memory and the admin space are off.
+Keys are tied to certificates by an access list that denies by default, so a member can only answer, announce and ask
+under its own name. Models travel as replies of at most 512 KiB each, and every end of a reply set is checked, because
+a cut link, a dead peer and a forbidden question all look alike: an empty set without an error.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import zenoh
+
+from coterie.errors import TransportError
+from coterie.net.desk import REASONS, Desk, Missing
+from coterie.net.identity import Identity, split_address
+from coterie.net.payload import Refused, strict_json
+from coterie.net.roster import Roster
+from coterie.net.transport import WAIT, Delivery, Head
+from coterie.net.wire import CHUNK, KINDS, VERSION, Address, Assembler, Expectation, Parcel, canonical
+
+MAX_QUERY = 64 * 1024
+MAX_REPLY = 1024 * 1024
+_LOOPBACK = ("127.", "::1", "localhost")
+
+
+def prefix(run: str) -> str:
+    """Return the first chunks of every key of a run: the protocol's version and the run's id."""
+    return f"coterie/{VERSION}/{run}"
+
+
+def access(me: str, names: list[str], run: str) -> dict[str, Any]:
+    """Return the access list of one member: what each certificate may do, and nothing else.
+
+    Args:
+        me: this member.
+        names: all members; a certificate's common name is its member's name.
+        run: the run's id.
+    """
+    base = prefix(run)
+
+    def allow(id: str, flow: str, messages: list[str], *keys: str) -> dict[str, Any]:
+        return {"id": id, "permission": "allow", "flows": [flow], "messages": messages, "key_exprs": list(keys)}
+
+    watch = ["liveliness_query", "declare_liveliness_subscriber"]
+    own = ["reply", "declare_queryable", "liveliness_token"]
+    rules = [
+        allow("watch", "ingress", watch, f"{base}/*/alive"),
+        allow("out-mine", "egress", own, f"{base}/{me}/**"),
+        allow("out-ask", "egress", ["query"], f"{base}/*/**"),
+        allow("out-watch", "egress", watch, f"{base}/*/alive"),
+    ]
+    subjects: list[dict[str, Any]] = [{"id": "members", "cert_common_names": names}]
+    policies = [{"rules": [rule["id"] for rule in rules], "subjects": ["members"]}]
+    for name in names:
+        rules.append(allow(f"own-{name}", "ingress", own, f"{base}/{name}/**"))
+        rules.append(allow(f"ask-{name}", "ingress", ["query"], f"{base}/{me}/*/{name}"))
+        subjects.append({"id": f"cn-{name}", "cert_common_names": [name]})
+        policies.append({"rules": [f"own-{name}", f"ask-{name}"], "subjects": [f"cn-{name}"]})
+    return {"enabled": True, "default_permission": "deny", "rules": rules, "subjects": subjects, "policies": policies}
+
+
+def configuration(
+    roster: Roster, me: str, identity: Identity | None, *, listen: str | None = None, lease: float = 10.0
+) -> dict[str, Any]:
+    """Return the engine's configuration.
+
+    Args:
+        roster: the members.
+        me: this member.
+        identity: its key and certificate; None for plain TCP on loopback.
+        listen: host:port to listen on, when it is not the roster's address (behind a firewall that forwards).
+        lease: seconds of silence after which a peer counts as gone.
+    """
+    scheme = "tcp" if identity is None else "tls"
+
+    def endpoint(address: str) -> str:
+        host, port = split_address(address)
+        return f"{scheme}/[{host}]:{port}" if ":" in host else f"{scheme}/{host}:{port}"
+
+    link: dict[str, Any] = {
+        "protocols": [scheme],
+        "rx": {"max_message_size": 8 * 1024 * 1024},
+        "tx": {"lease": int(lease * 1000)},
+    }
+    config: dict[str, Any] = {
+        "mode": "peer",
+        "listen": {"endpoints": [endpoint(listen or roster.member(me).address)]},
+        "connect": {
+            "endpoints": [endpoint(m.address) for m in roster.before(me)],
+            "timeout_ms": -1,
+            "exit_on_failure": False,
+            "retry": {"period_init_ms": 500, "period_max_ms": 2000, "period_increase_factor": 1.5},
+        },
+        "scouting": {"multicast": {"enabled": False}, "gossip": {"enabled": False}},
+        "adminspace": {"enabled": False},
+        "transport": {"shared_memory": {"enabled": False}, "link": link},
+        "low_pass_filter": [
+            {"id": f"cap-{kind}", "flows": ["ingress"], "messages": [kind], "key_exprs": ["coterie/**"],
+             "size_limit": limit}
+            for kind, limit in (("query", MAX_QUERY), ("reply", MAX_REPLY))
+        ],
+    }  # fmt: skip
+    if identity is not None:
+        files = {"private_key": str(identity.key_file), "certificate": str(identity.certificate_file)}
+        link["tls"] = {
+            "root_ca_certificate": str(identity.ca_file),
+            **{f"{side}_{what}": path for side in ("listen", "connect") for what, path in files.items()},
+            "enable_mtls": True,
+            "verify_name_on_connect": True,
+            "close_link_on_expiration": True,
+        }
+        config["access_control"] = access(me, [m.name for m in roster.members], roster.run)
+    return config
+
+
+def check_loopback(roster: Roster, listen: str | None = None) -> None:
+    """Refuse to go without TLS anywhere but on loopback.
+
+    Raises:
+        TransportError: when a member has another address.
+    """
+    for address in [*(m.address for m in roster.members), *([listen] if listen else [])]:
+        if not split_address(address)[0].startswith(_LOOPBACK):
+            raise TransportError(f"{address} is not a loopback address; without TLS only those are allowed")
+
+
+class ZenohTransport:
+    """One node's place in the network.
+
+    Close it always (it is a context manager): an open session keeps the interpreter from ending.
+
+    Args:
+        roster: the members.
+        name: this node's.
+        identity: its key and certificate; None for plain TCP, which is refused beyond loopback.
+        listen: host:port to listen on instead of the roster's address.
+        lease: seconds of silence after which a peer counts as gone: 10 over long distances, 3 in one building.
+        senders: how many messages are sent at a time.
+        log: takes a word and details of what happened (see `node.Log`).
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        name: str,
+        identity: Identity | None,
+        *,
+        listen: str | None = None,
+        lease: float = 10.0,
+        senders: int = 16,
+        log: Callable[..., None] = lambda event, **details: None,
+    ) -> None:
+        if identity is None:
+            check_loopback(roster, listen)
+        elif identity.name != name:
+            raise TransportError(f"the certificate is {identity.name}'s; this node is {name}")
+        self.roster, self.name, self._log = roster, name, log
+        self._names = frozenset(m.name for m in roster.members)
+        self._base = prefix(roster.run)
+        self._head: Head | None = None
+        self._alive: set[str] = set()
+        self._token: Any = None
+        self._lock = threading.Lock()
+        config = configuration(roster, name, identity, listen=listen, lease=lease)
+        try:
+            self._session = zenoh.open(zenoh.Config.from_json5(json.dumps(config)))
+        except zenoh.ZError as error:
+            address = config["listen"]["endpoints"][0]
+            raise TransportError(f"cannot open {address}: {str(error)[:300]}; is the port free?") from None
+        room = max(64, 4 * len(roster.members))
+        self.desk = Desk()
+        self._senders = ThreadPoolExecutor(senders, "coterie-send")
+        self._questions = self._session.declare_queryable(f"{self._base}/{name}/**", zenoh.handlers.FifoChannel(room))
+        self._tokens = self._session.liveliness().declare_subscriber(
+            f"{self._base}/*/alive", zenoh.handlers.FifoChannel(room), history=True
+        )
+        self._threads = [
+            threading.Thread(target=self._listen, name="coterie-listen"),
+            threading.Thread(target=self._watch, name="coterie-watch"),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> "ZenohTransport":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ asking
+
+    def fetch(self, peer: str, expect: Expectation, deadline: float) -> Delivery | Missing:
+        """Ask a member for a message, wait at most `deadline` seconds, and check it."""
+        started = time.monotonic()
+        at = expect.address
+        question = f"r={at.round};x={at.exchange};c={at.client};w={WAIT * deadline:.3f}"
+        assembler, size = Assembler(expect), 0
+        wrong: Refused
+        for sample, error in self._replies(f"{peer}/{at.kind}/{self.name}?{question}", deadline):
+            if sample is None:
+                return error or Missing("unreachable")
+            attachment = b"" if sample.attachment is None else sample.attachment.to_bytes()
+            chunk = sample.payload.to_bytes()
+            size += len(attachment) + len(chunk)
+            try:
+                assembler.feed(attachment, chunk)
+            except Refused as refused:
+                wrong = refused
+                break
+        else:
+            if size == 0:
+                return Missing("unreachable")
+            try:
+                tensors = assembler.finish()
+            except Refused as refused:
+                wrong = refused
+            else:
+                assert assembler.manifest is not None
+                return Delivery(assembler.manifest, tensors, size, time.monotonic() - started)
+        self._log("refused", level="warning", peer=peer, code=wrong.code, text=str(wrong), about=str(at))
+        return Missing(f"refused:{wrong.code}", None, str(wrong))
+
+    def head(self, peer: str, nonce: str, deadline: float) -> bytes | Missing:
+        """Ask a member how it is."""
+        for sample, error in self._replies(f"{peer}/head/{self.name}?n={nonce}", deadline):
+            return (error or Missing("unreachable")) if sample is None else sample.payload.to_bytes()
+        return Missing("unreachable")
+
+    def _replies(self, selector: str, deadline: float) -> Any:
+        """Yield (sample, None) for each reply and (None, Missing) for an error."""
+        try:
+            replies = self._session.get(
+                f"{self._base}/{selector}",
+                zenoh.handlers.FifoChannel(16),
+                timeout=deadline,
+                consolidation=zenoh.ConsolidationMode.NONE,
+            )
+        except zenoh.ZError as error:
+            yield None, Missing("unreachable", None, str(error)[:200])
+            return
+        for reply in replies:
+            if reply.ok is not None:
+                yield reply.ok, None
+            elif reply.err is not None:
+                yield None, _error(reply.err.payload.to_bytes())
+
+    def alive(self) -> frozenset[str]:
+        """Return the members whose token is seen: a hint, never a barrier."""
+        with self._lock:
+            return frozenset(self._alive)
+
+    def _watch(self) -> None:
+        for sample in self._tokens.handler:
+            name = str(sample.key_expr).removeprefix(f"{self._base}/").removesuffix("/alive")
+            if name not in self._names or name == self.name:
+                continue
+            there = sample.kind == zenoh.SampleKind.PUT
+            with self._lock:
+                (self._alive.add if there else self._alive.discard)(name)
+            self._log("peer_up" if there else "peer_down", peer=name)
+
+    # ------------------------------------------------------------------ answering
+
+    def publish(self, address: Address, what: Parcel | Missing, *, to: str = "") -> None:
+        """Keep a message for those who ask for it; from the first one on, this node counts as alive."""
+        self.desk.publish(address, what, to=to)
+        self._announce()
+
+    def stand(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
+        """Answer with one and the same message from a round on."""
+        self.desk.stand(address, seal)
+        self._announce()
+
+    def _announce(self) -> None:
+        if self._token is None:
+            self._token = self._session.liveliness().declare_token(f"{self._base}/{self.name}/alive")
+
+    def serve_head(self, head: Head) -> None:
+        """Say how this node answers when it is asked how it is."""
+        self._head = head
+
+    def _listen(self) -> None:
+        for query in self._questions.handler:
+            key = str(query.key_expr)
+            chunks = key.removeprefix(f"{self._base}/").split("/")
+            asker = chunks[2] if len(chunks) == 3 else ""
+            if chunks[0] != self.name or asker not in self._names:
+                _say(query, Missing("forbidden"))
+            elif chunks[1] == "head":
+                self._answer_head(query, key)
+            else:
+                self._take(query, key, chunks[1], asker)
+
+    def _answer_head(self, query: Any, key: str) -> None:
+        nonce = str(query.parameters).removeprefix("n=")
+        if self._head is None or not nonce.isalnum() or len(nonce) > 64:
+            _say(query, Missing("not_ready"))
+            return
+        with suppress(zenoh.ZError), query:
+            query.reply(key, self._head(nonce))
+
+    def _take(self, query: Any, key: str, kind: str, asker: str) -> None:
+        try:
+            parameters = dict(part.split("=", 1) for part in str(query.parameters)[:200].split(";"))
+            address = Address(int(parameters["r"]), int(parameters["x"]), int(parameters["c"]), kind)
+            wait = float(parameters["w"])
+        except (ValueError, KeyError):
+            _say(query, Missing("forbidden"))
+            return
+        if kind not in KINDS:
+            _say(query, Missing("forbidden"))
+            return
+
+        def answer(what: Parcel | Missing) -> None:
+            if isinstance(what, Missing):
+                _say(query, what)
+            else:
+                try:
+                    self._senders.submit(self._send, query, key, what, asker)
+                except RuntimeError:  # closing: no more work is taken
+                    _say(query, Missing("closing"))
+
+        self.desk.ask(asker, address, wait, answer)
+
+    def _send(self, query: Any, key: str, parcel: Parcel, asker: str) -> None:
+        try:
+            with query:
+                for attachment, chunk in parcel.chunks():
+                    query.reply(key, bytes(chunk), attachment=attachment)
+        except zenoh.ZError as error:
+            self._log("not_sent", level="warning", peer=asker, text=str(error)[:200])
+        finally:
+            self.desk.sent(asker)
+
+    # ------------------------------------------------------------------ leaving
+
+    def close(self) -> None:
+        """Leave: withdraw the token, answer what is open, end the threads, close the session."""
+        if self._session.is_closed():
+            return
+        if self._token is not None:
+            self._token.undeclare()
+        self.desk.close()
+        self._questions.undeclare()
+        self._tokens.undeclare()
+        for thread in self._threads:
+            thread.join()
+        self._senders.shutdown(wait=True)
+        self._session.close()
+
+
+def _say(query: Any, missing: Missing) -> None:
+    """Answer a question with the reason why nothing comes; if the asker is gone, nobody is told."""
+    with suppress(zenoh.ZError), query:
+        query.reply_err(canonical({"code": missing.reason, "round": missing.round}))
+
+
+def _error(payload: bytes) -> Missing:
+    """Read an error reply: the engine's timeout, or one of our own codes."""
+    if payload == b"Timeout":
+        return Missing("timeout")
+    try:
+        document = strict_json(payload[:1024], "error")
+    except Refused:
+        return Missing("unreachable", None, repr(payload[:80]))
+    code, round = (document.get("code"), document.get("round")) if isinstance(document, dict) else (None, None)
+    if code not in REASONS:
+        return Missing("unreachable", None, repr(payload[:80]))
+    return Missing(code, round if type(round) is int and -2 <= round < 1 << 31 else None)
+
+
+assert CHUNK <= MAX_REPLY

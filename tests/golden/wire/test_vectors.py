@@ -1,0 +1,102 @@
+"""Stored messages, so that a client in another language can be checked against them; see docs/reference/wire.md."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from coterie.net import identity
+from coterie.net.payload import Refused, Template
+from coterie.net.wire import Address, Assembler, Expectation, Parcel, canonical, seal
+
+FILE = Path(__file__).with_name("vectors.json")
+KEY = ec.derive_private_key(20240917, ec.SECP256R1())
+SHAPES = {"params": torch.zeros(3), "field.samples": torch.tensor(0.0), "field.seen": torch.zeros(2, dtype=torch.int64)}
+TYPES = {torch.float32: "float32", torch.int64: "int64"}
+
+
+def sign(data: bytes) -> bytes:
+    return identity.sign(KEY, data)
+
+
+def parts(parcel: Parcel) -> list[dict]:
+    return [{"attachment": attachment.hex(), "payload": bytes(chunk).hex()} for attachment, chunk in parcel.chunks()]
+
+
+def write() -> None:
+    """Make the file anew; signatures differ every time, because ECDSA draws a number for each."""
+    tensors = {
+        "params": torch.tensor([0.5, -1.25, 3.0]),
+        "field.samples": torch.tensor(12.0),
+        "field.seen": torch.tensor([1, -2]),
+    }
+    options = {"run": "three-hospitals", "peer": "north", "inc": 1, "address": Address(4, 0, 2), "schema": "5" * 64}
+    plain = seal(tensors, sign=sign, **options)
+    half = seal(tensors, sign=sign, half=frozenset({"params"}), **options)
+    long = {**tensors, "params": torch.arange(600.0)}
+    chunked = seal(long, sign=sign, chunk=1024, **options)
+    accepted = [("float32", plain, tensors), ("float16 on the wire", half, tensors), ("three chunks", chunked, long)]
+
+    def damaged(change) -> Parcel:
+        text = canonical({**json.loads(plain.manifest), **change})
+        return Parcel(text, sign(b"coterie manifest 1\n" + text), plain.payload)
+
+    refused = [
+        ("an earlier round's message, replayed", damaged({"round": 3}), "address"),
+        ("another run's", damaged({"run": "two-banks"}), "run"),
+        ("under another's name", damaged({"peer": "south"}), "sender"),
+        ("another model", damaged({"schema": "6" * 64}), "schema"),
+        ("a later format", damaged({"v": 2}), "version"),
+        ("a digest that does not fit", damaged({"sha256": "0" * 64}), "digest"),
+        ("a signature that does not fit", Parcel(plain.manifest, bytes(64), plain.payload), "signature"),
+    ]
+    document = {
+        "about": "messages of run three-hospitals, from north (client 2) to any member, round 4, exchange 0",
+        "public_key": identity.public_text(KEY.public_key()),
+        "accepted": [
+            {"name": name, "parts": parts(parcel),
+             "tensors": {n: {"dtype": TYPES[t.dtype], "shape": list(t.shape), "values": t.flatten().tolist()}
+                         for n, t in values.items()}}
+            for name, parcel, values in accepted
+        ],
+        "refused": [{"name": name, "parts": parts(parcel), "code": code} for name, parcel, code in refused],
+    }  # fmt: skip
+    FILE.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if os.environ.get("COTERIE_GOLDEN") == "rewrite":
+    write()
+VECTORS = json.loads(FILE.read_text())
+
+
+def opened(case: dict) -> dict[str, torch.Tensor]:
+    key = identity.public_key(VECTORS["public_key"])
+    shapes = dict(SHAPES)
+    if "tensors" in case:
+        shapes["params"] = torch.zeros(case["tensors"]["params"]["shape"])
+    expect = Expectation(
+        "three-hospitals", "north", "south", Address(4, 0, 2), "5" * 64,
+        Template.of(shapes, halved=frozenset({"params"})), lambda s, data: identity.verify(key, s, data),
+    )  # fmt: skip
+    assembler = Assembler(expect)
+    for part in case["parts"]:
+        assembler.feed(bytes.fromhex(part["attachment"]), bytes.fromhex(part["payload"]))
+    return assembler.finish()
+
+
+@pytest.mark.parametrize("case", VECTORS["accepted"], ids=lambda case: case["name"])
+def test_stored_messages_are_read_as_they_were_written(case):
+    for name, tensor in opened(case).items():
+        told = case["tensors"][name]
+        assert tensor.tolist() == torch.tensor(told["values"]).reshape(told["shape"]).tolist()
+        assert TYPES[tensor.dtype] == told["dtype"]
+
+
+@pytest.mark.parametrize("case", VECTORS["refused"], ids=lambda case: case["name"])
+def test_stored_messages_that_are_wrong_are_refused_for_the_stored_reason(case):
+    with pytest.raises(Refused) as caught:
+        opened(case)
+    assert caught.value.code == case["code"]

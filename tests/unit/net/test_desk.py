@@ -1,0 +1,127 @@
+"""The desk: what is answered, when, and what is forgotten. Its clock is turned by hand."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from coterie.errors import TransportError
+from coterie.net.desk import Desk, Missing
+from coterie.net.wire import Address, Parcel
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def desk(clock) -> Iterator[Desk]:
+    desk = Desk(per_asker=3, clock=clock)
+    yield desk
+    desk.close()
+
+
+def parcel(text: str) -> Parcel:
+    return Parcel(text.encode(), bytes(64), b"payload")
+
+
+def at(round: int, client: int = 0, exchange: int = 0) -> Address:
+    return Address(round, exchange, client)
+
+
+def ask(desk, asker, address, wait=60.0) -> list:
+    answers: list = []
+    desk.ask(asker, address, wait, answers.append)
+    return answers
+
+
+def test_a_question_waits_for_its_message(desk):
+    answers = ask(desk, "b", at(0))
+    assert answers == []
+    desk.publish(at(0), parcel("m"))
+    assert answers == [parcel("m")]
+    assert ask(desk, "c", at(0)) == [parcel("m")]
+
+
+def test_the_round_before_is_kept_and_older_ones_are_gone(desk):
+    for round in (0, 1, 2):
+        desk.publish(at(round), parcel(str(round)))
+    assert ask(desk, "b", at(1)) == [parcel("1")]
+    assert ask(desk, "b", at(0)) == [Missing("gone", 2)]
+    assert desk.load == (2, 0)
+
+
+def test_a_round_that_was_skipped_is_gone_for_those_who_waited(desk):
+    """A node that jumps from round 1 to round 5 will never publish round 3."""
+    desk.publish(at(1), parcel("1"))
+    waiting = ask(desk, "b", at(3))
+    desk.publish(at(5), parcel("5"))
+    assert waiting == [Missing("gone", 5)]
+    assert ask(desk, "c", at(1)) == [parcel("1")]
+
+
+def test_what_is_not_ready_in_time_is_said_to_be_so(desk, clock):
+    answers = ask(desk, "b", at(0), wait=5.0)
+    clock.now = 6.0
+    ask(desk, "c", at(0))
+    assert answers == [Missing("not_ready", -2)]
+
+
+def test_a_message_for_one_reader_is_for_nobody_else(desk):
+    desk.publish(at(0), parcel("for b"), to="b")
+    assert ask(desk, "c", at(0)) == [Missing("forbidden", 0)]
+    assert ask(desk, "b", at(0)) == [parcel("for b")]
+
+
+def test_what_is_withheld_is_answered_at_once(desk):
+    desk.publish(at(0), Missing("withheld"))
+    assert ask(desk, "b", at(0)) == [Missing("withheld", 0)]
+
+
+def test_a_member_may_have_few_questions_open_and_messages_being_sent(desk):
+    """Three at most: two waiting and one being sent leave no room, until the sending ends."""
+    desk.publish(at(0), parcel("m"))
+    assert ask(desk, "b", at(0)) == [parcel("m")]
+    ask(desk, "b", at(1))
+    ask(desk, "b", at(2))
+    assert ask(desk, "b", at(0)) == [Missing("busy", 0)]
+    assert ask(desk, "c", at(0)) == [parcel("m")]
+    desk.sent("b")
+    assert ask(desk, "b", at(0)) == [parcel("m")]
+
+
+def test_asking_again_replaces_the_question(desk):
+    first = ask(desk, "b", at(0))
+    second = ask(desk, "b", at(0))
+    desk.publish(at(0), parcel("m"))
+    assert (first, second) == ([Missing("busy", -2)], [parcel("m")])
+
+
+def test_a_thousand_questions_leave_few_open(desk):
+    for round in range(1000):
+        ask(desk, "b", at(round + 10))
+    assert desk.load == (0, 3)
+
+
+def test_one_that_stopped_answers_for_every_later_round(desk):
+    desk.stand(at(4), lambda address: parcel(f"round {address.round}"))
+    assert ask(desk, "b", at(4)) == [parcel("round 4")]
+    desk.sent("b")
+    assert ask(desk, "b", at(900)) == [parcel("round 900")]
+
+
+def test_closing_answers_everybody(clock):
+    desk = Desk(clock=clock)
+    answers = ask(desk, "b", at(0))
+    desk.close()
+    assert answers == [Missing("closing", -2)]
+    assert ask(desk, "b", at(0)) == [Missing("closing", -2)]
+    with pytest.raises(TransportError, match="closed"):
+        desk.publish(at(0), parcel("m"))

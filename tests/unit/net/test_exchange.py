@@ -1,0 +1,291 @@
+"""The remote exchange over the in-process twin: peers that are missing, stop, or send what they should not."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from coterie.errors import ExchangeError, TransportError
+from coterie.exchange import Message, PeersMissing, Reply
+from coterie.net import local
+from coterie.net.post import RoundMissed, Terms
+from coterie.rng import Rng
+
+
+@pytest.fixture
+def network() -> Iterator:
+    """Makes networks of nodes that host one client each, and closes them."""
+    made = []
+
+    def make(size: int, **terms):
+        events: list = []
+        terms = {"deadline": 5.0, "redraws": 0, **terms}
+        hub, exchanges = local.in_process([[i] for i in range(size)], terms=Terms(**terms), journal=events.append)
+        made.extend(exchanges)
+        return hub, exchanges, events
+
+    yield make
+    for exchange in made:
+        exchange.post.close()
+        exchange.post.transport.close()
+
+
+def message(client: int, **fields) -> Message:
+    params = torch.full((1, 4), float(client))
+    return Message(params, {"samples": torch.tensor([client + 1.0]), **fields})
+
+
+def begin(exchange, round: int = 0) -> None:
+    exchange.begin(Rng(0).at(round))
+    exchange.enter(exchange.ids)
+
+
+def publish(exchange, what: Message | None = None) -> None:
+    client = int(exchange.ids[0])
+    exchange.pull(what or message(client), torch.full((1, 0), -1))
+
+
+def pull(exchange, *peers: int):
+    return exchange.pull(message(int(exchange.ids[0])), torch.tensor([list(peers)]))
+
+
+def everywhere(exchanges, action) -> list:
+    with ThreadPoolExecutor(len(exchanges)) as pool:
+        return list(pool.map(action, exchanges))
+
+
+def test_a_peer_that_is_gone_is_masked_with_its_reason(network):
+    _, (a, b, c), events = network(3)
+    for exchange in (a, b, c):
+        begin(exchange)
+    publish(b)
+    c.post.transport.close()
+    inbox = pull(a, 1, 2)
+    assert inbox.mask.tolist() == [[True, False]]
+    assert inbox.table[inbox.index[0, 0]].tolist() == [1.0] * 4
+    assert events[-1]["missing"] == {"2": "unreachable"}
+    assert a.post.traffic.missing == {"unreachable": 1}
+
+
+def test_a_peer_that_does_not_come_to_the_round_in_time_is_masked(network):
+    """Its desk holds the question for 0.8 of the deadline and then says that it is not ready."""
+    _, (a, b), events = network(2, deadline=0.1)
+    begin(a)
+    publish(b)
+    begin(a, 5)
+    assert not pull(a, 1).mask.any()
+    assert events[-1]["missing"]["1"] in ("not_ready", "timeout")
+    assert events[-1]["seconds"] < 2
+
+
+def test_missing_peers_are_drawn_again_and_asked_once(network):
+    """The exchange asks for another draw without client 2; drawn again all the same, it is masked and not asked."""
+    _, (a, b, c, d), events = network(4, redraws=3)
+    for exchange in (a, b, d):
+        begin(exchange)
+    publish(b)
+    publish(d)
+    c.post.transport.close()
+    with pytest.raises(PeersMissing) as caught:
+        pull(a, 1, 2)
+    assert caught.value.ids.tolist() == [2]
+    assert pull(a, 1, 3).mask.tolist() == [[True, True]]
+    assert a.post.traffic.received == 2, "what came before the new draw is not asked for again"
+    assert [e["event"] for e in events if e["readers"] == [0]] == ["redraw", "pull"]
+    assert events[-1]["unreachable"] == [2]
+    assert pull(a, 2).mask.tolist() == [[False]], "later exchanges of the round do not ask for a new draw"
+
+
+def test_a_peer_whose_token_went_is_known_to_be_away_at_the_next_round(network):
+    _, (a, b, c), _ = network(3)
+    for exchange in (a, b, c):
+        begin(exchange)
+        publish(exchange)
+    begin(a, 1)
+    assert a.reachable().tolist() == [True, True, True]
+    b.post.transport.close()
+    begin(a, 2)
+    assert a.reachable().tolist() == [True, False, True]
+    a.away(["n2"])
+    begin(a, 3)
+    assert a.reachable().tolist() == [True, False, True], "a token that is seen counts more than the start"
+
+
+def test_a_model_with_nan_is_withheld_at_its_sender(network):
+    """The others learn it at once and do not wait; nothing that is not finite travels."""
+    _, (a, b), events = network(2)
+    begin(a)
+    begin(b)
+    publish(b, replace(message(1), params=torch.full((1, 4), torch.nan)))
+    assert not pull(a, 1).mask.any()
+    assert events[-1]["missing"] == {"1": "withheld"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (Message(torch.zeros(1, 5), {"samples": torch.ones(1)}), "refused:size"),
+        (Message(torch.zeros(1, 4).double(), {"samples": torch.ones(1)}), "refused:dtype"),
+        (Message(torch.zeros(1, 4), {"samples": torch.ones(1, 1)}), "refused:shape"),
+        (Message(torch.zeros(1, 4), {"sample": torch.ones(1)}), "refused:names"),
+        (Message(torch.zeros(1, 4), {}), "refused:names"),
+    ],
+)
+def test_a_message_that_does_not_look_like_ones_own_is_refused(network, bad, why):
+    """A model of five numbers is one number too long; its bytes still fit, so its shape gives it away."""
+    _, (a, b), events = network(2)
+    begin(a)
+    begin(b)
+    publish(b, bad)
+    assert not pull(a, 1).mask.any()
+    assert events[-1]["missing"]["1"] in (why, "refused:shape")
+
+
+def test_a_message_changed_on_its_way_is_refused(network):
+    hub, (a, b), events = network(2)
+    begin(a)
+    begin(b)
+    publish(b)
+    hub.tamper = lambda parts: [(attachment, chunk[:-1] + b"\7") for attachment, chunk in parts]
+    assert not pull(a, 1).mask.any()
+    assert events[-1]["missing"] == {"1": "refused:digest"}
+
+
+def test_an_older_incarnation_is_refused(network):
+    _, (a, b), events = network(2)
+    b.post.incarnation = 5
+    for round in (0, 1):
+        begin(a, round)
+        begin(b, round)
+        publish(b)
+        arrived = pull(a, 1).mask
+        assert bool(arrived.all()) == (round == 0)
+        b.post.incarnation = 4
+    assert events[-1]["missing"] == {"1": "refused:replay"}
+
+
+def test_a_node_that_fell_behind_learns_how_far(network):
+    _, (a, b), events = network(2)
+    for round in (3, 4):
+        begin(b, round)
+        publish(b)
+    begin(a, 1)
+    assert not pull(a, 1).mask.any()
+    assert events[-1]["missing"] == {"1": "gone"}
+    assert a.post.ahead == 4
+
+
+def test_one_that_stopped_goes_on_answering_with_its_best_model_and_its_last_extras(network):
+    """As in a simulation: the retired model, the extras of the last message, in every later round."""
+    _, (a, b), _ = network(2)
+    begin(a)
+    begin(b)
+    publish(b)
+    b.retire(torch.tensor([1]), torch.full((1, 4), 7.0))
+    for round in (1, 40):
+        begin(a, round)
+        inbox = pull(a, 1)
+        assert inbox.table[inbox.index[0, 0]].tolist() == [7.0] * 4
+        assert inbox.field("samples").tolist() == [[2.0]]
+
+
+def test_a_restarted_one_that_had_stopped_stands_again(network):
+    _, (_a, b, c), _ = network(3)
+    begin(b)
+    publish(b)
+    b.retire(torch.tensor([1]), torch.full((1, 4), 7.0))
+    kept = b.snapshot()
+    c.ids, c.name = b.ids, b.name  # another process with the same client
+    c.restore(kept)
+    assert set(c.post.transport.desk._standing) == {(0, 1, "model")}
+
+
+def double(shared, whole):
+    assert whole.ids is not None
+    return shared + 1, Reply(whole.params * 2, torch.arange(len(whole))[:, None], {"seen": whole.ids})
+
+
+def test_the_server_goes_on_without_a_client_that_is_missing(network):
+    """The rule sees the messages that came; who was not heard in time is told so and keeps its state."""
+    _, (a, b, c), events = network(3, deadline=0.2)
+    c.post.transport.close()
+
+    def serve(exchange):
+        begin(exchange)
+        return exchange.serve(message(int(exchange.ids[0])), double, torch.zeros(()))
+
+    (shared, _), (other, inbox) = everywhere((a, b), serve)
+    assert (float(shared), float(other)) == (1.0, 0.0)
+    assert inbox.table.tolist() == [[2.0] * 4]
+    assert inbox.field("seen").tolist() == [[1]]
+    assert inbox.peers.tolist() == [[1]]
+    assert next(e for e in events if e["event"] == "serve")["missing"] == {"2": "unreachable"}
+
+
+def test_a_client_that_came_too_late_misses_the_round(network):
+    _, (a, b, c), _ = network(3, deadline=0.1)
+
+    def serve(exchange):
+        begin(exchange)
+        return exchange.serve(message(int(exchange.ids[0])), double, torch.zeros(()))
+
+    everywhere((a, b), serve)
+    with pytest.raises(RoundMissed, match="absent"):
+        serve(c)
+
+
+def test_a_client_gives_up_when_no_server_answers(network):
+    _, (a, b), _ = network(2, deadline=0.1, server_wait=0.0)
+    a.post.transport.close()
+    begin(b)
+    with pytest.raises(TransportError, match="n0 has not answered for 0 s"):
+        b.serve(message(1), double, torch.zeros(()))
+
+
+def test_a_request_is_for_the_server_alone(network):
+    """Another member that asks for what a client sent to the server is told that it may not have it."""
+    _, (a, b, c), _ = network(3)
+
+    def serve(exchange):
+        begin(exchange)
+        return exchange.serve(message(int(exchange.ids[0])), double, torch.zeros(()))
+
+    everywhere((a, b, c), serve)
+    request = replace(c._at(0, 1), kind="request")
+    assert c.post.fetch("n1", request, c._template(message(2)), 1.0).reason == "forbidden"
+    answer = replace(c._at(0, 1), kind="reply")
+    assert c.post.fetch("n0", answer, c._template(message(2)), 1.0).reason == "forbidden"
+
+
+def test_everybody_learns_the_cohort_from_the_server(network):
+    _, exchanges, _ = network(3)
+
+    def choose(exchange):
+        begin(exchange)
+        return exchange.cohort(lambda: torch.tensor([0, 2])).tolist()
+
+    assert everywhere(exchanges, choose) == [[0, 2]] * 3
+
+
+def test_a_method_with_a_server_needs_one_in_the_roster():
+    _, (a,) = local.in_process([[0]], server="")
+    with pytest.raises(ExchangeError, match="the roster names none"):
+        a.serve(message(0), double, None)
+    a.post.close()
+    a.post.transport.close()
+
+
+def test_half_precision_halves_the_bytes(network):
+    """A hundred thousand numbers of four bytes: 400 kB become 200 kB and an envelope."""
+    sizes = []
+    for half in (False, True):
+        _, (a, b), _ = network(2, half=half)
+        begin(a)
+        begin(b)
+        big = Message(torch.ones(1, 100_000), {})
+        publish(b, big)
+        assert torch.equal(a.pull(big, torch.tensor([[1]])).table[0], big.params[0])
+        sizes.append(a.post.traffic.bytes)
+    assert 0.5 <= sizes[1] / sizes[0] < 0.502

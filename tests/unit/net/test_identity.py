@@ -1,0 +1,131 @@
+"""Keys, certificates and signatures."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from coterie.errors import TransportError
+from coterie.net import identity
+from coterie.net.identity import Identity
+
+NOW = datetime(2030, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An authority, and the member north with a certificate for thirty days from the first of January 2030."""
+    folder = tmp_path_factory.mktemp("organiser")
+    identity.make_authority(folder, "trial", now=NOW)
+    request = identity.make_request(folder, "north", "192.0.2.7:7447")
+    identity.sign_request(folder, request, "192.0.2.7:7447", now=NOW)
+    return folder
+
+
+def files(folder):
+    return folder / "north.key", folder / "members" / "north.pem", folder / "ca.pem"
+
+
+def test_private_keys_are_for_their_owner_only_and_never_overwritten(folder):
+    for name in ("north.key", "ca.key", "organiser.key"):
+        assert (folder / name).stat().st_mode & 0o777 == 0o600
+    with pytest.raises(TransportError, match="never overwritten"):
+        identity.make_request(folder, "north", "192.0.2.7:7447")
+
+
+def test_a_key_that_others_can_read_is_refused(folder, tmp_path):
+    copy = tmp_path / "k.key"
+    copy.write_bytes((folder / "north.key").read_bytes())
+    copy.chmod(0o644)
+    with pytest.raises(TransportError, match="mode 0644, so others can read this key; run chmod 600"):
+        identity.load_key(copy)
+
+
+def test_a_certificate_says_who_where_and_for_what(folder):
+    """Common name, address as alternative name, client and server, no authority of its own, thirty days."""
+    own = Identity.load(*files(folder), now=NOW)
+    assert own.name == "north"
+    get = own.certificate.extensions.get_extension_for_class
+    assert [str(ip) for ip in get(x509.SubjectAlternativeName).value.get_values_for_type(x509.IPAddress)] == [
+        "192.0.2.7"
+    ]
+    assert list(get(x509.ExtendedKeyUsage).value) == [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    assert get(x509.BasicConstraints).value.ca is False
+    assert own.certificate.not_valid_after_utc == NOW + timedelta(days=30)
+
+
+def test_a_certificate_that_is_over_is_refused_with_both_dates(folder):
+    with pytest.raises(TransportError, match="valid from 2029-12-31 23:55 to 2030-01-31 00:00 UTC; it is 2030-02-01"):
+        Identity.load(*files(folder), now=NOW + timedelta(days=31))
+
+
+def test_a_certificate_of_another_authority_or_key_is_refused(folder, tmp_path):
+    identity.make_authority(tmp_path, "trial", now=NOW)
+    key, certificate, _ = files(folder)
+    with pytest.raises(TransportError, match="was not issued by the authority"):
+        Identity.load(key, certificate, tmp_path / "ca.pem", now=NOW)
+    with pytest.raises(TransportError, match="is not the key of the certificate"):
+        Identity.load(folder / "ca.key", certificate, folder / "ca.pem", now=NOW)
+
+
+def test_a_request_for_another_address_or_without_proof_of_its_key_is_refused(folder, tmp_path):
+    request = identity.make_request(tmp_path, "south", "192.0.2.8:7447")
+    with pytest.raises(TransportError, match=r"agreed was 192.0.2.9:7447"):
+        identity.sign_request(folder, request, "192.0.2.9:7447", now=NOW)
+    csr = x509.load_pem_x509_csr(request.read_bytes())
+    raw = bytearray(csr.public_bytes(identity.serialization.Encoding.DER))
+    raw[-1] ^= 1
+    forged = x509.load_der_x509_csr(bytes(raw))
+    request.write_bytes(forged.public_bytes(identity.serialization.Encoding.PEM))
+    with pytest.raises(TransportError, match="not signed by the key"):
+        identity.sign_request(folder, request, "192.0.2.8:7447", now=NOW)
+
+
+@pytest.mark.parametrize("name", ["", "North", "a/b", "a*", "$x", "a" * 64, "ä", "a b", "a\n"])
+def test_names_are_made_of_few_characters(name, tmp_path):
+    """A name becomes part of a key expression and of a path, so nothing with a meaning there is allowed."""
+    with pytest.raises(TransportError, match="member name"):
+        identity.make_request(tmp_path, name, "127.0.0.1:7447")
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        ("192.0.2.7:7447", "192.0.2.7"),
+        ("[2001:db8::1]:7447", "2001:db8::1"),
+        ("node.example.org:1", "node.example.org"),
+    ],
+)
+def test_addresses(address, host):
+    assert identity.split_address(address)[0] == host
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "host", "host:", ":7447", "host:0", "host:70000", "2001:db8::1:7447", "a b:1", "[x]:1", "h:+1"],
+)
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(TransportError, match="expected host:port"):
+        identity.split_address(address)
+
+
+def test_a_signature_is_64_bytes_and_of_one_key_and_text():
+    key, other = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    signature = identity.sign(key, b"text")
+    assert len(signature) == 64
+    assert identity.verify(key.public_key(), signature, b"text")
+    assert not identity.verify(key.public_key(), signature, b"test")
+    assert not identity.verify(other.public_key(), signature, b"text")
+    for wrong in (b"", bytes(64), b"\xff" * 64, signature[:-1], signature + b"x"):
+        assert not identity.verify(key.public_key(), wrong, b"text")
+
+
+def test_public_keys_are_written_as_66_digits():
+    key = ec.generate_private_key(ec.SECP256R1()).public_key()
+    text = identity.public_text(key)
+    assert len(text) == 66
+    assert identity.public_text(identity.public_key(text)) == text
+    with pytest.raises(TransportError, match="is no public key"):
+        identity.public_key("00" * 33)

@@ -1,0 +1,105 @@
+"""The roster: signed, strict, and explained when something is wrong."""
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from coterie.errors import TransportError
+from coterie.net import local, roster
+from coterie.net.roster import Member
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with the signed roster of three members, and their identities."""
+    folder = tmp_path_factory.mktemp("net")
+    who, _ = local.members([[0], [1, 2], [3]], server="n1")
+    signed, people = local.provision(folder, who, days=10, study="5" * 16, schema="6" * 64)
+    return folder, signed, people
+
+
+def files(folder):
+    return folder / "roster.toml", folder / "organiser.pub"
+
+
+def test_a_roster_is_read_as_it_was_written(made):
+    folder, signed, _ = made
+    assert roster.load(*files(folder)) == signed
+    assert signed.host_of == {0: "n0", 1: "n1", 2: "n1", 3: "n2"}
+    assert [m.name for m in signed.before("n2")] == ["n0", "n1"]
+
+
+def test_a_changed_roster_is_refused_before_it_is_read(made, tmp_path):
+    folder, _, _ = made
+    text = (folder / "roster.toml").read_text()
+    (tmp_path / "roster.toml").write_text(text.replace("127.0.0.1:21002", "127.0.0.1:21003"))
+    (tmp_path / "roster.toml.sig").write_bytes((folder / "roster.toml.sig").read_bytes())
+    with pytest.raises(TransportError, match="not signed by the organiser"):
+        roster.load(tmp_path / "roster.toml", folder / "organiser.pub")
+    (tmp_path / "roster.toml.sig").write_text("hello")
+    with pytest.raises(TransportError, match="holds no signature"):
+        roster.load(tmp_path / "roster.toml", folder / "organiser.pub")
+
+
+def test_a_good_roster_has_no_problems(made):
+    folder, _, people = made
+    assert roster.check(*files(folder)) == []
+    assert roster.check(*files(folder), own=people[0]) == []
+
+
+def test_problems_of_a_member_are_named(made, tmp_path):
+    """A member that is not on it, one with a newer certificate, certificates at their end, no study."""
+    folder, signed, people = made
+    stranger = replace(people[0], name="n9")
+    assert (
+        "'n9' is not on the roster of run local; members: n0, n1, n2" in roster.check(*files(folder), own=stranger)[0]
+    )
+    other = replace(people[0], key=people[1].key)
+    assert "another key for n0" in roster.check(*files(folder), own=other)[0]
+    later = datetime.now(UTC) + timedelta(days=9)
+    assert ["less than two days" in text for text in roster.check(*files(folder), now=later)] == [True] * 3
+    assert "ended on" in roster.check(*files(folder), now=later + timedelta(days=2))[0]
+    roster.write(tmp_path / "r.toml", replace(signed, study=""), folder / "organiser.key")
+    assert "names no study" in roster.check(tmp_path / "r.toml", folder / "organiser.pub")[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda r: replace(r, run="A run"), "run 'A run'"),
+        (lambda r: replace(r, population=5), "each of 0 to 4 once"),
+        (lambda r: replace(r, server="n7"), "'n7' is not a member"),
+        (lambda r: replace(r, protocol=9), "wire format 9; this program speaks 1"),
+        (lambda r: replace(r, clusters=(0, 1)), "2 clusters for 4 clients"),
+        (lambda r: replace(r, members=(*r.members, Member("n0", "127.0.0.1:1", ()))), "two members have the name n0"),
+        (lambda r: replace(r, members=(*r.members, Member("x", "127.0.0.1:21000", ()))), "the address 127.0.0.1:21000"),
+        (lambda r: replace(r, members=(*r.members, Member("a*", "127.0.0.1:1", ()))), r"name 'a\*'"),
+        (lambda r: replace(r, members=(*r.members, Member("x", "nowhere", ()))), "expected host:port"),
+        (lambda r: replace(r, members=(*r.members, Member("x", "127.0.0.1:1", (), "zz"))), "is no public key"),
+        (lambda r: replace(r, members=()), "0 members"),
+    ],
+)
+def test_an_impossible_roster_cannot_be_made(made, change, found):
+    with pytest.raises(TransportError, match=found):
+        change(made[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("run = ", "not valid TOML"),
+        ("x = 1", "unknown key 'x'"),
+        ('run = "a"', "lacks population"),
+        ('run = "a"\npopulation = "1"', "population in the roster is '1'"),
+        ('run = "a"\npopulation = true', "population in the roster is True"),
+        (
+            'run = "a"\npopulation = 1\n[[members]]\nname = "a"\naddress = "h:1"\nclients = ["0"]',
+            "clients in the roster",
+        ),
+        ('run = "a"\npopulation = 1\nmembers = [1]', "not .*tables"),
+    ],
+)
+def test_a_text_that_is_no_roster_is_refused(text, found):
+    with pytest.raises(TransportError, match=found):
+        roster.loads(text)
