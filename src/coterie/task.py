@@ -4,7 +4,6 @@ import copy
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 import torch
@@ -15,7 +14,7 @@ from coterie import engine as engines
 from coterie.engine.base import Objective, cross_entropy, squared_error
 from coterie.engine.batches import last_epoch_mean, plan
 from coterie.engine.optim import LocalTraining
-from coterie.engine.training import Batch, train_block
+from coterie.engine.work import Pairs, Samples, Training
 from coterie.errors import ModelError, require
 from coterie.exchange import Inbox
 from coterie.federation import SPLITS, Federation
@@ -25,8 +24,6 @@ from coterie.rng import EVERYONE, Rng
 __all__ = ["LocalTraining", "Task"]
 
 InitMode = Literal["shared", "per_client", "given"]
-_CHUNK = 1 << 24  # input entries of one evaluation call: a few hundred MB of activations at most
-_GOLDEN = 0x1F123BB5159A55E5  # an odd constant that spreads the keys of successive steps
 
 
 @dataclass(frozen=True)
@@ -42,11 +39,9 @@ class _Shared:
     """What all views of a task have in common: the data, stored once, and what is computed once."""
 
     federation: Federation
-    x: Tensor  # every sample of every client, one after another
-    y: Tensor
+    samples: Samples  # every sample of every client, one after another
+    tests: tuple[Samples, ...]
     positions: dict[str, _Positions]
-    mean: Tensor | None
-    std: Tensor | None
     origins: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     train_seconds: float = 0.0
 
@@ -107,28 +102,28 @@ class Task:
         self.ids, self.population, self.classes = federation.ids, federation.population, federation.classes
         self.clusters = clusters
         positions = {name: _positions(federation.split, number) for name, number in SPLITS.items()}
-        self._shared = _Shared(
-            federation,
-            federation.x.reshape(-1, *federation.features).to(device),
-            federation.y.reshape(-1, *federation.y.shape[2:]).to(device),
-            positions,
-            _per_channel(federation.mean, federation.features, dtype, device),
-            _per_channel(federation.std, federation.features, dtype, device),
-        )
+
+        def samples(x: Tensor, y: Tensor) -> Samples:
+            return Samples(x.to(device), y.to(device), self.classes, dtype, federation.mean, federation.std)
+
+        everything = samples(federation.x.flatten(0, 1), federation.y.flatten(0, 1))
+        tests = tuple(samples(test.x, test.y) for test in federation.tests)
+        self._shared = _Shared(federation, everything, tests, positions)
         self._at = torch.arange(len(federation))
         self.samples = positions["train"].count.to(dtype)
         objective = objective or (cross_entropy if self.classes else squared_error)
-        probe = torch.arange(2) % max(1, len(self._shared.x))
-        self.engine = engines.make(engine, self.layout, objective, self._prepare(probe), self._targets(probe))
-        self._check_outputs(self.engine, probe)
+        probe = torch.arange(2) % max(1, len(everything))
+        x, y = everything.inputs(probe), everything.targets(probe)
+        self.engine = engines.make(engine, self.layout, objective, x, y)
+        self._check_outputs(x)
         self.block = block or (1 if self.engine.name == "loop" else engines.default_block(self.layout, device))
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def _check_outputs(self, engine: engines.Engine, probe: Tensor) -> None:
+    def _check_outputs(self, x: Tensor) -> None:
         rows = self.layout.flatten_copy(self.layout.train_module)[None]
-        outputs = engine.forward(rows, self._prepare(probe)[None], self.layout.zero_inputs(1))
+        outputs = self.engine.forward(rows, x[None], self.layout.zero_inputs(1))
         if self.classes and outputs.shape[-1] < self.classes:
             raise ModelError(f"the module has {outputs.shape[-1]} outputs; expected {self.classes}, one a class")
 
@@ -183,29 +178,10 @@ class Task:
 
     # ------------------------------------------------------------------ data
 
-    def _prepare(self, flat: Int[Tensor, "..."]) -> Tensor:
-        """Return samples as the model takes them: floats, images scaled and normalised."""
-        x = self._shared.x[flat.to(self._shared.x.device)]
-        return self._normalise(x)
-
-    def _normalise(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.uint8:
-            return x.to(self.dtype)
-        x = x.to(self.dtype).div_(255)
-        if self._shared.mean is not None and self._shared.std is not None:
-            x = x.sub_(self._shared.mean).div_(self._shared.std)
-        return x
-
-    def _targets(self, flat: Int[Tensor, "..."]) -> Tensor:
-        y = self._shared.y[flat.to(self._shared.y.device)]
-        return y.to(torch.int64) if self.classes else y.to(self.dtype)
-
-    def _flat(self, clients: Tensor, places: Tensor, split: str) -> Tensor:
-        """Return where the samples at `places` of a split of some hosted clients lie among all samples."""
-        rows = self._at[clients]
+    def _places(self, split: str) -> Int[Tensor, "clients samples"]:
+        """Return where each hosted client's samples of a split lie among all samples."""
         width = self._shared.federation.split.shape[1]
-        places = self._shared.positions[split].at[rows].gather(1, places.clamp(min=0))
-        return rows[:, None] * width + places
+        return self._at[:, None] * width + self._shared.positions[split].at[self._at]
 
     # ------------------------------------------------------------------ training
 
@@ -241,27 +217,21 @@ class Task:
             raise ModelError(f"the module has no input buffer {sorted(unknown)[0]!r}; it has {known}")
         started = time.perf_counter()
         schedule = plan(local, self.counts("train"), self.ids, rng, purpose)
-        keys = rng.keys(f"{purpose}.dropout", self.ids) if self.layout.keys else None
+        order = schedule.order.clamp(min=0)
+        places = self._places("train").gather(1, order.flatten(1)).reshape(order.shape)
+        work = Training(
+            self._shared.samples,
+            places,
+            schedule.length,
+            local,
+            anchor=anchor if prox else None,
+            prox=prox,
+            inputs=inputs or {},
+            keys=(rng.keys(f"{purpose}.dropout", self.ids), self.layout.keys) if self.layout.keys else None,
+            foreign=lambda row: rng.torch_globals(f"{purpose}.torch", int(self.ids[row])),
+        )
         out = params.detach().clone()
-        losses = torch.full((len(self), schedule.steps), torch.nan, dtype=self.dtype)
-        for start in range(0, len(self), self.block):
-            rows = slice(start, min(start + self.block, len(self)))
-
-            def batch(members: Tensor, step: int, size: int, start: int = start) -> Batch:
-                members = members + start
-                flat = self._flat(members, schedule.order[members, step, :size], "train")
-                values = {name: value[members, step] for name, value in (inputs or {}).items()}
-                if keys is not None:
-                    values |= dict.fromkeys(self.layout.keys, (keys[members] + step * _GOLDEN).to(self.device))
-                return self._prepare(flat), self._targets(flat), values
-
-            near = None if anchor is None or not prox else (anchor[rows], prox)
-            job = partial(train_block, self.engine, out[rows], schedule.length[rows], local, batch, near)
-            if self.engine.name == "loop":  # foreign modules may draw from PyTorch's own generator
-                with rng.torch_globals(f"{purpose}.torch", int(self.ids[start])):
-                    losses[rows] = job()
-            else:
-                losses[rows] = job()
+        losses = self.engine.train(out, work, self.block)
         taken = schedule.length > 0
         info = {
             "loss": last_epoch_mean(losses, schedule),
@@ -306,39 +276,20 @@ class Task:
 
     def _measure(
         self,
-        table: Tensor,
+        table: Float[Tensor, "models params"],
         models: Int[Tensor, " pairs"],
         clients: Int[Tensor, " pairs"],
         split: str,
         inputs: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Float[Tensor, " pairs"]]:
         """Measure pairs of (row of the table, hosted client) on the client's own data."""
-        where = self._shared.positions[split]
-        width = where.at.shape[1]
-        extra = dict(inputs) if inputs is not None else self.layout.zero_inputs(len(table))
-        out: dict[str, list[Tensor]] = {"loss": [], **({"accuracy": []} if self.classes else {})}
-        features = max(1, self._shared.x[0].numel())
-        step = max(1, min(self.block if self.engine.name != "loop" else 64, _CHUNK // (width * features)))
-        for start in range(0, len(models), step):
-            model, client = models[start : start + step], clients[start : start + step]
-            flat = self._flat(client, torch.arange(width).expand(len(client), width), split)
-            outputs = self.engine.forward(table[model], self._prepare(flat), {k: v[model] for k, v in extra.items()})
-            inside = torch.arange(width) < where.count[self._at[client]][:, None]
-            for name, value in self._values(outputs, self._targets(flat)).items():
-                total = torch.where(inside.to(value.device), value, 0).sum(1)
-                out[name].append(total / where.count[self._at[client]].to(value))
-        empty = torch.zeros(0, dtype=self.dtype)
-        return {name: torch.cat(parts) if parts else empty for name, parts in out.items()}
+        pairs = Pairs(self._shared.samples, self._places(split), self.counts(split), models, clients)
+        values = self._run(table, pairs, inputs)
+        return values if self.classes else {"loss": values["loss"]}
 
-    def _values(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return loss and correctness of every sample: [pairs, samples]."""
-        pairs, samples = targets.shape[:2]
-        flat_targets = targets.reshape(pairs * samples, *targets.shape[2:])
-        losses = self.engine.objective(outputs.reshape(pairs * samples, *outputs.shape[2:]), flat_targets)
-        values = {"loss": losses.reshape(pairs, samples)}
-        if self.classes:
-            values["accuracy"] = (outputs.argmax(-1) == targets).to(self.dtype)
-        return values
+    def _run(self, table: Tensor, pairs: Pairs, inputs: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        extra = self.layout.zero_inputs(len(table)) if inputs is None else inputs
+        return self.engine.measure(table, pairs, extra, self.block)
 
     def evaluate(
         self, params: Float[Tensor, "clients params"], inputs: Mapping[str, Tensor] | None = None
@@ -347,45 +298,13 @@ class Task:
 
         "loss", and "accuracy" for classes; for regression "mse", the mean squared error. No random draw is made.
         """
-        federation = self._shared.federation
         names = ["loss", "accuracy"] if self.classes else ["loss", "mse"]
         out = {name: torch.full((len(self),), torch.nan, dtype=self.dtype) for name in names}
-        serves = federation.test_of[self._at]
-        for number, test in enumerate(federation.tests):
+        serves = self._shared.federation.test_of[self._at]
+        for number, test in enumerate(self._shared.tests):
             rows = (serves == number).nonzero().flatten()
-            for part in rows.split(max(1, self.block)):
-                for name, value in self.outputs_on(params, part, test.x, test.y, inputs).items():
-                    out[name][part] = value.cpu()
+            everything, size = torch.arange(len(test))[None], torch.tensor([len(test)])
+            pairs = Pairs(test, everything, size, rows, torch.zeros_like(rows))
+            for name, value in self._run(params, pairs, inputs).items():
+                out[name][rows] = value
         return out
-
-    def outputs_on(
-        self, params: Tensor, part: Tensor, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
-        """Return the mean of each metric of some hosted clients' models on one set of samples."""
-        extra = dict(inputs) if inputs is not None else self.layout.zero_inputs(len(self))
-        totals: dict[str, Tensor] = {}
-        step = max(1, min(len(x), (_CHUNK // max(1, x[0].numel())) // max(1, len(part))))
-        for start in range(0, len(x), step):
-            batch = self._normalise(x[start : start + step].to(self.device))
-            target = y[start : start + step].to(self.device)
-            target = target.to(torch.int64) if self.classes else target.to(self.dtype)
-            outputs = self.engine.forward(params[part], batch[None], {k: v[part] for k, v in extra.items()})
-            values = self._values(outputs, target.expand(len(part), *target.shape))
-            if not self.classes:
-                values["mse"] = self._squared(outputs, target.expand(len(part), *target.shape))
-            for name, value in values.items():
-                totals[name] = totals.get(name, 0) + value.sum(1)
-        return {name: total / len(x) for name, total in totals.items()}
-
-    @staticmethod
-    def _squared(outputs: Tensor, targets: Tensor) -> Tensor:
-        error = (outputs.reshape(targets.shape) - targets).square()
-        return error.reshape(*error.shape[:2], -1).mean(2)
-
-
-def _per_channel(
-    values: tuple[float, ...], features: tuple[int, ...], dtype: torch.dtype, device: str
-) -> Tensor | None:
-    if not values:
-        return None
-    return torch.tensor(values, dtype=dtype, device=device).reshape(-1, *(1 for _ in features[1:]))

@@ -1,21 +1,28 @@
-"""What an engine does: gradients and outputs of many models at once.
+"""What an engine does: train and measure many models at once.
 
-An engine knows nothing of clients, rounds or data sets: it takes rows of the population's matrix and batches, and
-returns losses, gradients and outputs. All engines compute the same numbers; they differ in how fast.
+An engine knows nothing of clients, rounds or methods: it takes rows of the population's matrix and work to do on
+them. All engines compute the same numbers; they differ in how fast. The default `train` and `measure` are built on
+`gradients` and `forward`; an engine may own the whole step instead.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
+import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn import functional
 
+from coterie.engine.optim import RowOptimizer
+from coterie.engine.work import Pairs, Training
 from coterie.models import Layout
 
 Objective = Callable[[Tensor, Tensor], Tensor]
 """(outputs [samples ...], targets [samples ...]) -> one loss a sample."""
+
+_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # input entries of one evaluation call, which bounds the activations
+_ALONE = 32  # samples of one call of one model on a CPU: the activations of a convolution stay in the cache
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -67,3 +74,119 @@ class Engine(ABC):
         inputs: Mapping[str, Shaped[Tensor, "clients *shape"]],
     ) -> Float[Tensor, "clients samples *outputs"]:
         """Return the outputs in evaluation mode; `x` with one leading entry is shared by all rows."""
+
+    def one_by_one(self, device: torch.device) -> bool:
+        """Return whether `forward` runs one model after another, so that measuring many at once gains nothing."""
+        return False
+
+    # ------------------------------------------------------------------ training
+
+    def train(
+        self, rows: Float[Tensor, "clients params"], work: Training, block: int
+    ) -> Float[Tensor, "clients steps"]:
+        """Train clients in place, `block` of them at once.
+
+        Args:
+            rows: the models, changed in place.
+            work: batches, optimiser and the rest.
+            block: how many to train at once.
+
+        Returns:
+            The loss of each step before its update; NaN where a client had no batch.
+        """
+        losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
+        for start in range(0, len(rows), block):
+            part = slice(start, min(start + block, len(rows)))
+            losses[part] = self._train_block(rows[part], work.part(part))
+        return losses
+
+    def _train_block(self, rows: Tensor, work: Training) -> Tensor:
+        trainable = self.layout.trainable
+        optimizer = RowOptimizer(work.local, rows[:, :trainable])
+        losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
+        for step in range(work.steps):
+            for size, members in work.groups(step):
+                whole = len(members) == len(rows)
+                part, state = (rows, optimizer) if whole else (rows[members], optimizer.take(members))
+                loss, grads, buffers = self.gradients(part, *work.batch(members, step, size))
+                if work.anchor is not None and work.prox:
+                    away = part[:, :trainable] - work.anchor[members, :trainable]
+                    grads = grads.add_(away, alpha=work.prox)
+                state.step(part[:, :trainable], grads, step + 1)
+                if self.layout.size > trainable:
+                    part[:, trainable:] = buffers
+                losses[members, step] = loss.to(losses)
+                if not whole:
+                    rows[members] = part
+                    optimizer.put(members, state)
+        return losses
+
+    # ------------------------------------------------------------------ evaluation
+
+    def measure(
+        self, table: Float[Tensor, "models params"], pairs: Pairs, inputs: Mapping[str, Tensor], block: int
+    ) -> dict[str, Float[Tensor, " pairs"]]:
+        """Return the mean of each metric for each pair; NaN for a set without samples.
+
+        Args:
+            table: the models.
+            pairs: which of them is measured on what.
+            inputs: values of the layout's input buffers, one a row of the table.
+            block: how many models to run at once.
+        """
+        totals = {name: table.new_zeros(len(pairs.models)) for name in pairs.metrics}
+        alone = self.one_by_one(table.device)
+        if alone or len(pairs.count) < len(pairs.models):
+            self._measure_sets(table, pairs, inputs, 1 if alone else block, totals)
+        else:
+            self._measure_blocks(table, pairs, inputs, block, totals)
+        number = pairs.count[pairs.sets].to(table)
+        return {name: (total / number).cpu() for name, total in totals.items()}
+
+    def _measure_sets(
+        self, table: Tensor, pairs: Pairs, inputs: Mapping[str, Tensor], block: int, totals: dict[str, Tensor]
+    ) -> None:
+        """Prepare each set once, in pieces, and run every model that is measured on it."""
+        size = _ALONE if self.one_by_one(table.device) else self._samples_at_once(pairs, table) // block + 1
+        order = torch.argsort(pairs.sets, stable=True)
+        found, repeats = torch.unique_consecutive(pairs.sets[order], return_counts=True)
+        for number, chosen in zip(found.tolist(), order.split(repeats.tolist()), strict=True):
+            for places in pairs.places[number, : int(pairs.count[number])].split(size):
+                x, y = pairs.samples.inputs(places)[None], pairs.samples.targets(places)
+                for part in chosen.split(block):
+                    models = pairs.models[part]
+                    outputs = self.forward(table[models], x, {k: v[models] for k, v in inputs.items()})
+                    for name, value in self._values(outputs, y.expand(len(part), *y.shape), pairs).items():
+                        totals[name][part] += value.sum(1)
+
+    def _measure_blocks(
+        self, table: Tensor, pairs: Pairs, inputs: Mapping[str, Tensor], block: int, totals: dict[str, Tensor]
+    ) -> None:
+        """Run a block of models at once, each on a set of its own."""
+        width = pairs.places.shape[1]
+        block = max(1, min(block, self._samples_at_once(pairs, table) // width))
+        for part in torch.arange(len(pairs.models)).split(block):
+            models, places = pairs.models[part], pairs.places[pairs.sets[part]]
+            inside = (torch.arange(width) < pairs.count[pairs.sets[part], None]).to(table.device)
+            outputs = self.forward(
+                table[models], pairs.samples.inputs(places), {k: v[models] for k, v in inputs.items()}
+            )
+            for name, value in self._values(outputs, pairs.samples.targets(places), pairs).items():
+                totals[name][part] = torch.where(inside, value, 0).sum(1)
+
+    @staticmethod
+    def _samples_at_once(pairs: Pairs, table: Tensor) -> int:
+        return _CHUNK.get(table.device.type, _CHUNK["cuda"]) // max(1, pairs.samples.x[0].numel())
+
+    def _values(self, outputs: Tensor, targets: Tensor, pairs: Pairs) -> dict[str, Tensor]:
+        """Return each metric of every sample: [models, samples]."""
+        models, samples = outputs.shape[:2]
+        flat = targets.reshape(models * samples, *targets.shape[2:])
+        losses = self.objective(outputs.reshape(models * samples, *outputs.shape[2:]), flat)
+        values = {"loss": losses.reshape(models, samples)}
+        if pairs.samples.classes:
+            values["accuracy"] = (outputs.argmax(-1) == targets).to(outputs.dtype)
+        else:
+            error = (outputs.reshape(targets.shape) - targets).square()
+            values["mse"] = error.reshape(models, samples, -1).mean(2)
+        return values

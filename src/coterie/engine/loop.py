@@ -7,12 +7,26 @@ import torch
 from torch import Tensor
 
 from coterie.engine.base import Engine
+from coterie.engine.work import Training
 
 
 class LoopEngine(Engine):
     """One client after another."""
 
     name: ClassVar[str] = "loop"
+
+    def one_by_one(self, device: torch.device) -> bool:
+        """See `Engine.one_by_one`."""
+        return True
+
+    def train(self, rows: Tensor, work: Training, block: int) -> Tensor:
+        """See `Engine.train`; `block` does not matter. Foreign modules may draw from PyTorch's own generator."""
+        losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
+        for row in range(len(rows)):
+            part = slice(row, row + 1)
+            with work.foreign(row):
+                losses[part] = self._train_block(rows[part], work.part(part))
+        return losses
 
     def gradients(
         self, rows: Tensor, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]

@@ -4,11 +4,14 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from torch import Tensor
-from torch.func import grad_and_value, vmap
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
 
 from coterie.engine.base import Engine, Objective
+from coterie.engine.rewrites import faster
 from coterie.models import Layout
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class VmapEngine(Engine):
@@ -18,6 +21,8 @@ class VmapEngine(Engine):
 
     def __init__(self, layout: Layout, objective: Objective) -> None:
         super().__init__(layout, objective)
+        self._eval_module = faster(layout.eval_module)
+        self._convolves = any(isinstance(part, _CONVOLUTIONS) for part in layout.eval_module.modules())
         self._gradients = vmap(grad_and_value(self._loss, has_aux=True))
         self._forward = vmap(self._outputs)
         self._forward_shared = vmap(self._outputs, in_dims=(0, None, 0))
@@ -28,7 +33,11 @@ class VmapEngine(Engine):
         return loss, {name: tensors[name] for name in state}
 
     def _outputs(self, tensors: dict, x: Tensor, inputs: dict) -> Tensor:
-        return self.layout.call({**tensors, **inputs}, x, training=False)
+        return functional_call(self._eval_module, {**tensors, **inputs}, (x,))
+
+    def one_by_one(self, device: torch.device) -> bool:
+        """See `Engine.one_by_one`. Convolutions with weights of their own for every model are slow on a CPU."""
+        return self._convolves and device.type == "cpu"
 
     def gradients(
         self, rows: Tensor, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]
@@ -46,6 +55,12 @@ class VmapEngine(Engine):
         """See `Engine.forward`."""
         with torch.no_grad():
             views = self.layout.views(rows)
+            if self.one_by_one(rows.device):
+                return torch.stack([self._one(views, x, inputs, i) for i in range(len(rows))])
             if len(x) == 1 and len(rows) > 1:
                 return self._forward_shared(views, x[0], dict(inputs))
             return self._forward(views, x, dict(inputs))
+
+    def _one(self, views: dict[str, Tensor], x: Tensor, inputs: Mapping[str, Tensor], i: int) -> Tensor:
+        tensors = {name: view[i] for name, view in views.items()}
+        return self._outputs(tensors, x[i if len(x) > 1 else 0], {name: value[i] for name, value in inputs.items()})

@@ -1,0 +1,153 @@
+"""What an engine is given to do: samples, one local training of some clients, pairs of a model and data to measure."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from coterie.engine.optim import LocalTraining
+
+_GOLDEN = 0x1F123BB5159A55E5  # an odd constant that spreads the keys of successive steps
+
+Batch = tuple[Tensor, Tensor, Mapping[str, Tensor]]
+"""Inputs, targets and values of the input buffers of some members of a block."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples as they are stored; they are prepared batch by batch.
+
+    Args:
+        x: the inputs. uint8 images are scaled to [0, 1] and normalised.
+        y: the targets.
+        classes: number of classes; 0 for regression.
+        dtype: floating-point type of models and inputs.
+        mean: per channel, for uint8 images; empty for "do not normalise".
+        std: per channel.
+    """
+
+    x: Shaped[Tensor, "samples *features"]
+    y: Shaped[Tensor, "samples *targets"]
+    classes: int
+    dtype: torch.dtype
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The shape of one input."""
+        return tuple(self.x.shape[1:])
+
+    def inputs(self, places: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
+        """Return samples as the model takes them: floats, images scaled and normalised."""
+        x = self.x[places.to(self.x.device)]
+        if x.dtype != torch.uint8:
+            return x.to(self.dtype)
+        x = x.to(self.dtype).div_(255)
+        if self.mean:
+            x = x.sub_(self._per_channel(self.mean)).div_(self._per_channel(self.std))
+        return x
+
+    def _per_channel(self, values: tuple[float, ...]) -> Tensor:
+        values_ = torch.tensor(values, dtype=self.dtype, device=self.x.device)
+        return values_.reshape(-1, *(1 for _ in self.features[1:]))
+
+    def targets(self, places: Int[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+        """Return targets: integer classes, or floats for regression."""
+        y = self.y[places.to(self.y.device)]
+        return y.to(torch.int64) if self.classes else y.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Training:
+    """One local training of some clients: everything an engine needs beside the models.
+
+    Args:
+        samples: where the batches come from.
+        places: the sample at each place of each batch; anything where a batch is shorter.
+        length: the size of each batch; 0 after a client's last step.
+        local: optimiser and its settings.
+        anchor: models to stay near.
+        prox: weight of the penalty for the distance to them.
+        inputs: values of the layout's input buffers, in each step.
+        keys: the key of each client's dropout masks, and the names of the buffers that take them.
+        foreign: (client's row) -> a context in which PyTorch's own generator is that client's, for foreign modules.
+    """
+
+    samples: Samples
+    places: Int[Tensor, "clients steps batch"]
+    length: Int[Tensor, "clients steps"]
+    local: LocalTraining
+    anchor: Float[Tensor, "clients params"] | None = None
+    prox: float = 0.0
+    inputs: Mapping[str, Shaped[Tensor, "clients steps *shape"]] = field(default_factory=dict)
+    keys: tuple[Int[Tensor, " clients"], tuple[str, ...]] | None = None
+    foreign: Callable[[int], AbstractContextManager[None]] = lambda _row: nullcontext()
+
+    @property
+    def steps(self) -> int:
+        """The largest number of steps of any client."""
+        return self.length.shape[1]
+
+    def part(self, rows: slice) -> "Training":
+        """Return the training of some of the clients."""
+        return replace(
+            self,
+            places=self.places[rows],
+            length=self.length[rows],
+            anchor=None if self.anchor is None else self.anchor[rows],
+            inputs={name: value[rows] for name, value in self.inputs.items()},
+            keys=None if self.keys is None else (self.keys[0][rows], self.keys[1]),
+            foreign=lambda row: self.foreign((rows.start or 0) + row),
+        )
+
+    def batch(self, members: Int[Tensor, " members"], step: int, size: int) -> Batch:
+        """Return the batches of some clients in a step."""
+        places = self.places[members, step, :size]
+        values = {name: value[members, step] for name, value in self.inputs.items()}
+        if self.keys is not None:
+            keys, names = self.keys
+            values |= dict.fromkeys(names, step_keys(keys[members], step).to(self.samples.x.device))
+        return self.samples.inputs(places), self.samples.targets(places), values
+
+    def groups(self, step: int) -> Iterator[tuple[int, Int[Tensor, " members"]]]:
+        """Group the clients that have a batch in a step by its size, so that no batch is padded."""
+        length = self.length[:, step]
+        for size in torch.unique(length).tolist():
+            if size:
+                yield size, (length == size).nonzero().flatten()
+
+
+def step_keys(keys: Int[Tensor, " clients"], step: int) -> Int[Tensor, " clients"]:
+    """Return the keys of a step's dropout masks from the clients' keys of one training."""
+    return keys + step * _GOLDEN
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of a model and a set of samples on which it is measured.
+
+    Args:
+        samples: where the sets lie.
+        places: the samples of each set; anything after its last one.
+        count: how many samples each set has.
+        models: the row of the table of models, of each pair.
+        sets: the set of each pair.
+    """
+
+    samples: Samples
+    places: Int[Tensor, "sets width"]
+    count: Int[Tensor, " sets"]
+    models: Int[Tensor, " pairs"]
+    sets: Int[Tensor, " pairs"]
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What is measured: the loss, and accuracy for classes or mean squared error else."""
+        return ("loss", "accuracy") if self.samples.classes else ("loss", "mse")
