@@ -33,7 +33,8 @@ class DataConfig:
         num_clients: number of clients; 20, or one for each natural group, when not given.
         train: training samples of each client; everything there is, shared evenly, when not given.
         validation: validation samples of each client.
-        shift: tables with `kind` and the fields of that kind (or `Shift` objects), applied in order.
+        shift: tables with `kind` and the fields of that kind (or `Shift` objects), applied in order; kept as tables
+            with every field.
         normalise: of images: "half" (mean and deviation 0.5), "standard" (the dataset's own; the first one's when
             there are several) or "none" (only scaled to [0, 1]).
         test: "cluster": one test set for each planted cluster, transformed like it; "client": one for each client.
@@ -66,9 +67,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         settle(self)
-        tables = tuple(write_shift(one) if isinstance(one, Shift) else dict(one) for one in self.shift)
-        object.__setattr__(self, "shift", tables)
-        self.shifts()
+        tables = [write_shift(one) if isinstance(one, Shift) else one for one in self.shift]
+        resolved = (write_shift(read_shift(table, f"shift[{i}]")) for i, table in enumerate(tables))
+        object.__setattr__(self, "shift", tuple(resolved))
         require(len(self.names) > 0, "dataset", self.dataset, "a name or a list of names")
         for name, low in {"num_clients": 1, "train": 1, "validation": 0, "test_samples": 1, "fixed_seed": 0}.items():
             value = getattr(self, name)
@@ -87,9 +88,7 @@ class DataConfig:
 
     def shifts(self) -> tuple[Shift, ...]:
         """Return the shifts, those that choose a client's pool first."""
-        shifts = [
-            read_shift(table, f"data.shift[{i}]") for i, table in enumerate(self.shift) if isinstance(table, Mapping)
-        ]
+        shifts = [read_shift(table) for table in self.shift if isinstance(table, Mapping)]
         kinds = [shift.kind for shift in shifts]
         if len(self.names) > 1 and "domain" not in kinds:
             shifts.append(read_shift({"kind": "domain"}))

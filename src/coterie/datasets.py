@@ -133,11 +133,6 @@ def _moments(x: Shaped[Tensor, "samples *features"]) -> Constants:
 
 
 def _check_samples(samples: Samples, classes: int, what: str) -> None:
-    for name, column in {"y": samples.y, **samples.columns}.items():
-        if len(column) != len(samples.x):
-            raise DataError(
-                f"{what} have {len(samples.x)} inputs and {len(column)} values of {name}; expected one each"
-            )
     if samples.x.is_floating_point() and not all_finite(samples.x):
         bad = int(
             (~torch.isfinite(samples.x.flatten(1) if samples.x.ndim > 1 else samples.x[:, None])).any(1).nonzero()[0]
@@ -221,10 +216,8 @@ def as_samples(x: Any, y: Any, classes: int | None, columns: Mapping[str, Tensor
         DataError: when the arrays cannot be used.
     """
     x, y = _tensor(x, "x"), _tensor(y, "y")
-    if x.ndim == 0 or y.ndim == 0:
-        raise DataError(
-            f"x has shape {tuple(x.shape)} and y {tuple(y.shape)}; expected the samples along the first axis"
-        )
+    if len(x) != len(y):
+        raise DataError(f"there are {len(x)} inputs and {len(y)} targets; expected one target for each input")
     if x.dtype == torch.uint8 and x.ndim == 3:
         x = x[:, None]
     if x.dtype == torch.uint8 and x.ndim == 4 and x.shape[1] > 4 and x.shape[3] in (1, 3, 4):
@@ -245,7 +238,7 @@ def as_samples(x: Any, y: Any, classes: int | None, columns: Mapping[str, Tensor
 
 def _tensor(value: Any, name: str) -> Tensor:
     if isinstance(value, Tensor):
-        return value.detach().cpu()
+        return torch.atleast_1d(value.detach().cpu())
     array = np.asarray(value)
     if array.dtype.kind not in "buif":
         raise DataError(f"{name} has type {array.dtype}; expected numbers")

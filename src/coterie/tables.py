@@ -36,8 +36,9 @@ def parse(cls: type[T], table: Mapping[str, object], where: str) -> T:
     for name, field in known.items():
         if name not in table and field.default is MISSING and field.default_factory is MISSING:
             raise ConfigError(f"{where}: {name} is missing; it has no default")
+    hints = typing.get_type_hints(cls)
     try:
-        return cls(**table)
+        return cls(**{name: _checked(name, value, hints[name]) for name, value in table.items()})
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
@@ -50,11 +51,16 @@ def settle(instance: Any) -> None:
     """
     hints = typing.get_type_hints(type(instance))
     for field in fields(instance):
-        found = getattr(instance, field.name)
-        fits, value = _fit(found, hints[field.name])
-        if not fits:
-            raise ConfigError(f"{field.name} is {found!r}; expected {_words(hints[field.name])}")
+        value = _checked(field.name, getattr(instance, field.name), hints[field.name])
         object.__setattr__(instance, field.name, value)
+
+
+def _checked(name: str, found: Any, hint: Any) -> Any:
+    """Return a value as it is kept, or refuse it."""
+    fits, value = _fit(found, hint)
+    if not fits:
+        raise ConfigError(f"{name} is {found!r}; expected {_words(hint)}")
+    return value
 
 
 def _fit(value: Any, hint: Any) -> tuple[bool, Any]:

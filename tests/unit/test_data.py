@@ -1,0 +1,158 @@
+"""The [data] table, and the federations it describes."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from coterie.data import DataConfig, build_federation
+from coterie.errors import ConfigError, DataError
+from coterie.shifts import Rotation
+
+DIGITS = {"dataset": "digits", "num_clients": 8, "train": 20, "validation": 5}
+
+
+def build(seed: int = 0, **change: object):
+    return build_federation(DataConfig.from_table(DIGITS | change), seed)
+
+
+def test_the_table_of_a_study_file_is_read_as_it_stands():
+    table = DIGITS | {"shift": [{"kind": "rotation", "degrees": [0, 90], "sizes": [4, 4]}]}
+    config = DataConfig.from_table(table)
+    assert config == DataConfig("digits", 8, 20, 5, [Rotation([0, 90], sizes=[4, 4])])
+    assert config.shift == ({"kind": "rotation", "degrees": [0, 90], "sizes": [4, 4], "assign": "blocks", "fill": 128},)
+
+
+def test_every_setting_is_explained():
+    assert DataConfig.__doc__ is not None
+    for name in DataConfig.__dataclass_fields__:
+        assert f"        {name}:" in DataConfig.__doc__
+
+
+def test_other_seeds_give_other_data_unless_the_seed_is_fixed():
+    assert build(0).fingerprint() == build(0).fingerprint()
+    assert build(0).fingerprint() != build(1).fingerprint()
+    assert build(0, fixed_seed=7).fingerprint() == build(1, fixed_seed=7).fingerprint()
+
+
+def test_the_fingerprint_is_the_same_in_another_process():
+    shift = [{"kind": "regression-targets", "clusters": 2}, {"kind": "quantity", "concentration_per_client": 1.0}]
+    table = {"dataset": "synthetic-regression", "num_clients": 6, "train": 20, "validation": 5, "shift": shift}
+    code = (
+        "from coterie.data import DataConfig, build_federation;"
+        f"print(build_federation(DataConfig.from_table({table!r}), 3).fingerprint())"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == build_federation(DataConfig.from_table(table), 3).fingerprint()
+
+
+def test_without_sizes_the_pool_is_shared_evenly():
+    """1,500 digits over 20 clients: 75 each, a fifth of them for validation."""
+    federation = build_federation(DataConfig("digits"), 0)
+    assert federation.counts("train").tolist() == [60] * 20
+    assert federation.counts("validation").tolist() == [15] * 20
+
+
+def test_validation_may_be_nothing_or_a_part():
+    assert build(validation=0).counts("validation").tolist() == [0] * 8
+    assert build_federation(DataConfig("digits", 8, 30), 0).counts("validation").tolist() == [8] * 8  # 30 x 0.2 / 0.8
+
+
+def test_normalisation_can_be_chosen():
+    assert build().mean == (0.5,)
+    assert build(normalise="none").mean == ()
+    standard = build(normalise="standard")
+    assert 0.2 < standard.mean[0] < 0.4
+    assert standard.std[0] > 0.3
+
+
+def test_each_client_may_have_a_test_set_of_its_own_samples():
+    federation = build(test="client", test_samples=6)
+    assert [len(test.x) for test in federation.tests] == [6] * 8
+    assert federation.test_of.tolist() == list(range(8))
+    assert federation.counts("train").tolist() == [20] * 8
+    own = torch.cat([federation.x[c][federation.split[c] >= 0] for c in range(8)]).flatten(1)
+    tests = torch.cat([test.x for test in federation.tests]).flatten(1)
+    assert float(torch.cdist(tests.float(), own.float()).min()) > 0  # no sample is in both
+
+
+def test_each_client_may_be_tested_on_the_test_set_in_its_own_class_shares():
+    """A client whose pool is one class is tested on that class; no test sample serves two clients."""
+    shift = [{"kind": "labels", "groups": [[0], [1], [2, 3], [4, 5, 6, 7, 8, 9]]}]
+    federation = build(shift=shift, test="client", test_source="test", test_samples=9)
+    assert set(federation.tests[0].y.tolist()) == {0}
+    assert set(federation.tests[3].y.tolist()) == {1}
+    assert set(federation.tests[4].y.tolist()) <= {2, 3}
+    tests = torch.cat([test.x for test in federation.tests]).flatten(1).float()
+    distances = torch.cdist(tests, tests) + torch.eye(len(tests)) * 1e9
+    assert float(distances.min()) > 0
+
+
+def test_own_test_sets_are_transformed_like_the_client():
+    plain = build(test="client", test_samples=6)
+    turned = build(test="client", test_samples=6, shift=[{"kind": "rotation", "degrees": [90]}])
+    np.testing.assert_array_equal(turned.tests[2].x.numpy(), np.rot90(plain.tests[2].x.numpy(), axes=(2, 3)))
+    assert torch.equal(turned.tests[2].y, plain.tests[2].y)
+
+
+def test_shared_test_sets_can_be_limited_and_are_the_same_samples_for_every_cluster():
+    federation = build(test_samples=50, shift=[{"kind": "rotation", "degrees": [0, 180]}])
+    assert [len(test.x) for test in federation.tests] == [50, 50]
+    assert torch.equal(federation.tests[1].x, torch.rot90(federation.tests[0].x, 2, (-2, -1)))
+
+
+def test_test_sets_are_stored_once():
+    federation = build(shift=[{"kind": "rotation", "degrees": [0, 90]}])
+    assert len(federation.tests) == 2
+    assert federation.test_of.tolist() == [0] * 4 + [1] * 4
+
+
+def test_a_label_group_without_test_samples_is_an_error(tmp_path):
+    from coterie.own_data import from_arrays
+
+    with pytest.raises(DataError, match='arrays has no test samples for "labels 1"; hold some out: test = "client"'):
+        from_arrays(
+            np.zeros((20, 2)), np.arange(20) % 2, num_clients=2, test=(np.zeros((3, 2)), np.zeros(3, int)),
+            shift=[{"kind": "labels", "groups": [[0], [1]]}],
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"num_client": 3}, ConfigError, "data: unknown key 'num_client'; did you mean 'num_clients'"),
+        ({"num_clients": "8"}, ConfigError, "data: num_clients is '8'; expected a whole number or nothing"),
+        ({"num_clients": 0}, ConfigError, "num_clients is 0; expected at least 1"),
+        ({"train": None}, ConfigError, "validation is 5 but train is not given"),
+        ({"normalise": "full"}, ConfigError, "expected 'half' or 'standard' or 'none'"),
+        ({"dataset": "digit"}, ConfigError, "did you mean 'digits'"),
+        ({"dataset": []}, ConfigError, "a name or a list of names"),
+        ({"options": {"dim": 3}}, ConfigError, "digits has no options"),
+        ({"train": 200}, DataError, "8 clients x 205 samples = 1,640; the pool has 1,500: lower num_clients"),
+        ({"shift": [{"kind": "rotation", "sizes": [1, 1, 1, 1]}]}, ConfigError, "add to 4; expected .* 8"),
+        ({"shift": [{"kind": "rotation"}] * 2, "num_clients": 3, "train": 2}, ConfigError, "each of the 4 clusters"),
+        ({"shift": "rotation"}, ConfigError, "shift is 'rotation'; expected a list"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(change, error, message):
+    with pytest.raises(error, match=message) as caught:
+        build(**change)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_synthetic_problem_of_the_papers():
+    """99 clients in three clusters, 50 + 100 samples of 10 features, 1,000 test samples a cluster."""
+    config = DataConfig("synthetic-regression", 99, 50, 100, [{"kind": "regression-targets", "sizes": [33, 33, 33]}])
+    federation = build_federation(config, 0)
+    assert federation.x.shape == (99, 150, 10)
+    assert [len(test.x) for test in federation.tests] == [1000] * 3
+    assert federation.truth is not None
+    assert torch.bincount(federation.truth.cluster).tolist() == [33] * 3
+    x, y = federation.x[:33].reshape(-1, 10).double(), federation.y[:33].reshape(-1, 1).double()
+    theta = torch.linalg.lstsq(x, y).solution
+    error = (federation.tests[0].x.double() @ theta)[:, 0] - federation.tests[0].y.double()
+    assert abs(float((error**2).mean()) - 9) < 5 * 9 * (2 / 1000) ** 0.5  # the noise floor, sigma^2 = 9
+    wider = build_federation(DataConfig("synthetic-regression", 3, 5, 5, options={"dim": 4, "test": 10}), 0)
+    assert wider.features == (4,)

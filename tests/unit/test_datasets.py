@@ -1,0 +1,143 @@
+"""Sources: the bundled datasets, one's own arrays, names that are not there."""
+
+import numpy as np
+import pytest
+import torch
+
+from coterie.datasets import Samples, Source, as_samples, digits, load, synthetic_regression
+from coterie.errors import ConfigError, DataError
+from coterie.rng import Rng
+
+
+def test_digits_are_split_once_and_for_all():
+    source = digits()
+    assert (len(source.train), len(source.test)) == (1500, 297)
+    assert source.train.x.shape[1:] == (1, 8, 8)
+    assert source.is_images
+    assert source.train.x.max() == 255
+    assert torch.equal(digits().test.x, source.test.x)
+    assert torch.bincount(torch.cat([source.train.y, source.test.y])).tolist() == [
+        178, 182, 177, 183, 181, 182, 181, 179, 174, 180,
+    ]  # fmt: skip
+
+
+def test_digits_can_be_learned():
+    """Nearest class mean on the pool is right on most of the test set: pixels and labels belong together."""
+    source = digits()
+    means = torch.stack([source.train.x[source.train.y == label].float().mean(0).flatten() for label in range(10)])
+    guess = torch.cdist(source.test.x.flatten(1).float(), means).argmin(1)
+    assert float((guess == source.test.y).float().mean()) > 0.85
+
+
+def test_synthetic_regression_has_the_noise_asked_for():
+    """Residuals of least squares on 4,000 samples have deviation 3; inputs fill -10 to 10."""
+    source = synthetic_regression(Rng(2), 4000, test=50)
+    x, y = source.train.x.double(), source.train.y.double()
+    theta = torch.linalg.lstsq(x, y[:, None]).solution
+    assert abs(float((x @ theta - y[:, None]).std()) - 3) < 5 * 3 / 8000**0.5
+    assert x.shape == (4000, 10)
+    assert float(x.abs().max()) <= 10
+    assert abs(float(x.var()) - 400 / 12) < 1
+    assert len(source.test) == 50
+    assert source.classes == 0
+
+
+def test_synthetic_regression_is_drawn_from_the_seed():
+    assert torch.equal(synthetic_regression(Rng(2), 9).train.y, synthetic_regression(Rng(2), 9).train.y)
+    assert not torch.equal(synthetic_regression(Rng(2), 9).train.y, synthetic_regression(Rng(3), 9).train.y)
+
+
+def test_constants_of_images():
+    """Half the pixels black and half white: mean 0.5, standard deviation 0.5; three quarters: 0.75 and 0.433."""
+    x = torch.tensor([0, 255, 255, 255], dtype=torch.uint8).reshape(2, 1, 1, 2)
+    source = Source("toy", Samples(x, torch.zeros(2).long()), Samples(x, torch.zeros(2).long()), 1)
+    assert source.constants("half") == ((0.5,), (0.5,))
+    assert source.constants("standard") == ((0.75,), (0.433,))
+    assert source.constants("none") == ((), ())
+    with pytest.raises(ConfigError, match="'half', 'standard' or 'none'"):
+        source.constants("full")
+
+
+def test_float_inputs_are_not_normalised():
+    assert synthetic_regression(Rng(0), 5).constants("half") == ((), ())
+
+
+def test_arrays_take_their_form_from_their_types():
+    grey = as_samples(np.zeros((5, 8, 8), np.uint8), np.arange(5) % 2, None)
+    assert grey.x.shape == (5, 1, 8, 8)
+    assert grey.y.dtype == torch.int64
+    vectors = as_samples(np.zeros((5, 3)), np.ones((5, 1), np.int32), None)
+    assert vectors.x.dtype == torch.float32
+    assert vectors.y.shape == (5,)
+    regression = as_samples(np.zeros((5, 3), np.float16), np.zeros((5, 2)), None)
+    assert regression.x.dtype == torch.float16
+    assert regression.y.dtype == torch.float32
+    whole = as_samples(torch.zeros(2, 3), torch.tensor([0.0, 1.0]), 2)
+    assert whole.y.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "classes", "message"),
+    [
+        (np.zeros((5, 8, 8, 3), np.uint8), np.zeros(5, int), None, r"channels last; .* x.transpose\(0, 3, 1, 2\)"),
+        (np.zeros((5, 3)), np.full(5, 0.5), 3, "y has fractions"),
+        (np.zeros((5, 3)), np.zeros((5, 2), int), None, "expected one class for each sample"),
+        (np.array(["a"]), np.zeros(1), None, "x has type <U1; expected numbers"),
+        (np.zeros(()), np.zeros(3), None, "there are 1 inputs and 3 targets; expected one target for each input"),
+        (torch.zeros(3, 2), torch.tensor(1), None, "3 inputs and 1 targets"),
+    ],
+)
+def test_arrays_that_cannot_be_used_are_refused(x, y, classes, message):
+    with pytest.raises(DataError, match=message):
+        as_samples(x, y, classes)
+
+
+def toy(x: torch.Tensor, y: torch.Tensor, classes: int, test_x: torch.Tensor | None = None) -> Source:
+    empty = x[:0] if test_x is None else test_x
+    return Source("toy", Samples(x, y), Samples(empty, y[: len(empty)]), classes)
+
+
+def test_bad_values_are_found_at_the_door():
+    x, y = torch.zeros(3, 2), torch.tensor([0, 1, 2])
+    assert toy(x, y, 3).check().classes == 3
+    with pytest.raises(DataError, match="labels from 0 to 2; expected 0 to 1: raise `classes`"):
+        toy(x, y, 2).check()
+    with pytest.raises(DataError, match="labels from -1 to 1"):
+        toy(x, y - 1, 3).check()
+    bad = x.clone()
+    bad[1, 0] = torch.nan
+    with pytest.raises(DataError, match=r"NaN or infinity in the inputs \(first in sample 1\)"):
+        toy(bad, y, 3).check()
+    with pytest.raises(DataError, match="NaN or infinity in the targets"):
+        toy(x, torch.tensor([0.0, torch.inf, 1]), 0).check()
+    with pytest.raises(DataError, match=r"training inputs have shape \(2,\), test inputs \(4,\)"):
+        toy(x, y, 3, torch.zeros(1, 4)).check()
+
+
+def test_an_unknown_name_is_answered_with_the_nearest(tmp_path, monkeypatch):
+    monkeypatch.delenv("COTERIE_DATA", raising=False)
+    with pytest.raises(ConfigError, match="unknown dataset 'digts'; did you mean 'digits'"):
+        load("digts")
+    (tmp_path / "flowers").mkdir()
+    with pytest.raises(ConfigError, match="did you mean 'flowers'"):
+        load("flower", data_dir=tmp_path)
+
+
+def test_a_known_dataset_that_is_not_here_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.delenv("COTERIE_DATA", raising=False)
+    expected = r"there is no data folder; give --data-dir .*mnist/train-\*.parquet, or pip install coterie\[hub\]"
+    with pytest.raises(DataError, match=expected):
+        load("mnist")
+    with pytest.raises(DataError, match="has no folder mnist"):
+        load("mnist", data_dir=tmp_path)
+    monkeypatch.setenv("COTERIE_DATA", str(tmp_path / "nowhere"))
+    with pytest.raises(DataError, match=r"the data folder .*nowhere does not exist"):
+        load("mnist")
+
+
+def test_options_are_for_the_datasets_that_have_them():
+    assert load("synthetic-regression", samples=7, options={"dim": 2, "test": 3}).train.x.shape == (7, 2)
+    with pytest.raises(ConfigError, match="unknown key 'dims'; did you mean 'dim'"):
+        load("synthetic-regression", samples=7, options={"dims": 2})
+    with pytest.raises(ConfigError, match="digits has no options"):
+        load("digits", options={"dim": 2})

@@ -1,0 +1,173 @@
+"""Federations from one's own arrays and PyTorch datasets."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset, TensorDataset
+
+from coterie import Federation
+from coterie.errors import ConfigError, DataError
+
+
+def arrays(size: int = 40) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs whose first feature is the number of the sample, and labels that are its last digit."""
+    x = np.stack([np.arange(size), np.zeros(size)], axis=1)
+    return x, np.arange(size) % 10
+
+
+class Pairs(Dataset):
+    def __init__(self, pairs: list) -> None:
+        self.pairs = pairs
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, place: int):
+        return self.pairs[place]
+
+
+def held(federation: Federation, client: int) -> set[int]:
+    """The samples a client has, wherever they are used."""
+    own = federation.x[client][federation.split[client] >= 0][:, 0].tolist()
+    return set(map(int, own)) | set(map(int, federation.tests[int(federation.test_of[client])].x[:, 0].tolist()))
+
+
+def test_arrays_with_client_ids_keep_every_sample_at_its_client():
+    x, y = arrays()
+    owner = np.array(["b"] * 10 + ["a"] * 25 + ["c"] * 5)
+    federation = Federation.from_arrays(x, y, clients=owner)
+    assert held(federation, 0) == set(range(10, 35))  # "a" is the first in sorted order
+    assert held(federation, 1) == set(range(10))
+    assert held(federation, 2) == set(range(35, 40))
+    assert federation.counts("train").tolist() == [16, 6, 3]  # 25: 5 tests, 4 validation; 10: 2 and 2; 5: 1 and 1
+    assert federation.counts("validation").tolist() == [4, 2, 1]
+    assert [len(test.x) for test in federation.tests] == [5, 2, 1]
+    assert federation.classes == 10
+    assert federation.truth is None
+    assert federation.x.dtype == torch.float32
+
+
+def test_labels_stay_with_their_inputs():
+    federation = Federation.from_arrays(*arrays(), num_clients=4)
+    used = federation.split >= 0
+    assert torch.equal(federation.x[used][:, 0].long() % 10, federation.y[used])
+    assert all(torch.equal(test.x[:, 0].long() % 10, test.y) for test in federation.tests)
+
+
+def test_a_given_test_set_serves_everyone_and_nothing_is_held_out():
+    x, y = arrays()
+    federation = Federation.from_arrays(x, y, num_clients=4, test=(x[:6], y[:6]))
+    assert len(federation.tests) == 1
+    assert federation.tests[0].x[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert int((federation.split >= 0).sum()) == 40
+
+
+def test_known_clusters_become_the_truth():
+    x, y = arrays()
+    owner = np.repeat([7, 3, 5, 9], 10)
+    by_value = Federation.from_arrays(x, y, clients=owner, clusters={3: 1, 5: 0, 7: 1, 9: 2})
+    assert by_value.truth is not None
+    assert by_value.truth.cluster.tolist() == [1, 0, 1, 2]  # clients 3, 5, 7, 9
+    by_order = Federation.from_arrays(x, y, clients=owner, clusters=[1, 0, 1, 2])
+    assert by_order.fingerprint() == by_value.fingerprint()
+    with pytest.raises(DataError, match="clusters has nothing for client 9"):
+        Federation.from_arrays(x, y, clients=owner, clusters={3: 1, 5: 0, 7: 1})
+    with pytest.raises(DataError, match="clusters has 3 values; expected one for each of the 4 clients"):
+        Federation.from_arrays(x, y, clients=owner, clusters=[0, 1, 1])
+    with pytest.raises(ConfigError, match="clusters is given without clients"):
+        Federation.from_arrays(x, y, num_clients=2, clusters=[0, 1])
+
+
+def test_a_shift_can_be_planted_in_ones_own_images():
+    x = np.random.Generator(np.random.Philox(0)).integers(0, 256, (40, 6, 6), dtype=np.uint8)
+    federation = Federation.from_arrays(
+        x, np.arange(40) % 2, num_clients=4, shift=[{"kind": "rotation", "degrees": [0, 90]}], normalise="standard"
+    )
+    assert federation.truth is not None
+    assert federation.truth.cluster.tolist() == [0, 0, 1, 1]
+    assert federation.origin is not None
+    first = int(federation.origin[3, 0])
+    np.testing.assert_array_equal(federation.x[3, 0, 0].numpy(), np.rot90(x[first]))
+    assert abs(federation.mean[0] - x.mean() / 255) < 1e-4
+
+
+def test_float_targets_make_a_regression():
+    x, y = arrays()
+    federation = Federation.from_arrays(x, y / 3, num_clients=4)
+    assert federation.classes == 0
+    assert federation.outputs == 1
+    several = Federation.from_arrays(x, np.stack([y / 3, y / 2, y], axis=1), num_clients=4)
+    assert several.outputs == 3
+    assert several.y.shape[2:] == (3,)
+
+
+def test_a_list_of_datasets_has_one_client_each():
+    x, y = (torch.from_numpy(part) for part in arrays())
+    federation = Federation.from_datasets([TensorDataset(x[:10], y[:10]), TensorDataset(x[10:], y[10:])])
+    assert [held(federation, client) for client in (0, 1)] == [set(range(10)), set(range(10, 40))]
+
+
+def test_a_dataset_with_ids_may_hold_pictures():
+    pictures = [(Image.new("RGB", (4, 4), (place, 0, 200)), place % 3) for place in range(12)]
+    federation = Federation.from_dataset(Pairs(pictures), [place // 6 for place in range(12)], classes=3)
+    assert federation.features == (3, 4, 4)
+    assert federation.x.dtype == torch.uint8
+    assert set(federation.x[0][federation.split[0] >= 0][:, 0, 0, 0].tolist()) <= set(range(6))
+    assert set(federation.x[1][federation.split[1] >= 0][:, 2].flatten().tolist()) == {200}
+
+
+def test_numbers_as_inputs_are_vectors_of_no_axis():
+    federation = Federation.from_datasets([Pairs([(float(i), 2.0 * i) for i in range(8)])])
+    assert federation.features == ()
+    assert federation.classes == 0
+
+
+@pytest.mark.parametrize(
+    ("datasets", "message"),
+    [
+        ([], "there are no datasets"),
+        ([Pairs([])], "dataset 0 is empty"),
+        ([Pairs([torch.zeros(2)])], "dataset 0: item 0 is a Tensor; expected a pair"),
+        ([Pairs([(torch.zeros(2), 0), (torch.zeros(3), 0)])], r"inputs of different shapes: \(2,\) and \(3,\)"),
+        ([Pairs([(torch.zeros(2), 0)]), Pairs([(torch.zeros(3), 0)])], "different types or shapes"),
+    ],
+)
+def test_datasets_that_cannot_be_used_are_refused(datasets, message):
+    with pytest.raises(DataError, match=message):
+        Federation.from_datasets(datasets)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({}, ConfigError, "give either clients .* or num_clients"),
+        ({"clients": [0] * 40, "num_clients": 2}, ConfigError, "give either clients"),
+        ({"clients": [0] * 39}, DataError, "expected one value for each of the 40 samples"),
+        ({"num_clients": 4, "classes": 5}, DataError, "labels from 0 to 9; expected 0 to 4"),
+        ({"num_clients": 4, "class_names": ["a"]}, ConfigError, "10 names, one for each class"),
+        ({"num_clients": 41}, DataError, "41 clients; the pool has 40 samples: lower num_clients"),
+        ({"num_clients": 20}, DataError, "leaves none for training"),
+        ({"num_clients": 4, "train": 20}, DataError, r"4 clients x \d+ samples = \d+; the pool has 40"),
+        ({"num_clients": 4, "test": (np.zeros((2, 3)), [0, 1])}, DataError, r"training inputs have shape \(2,\)"),
+        ({"num_clients": 4, "test": (np.zeros((2, 2)), [0, 12])}, DataError, "the test data have labels from 0 to 12"),
+        ({"num_clients": 4, "validation_fraction": 1.0}, ConfigError, "a share from 0 to below 1"),
+        ({"num_clients": 4, "test_fraction": 0.0}, DataError, "no samples are held out for testing"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(change, error, message):
+    with pytest.raises(error, match=message) as caught:
+        Federation.from_arrays(*arrays(), **change)
+    assert "\n" not in str(caught.value)
+
+
+def test_nan_in_the_data_is_found():
+    x, y = arrays()
+    x[7, 1] = np.nan
+    with pytest.raises(DataError, match="first in sample 7"):
+        Federation.from_arrays(x, y, num_clients=4)
+
+
+def test_empty_arrays_are_refused():
+    with pytest.raises(DataError, match="the pool has 0 samples"):
+        Federation.from_arrays(np.zeros((0, 2)), np.zeros(0, int), num_clients=2)
