@@ -1,10 +1,12 @@
 """Sequential schedules: clients act one after another and read each other's newest models.
 
-Published code of two papers works so. It is reproduced in simulation by hosting one client at a time over a live
-table; the methods do not change. Between real machines there is no such order, so these schedules stay here.
+Published code of two papers works so. It is reproduced in simulation over a live table, hosting at a time the clients
+that do not wait for each other; the methods do not change. Between real machines there is no such order, so these
+schedules stay here.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,11 +47,11 @@ class Live:
         self._pulled = True
         return read(self.board, self._reader, peers, self.population)
 
-    def update(self, row: int, message: Message) -> None:
-        """Show what one client publishes from now on."""
-        self.board.params[row] = message.params[0]
+    def update(self, rows: Int[Tensor, " rows"], message: Message) -> None:
+        """Show what some clients publish from now on."""
+        self.board.params[rows] = message.params
         for name, value in message.fields.items():
-            self.board.fields[name][row] = value[0]
+            self.board.fields[name][rows] = value
 
     def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
         """Refuse: sequential schedules are for peer-to-peer methods."""
@@ -71,6 +73,8 @@ def sequential_round(
 ) -> tuple[State, Info]:
     """Run one round client after client, in an order drawn anew each round.
 
+    Clients that do not wait for each other act together, which changes the speed and nothing else.
+
     Args:
         method: a peer-to-peer method with one exchange a round.
         rnd: the round, with all clients that take part.
@@ -80,24 +84,92 @@ def sequential_round(
         standing: what the clients that stopped go on publishing, with ids.
     """
     state = State(state.params.clone(), map_tensors(state.memory, torch.clone), state.shared)
-    info_of: list[dict[str, Tensor]] = [{} for _ in range(len(rnd.ids))]
     live = Live(_with_standing(method.message(rnd.task, state), rnd.ids, standing), rnd.task.population)
-    for row in rnd.rng.generator("order").permutation(len(rnd.ids)).tolist():
-        one = torch.tensor([row])
-        alone = dataclasses.replace(rnd, task=rnd.task.rows(one), exchange=live)
-        live.enter(alone.ids)
-        new, info = method.settled_exchange(alone, state.take(one))
+    order = rnd.rng.generator("order").permutation(len(rnd.ids))
+    infos: list[Info] = []
+    acted = waves(order.tolist(), _readings(method, rnd, state))
+    for rows in acted:
+        part = dataclasses.replace(rnd, task=rnd.task.rows(rows), exchange=live)
+        live.enter(part.ids)
+        new, info = method.settled_exchange(part, state.take(rows))
         if schedule == "sequential":
-            new, trained = method.train(alone, new)
+            new, trained = method.train(part, new)
             info = {**info, **trained}
-        _assign(state, row, new)
-        live.update(row, method.message(alone.task, new))
-        info_of[row] = dict(info)
-    joined = {name: torch.cat([info[name] for info in info_of]) for name in (info_of[0] if info_of else {})}
+        _assign(state, rows, new)
+        live.update(rows, method.message(part.task, new))
+        infos.append(info)
+    joined = _join(infos, acted)
     if schedule == "sequential_exchange":
         state, trained = method.train(rnd, state)
         joined |= trained
     return state, joined
+
+
+class _Asked(Exception):
+    """Carries what a method asked for out of its exchange, before anything is computed with the answer."""
+
+    def __init__(self, peers: Tensor) -> None:
+        super().__init__()
+        self.peers = peers
+
+
+class _Listen(Live):
+    """An exchange that only hears whom the clients want to read."""
+
+    def __init__(self) -> None:
+        """Hold nothing."""
+
+    def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
+        """Stop here."""
+        raise _Asked(peers)
+
+
+def _readings(method: PeerMethod, rnd: Round, state: State) -> list[list[int]]:
+    """Return the rows that each row will read: a client chooses from what it knew before the round."""
+    try:
+        method.exchange(dataclasses.replace(rnd, exchange=_Listen()), state)
+    except _Asked as asked:
+        row_of = {client: row for row, client in enumerate(rnd.ids.tolist())}
+        return [[row_of[peer] for peer in peers if peer in row_of] for peers in asked.peers.tolist()]
+    return [[] for _ in range(len(rnd.ids))]
+
+
+def waves(order: Sequence[int], readings: Sequence[Sequence[int]]) -> list[Int[Tensor, " rows"]]:
+    """Group clients that act one after another into waves of clients that may as well act together.
+
+    A client acts in a later wave than those before it whom it reads, and no sooner than those before it who read it:
+    these are to see what it published before it acted.
+
+    Args:
+        order: the rows in the order in which they act.
+        readings: the rows that each row reads.
+
+    Returns:
+        The rows of each wave, ascending.
+
+    Example:
+        >>> waves([2, 0, 1], [[2], [], [1]])  # 0 reads what 2 publishes; 2 reads 1 before 1 acts
+        [tensor([1, 2]), tensor([0])]
+    """
+    wave = [0] * len(order)
+    acted: set[int] = set()
+    for row in order:
+        before = [wave[other] + 1 for other in readings[row] if other in acted]
+        wave[row] = max([wave[row], *before])
+        for other in readings[row]:
+            if other not in acted:
+                wave[other] = max(wave[other], wave[row])
+        acted.add(row)
+    number = torch.tensor(wave, dtype=torch.int64)
+    return [(number == index).nonzero().flatten() for index in range(max(wave, default=-1) + 1)]
+
+
+def _join(infos: Sequence[Info], rows: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Put what was reported in each wave into the order of the rows."""
+    if not infos:
+        return {}
+    place = torch.argsort(torch.cat(list(rows)))
+    return {name: torch.cat([info[name] for info in infos])[place] for name in infos[0]}
 
 
 def _with_standing(message: Message, ids: Tensor, standing: Message | None) -> Message:
@@ -108,9 +180,9 @@ def _with_standing(message: Message, ids: Tensor, standing: Message | None) -> M
     return Message(torch.cat([message.params, standing.params]), fields, torch.cat([ids, standing.ids]))
 
 
-def _assign(state: State, row: int, new: State) -> None:
-    """Put one client's new state into a state that is owned here."""
-    state.params[row] = new.params[0]
+def _assign(state: State, rows: Tensor, new: State) -> None:
+    """Put the new state of some clients into a state that is owned here."""
+    state.params[rows] = new.params
     if state.memory is not None:
         for item in dataclasses.fields(state.memory):
-            getattr(state.memory, item.name)[row] = getattr(new.memory, item.name)[0]
+            getattr(state.memory, item.name)[rows] = getattr(new.memory, item.name)
