@@ -7,6 +7,18 @@ import importlib
 from typing import Any
 
 _HOME = {
+    "METHODS": "coterie.methods",
+    "FixTopology": "coterie.methods.fix_topology",
+    "Local": "coterie.methods.local",
+    "LocalTraining": "coterie.task",
+    "Oracle": "coterie.methods.oracle",
+    "Settings": "coterie.settings",
+    "StudyConfig": "coterie.config",
+    "load_study": "coterie.config",
+    "run_study": "coterie.study",
+    "resume_study": "coterie.study",
+    "simulate": "coterie.run",
+    "write_report": "coterie.report",
     "Federation": "coterie.federation",
     "DataConfig": "coterie.data",
     "Exchange": "coterie.exchange",
@@ -24,6 +36,8 @@ _HOME = {
     "build_federation": "coterie.data",
 }
 
+_NAMES = {"load_study": "load"}  # names that say more here than in their module
+
 __version__ = "0.1.0"
 __all__ = sorted([*_HOME, "__version__"])
 
@@ -31,7 +45,7 @@ __all__ = sorted([*_HOME, "__version__"])
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'coterie' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_HOME[name]), _NAMES.get(name, name))
 
 
 def __dir__() -> list[str]:

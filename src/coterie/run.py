@@ -102,19 +102,7 @@ def simulate(
     if folder is not None and not resume and checkpoint.exists(folder):
         raise RunExistsError(f"{folder} holds a run already; resume it, overwrite it, or choose another folder")
     truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
-    if "truth" in method.needs and federation.truth is None:
-        raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
-    task = Task(
-        federation.host(federation.ids),
-        method.model(source(model, federation.features, federation.outputs)),
-        init=settings.init,
-        buffers=settings.buffers,
-        engine=settings.engine,
-        block=settings.block,
-        dtype=DTYPES[settings.dtype],
-        device=settings.device,
-        clusters=truth if "truth" in method.needs else None,
-    )
+    task = make_task(federation, method, model, settings)
     record = Record(truth)
     door = exchange or InMemory(federation.ids, federation.population)
     loop = Loop(task, method, door, settings, Rng(seed), record)
@@ -137,6 +125,35 @@ def simulate(
     metrics = record.metrics
     lost = set(metrics.loc[metrics["metric"] == "diverged", "client"].tolist())
     return Run(label or method.kind, seed, method, settings, metrics, record.edges, timing, params, tuple(sorted(lost)))
+
+
+def make_task(federation: Federation, method: Method, model: ModelSource, settings: Settings) -> Task:
+    """Return the task of a run that hosts a whole federation; with it, everything a run needs has been checked.
+
+    Args:
+        federation: the data; its truth reaches the task only if the method declares that it needs it.
+        method: a method.
+        model: a name of `models.NETS`, an nn.Module, or a factory of modules.
+        settings: how the run goes.
+
+    Raises:
+        ConfigError: when the method needs planted clusters and there are none, or a name is unknown.
+        ModelError: when the module cannot be trained on such data.
+    """
+    knows = "truth" in method.needs
+    if knows and federation.truth is None:
+        raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
+    return Task(
+        federation.host(federation.ids),
+        method.model(source(model, federation.features, federation.outputs)),
+        init=settings.init,
+        buffers=settings.buffers,
+        engine=settings.engine,
+        block=settings.block,
+        dtype=DTYPES[settings.dtype],
+        device=settings.device,
+        clusters=federation.truth.cluster if knows and federation.truth is not None else None,
+    )
 
 
 def _timing(loop: Loop, started: float, earlier: dict[str, float]) -> dict[str, float]:

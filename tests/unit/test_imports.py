@@ -19,10 +19,11 @@ LAYERS = (
     ("task", "engine"),
     ("methods",),
     ("run", "record", "settings", "checkpoint", "sequential", "loop", "net", "testing"),
-    ("config", "ledger", "graph", "cluster", "papers", "summary"),
+    ("overrides", "config", "catalogue", "fanout", "ledger", "graph", "cluster", "papers", "summary"),
     ("payload", "report"),
     ("study", "compare", "tune"),
-    ("progress", "cli", "__main__"),
+    ("display",),
+    ("cli", "__main__"),
 )  # fmt: skip
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ROOT = Path(coterie.__file__).parent

@@ -1,11 +1,14 @@
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
-from coterie.tables import parse, settle
+from coterie.tables import dumps, parse, plain, settle
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,9 @@ def test_lists_become_tuples_and_whole_numbers_become_floats_where_floats_are_ex
         ({"size": 1, "on": "false"}, "x: on is 'false'; expected true or false"),
         ({"size": 1, "rate": True}, "x: rate is True; expected a number"),
         ({"size": 1, "mode": "c"}, "x: mode is 'c'; expected 'a' or 'b'"),
-        ({"size": 1, "levels": ["1"]}, "expected a number or a list (of a number) or nothing"),
+        ({"size": 1, "levels": ["1"]}, 'expected a number or a list (of a number) or "none"'),
         ({"size": 1, "groups": "12"}, "expected a list (of a list (of a whole number))"),
-        ({"size": 1, "extra": []}, "expected a table or nothing"),
+        ({"size": 1, "extra": []}, 'expected a table or "none"'),
         ({"size": 1, "raet": 2}, "x: unknown key 'raet'; did you mean 'rate'?"),
         ({}, "x: size is missing"),
     ],
@@ -50,3 +53,41 @@ def test_a_value_that_does_not_fit_is_refused_in_words(table, message):
     with pytest.raises(ConfigError) as caught:
         parse(Example, table, "x")
     assert message in str(caught.value)
+
+
+@dataclass(frozen=True)
+class Unsettled:
+    number: int
+    share: float = 0.5
+    rule: Literal["a", 1] = "a"
+    limit: int | None = None
+    seen: Sequence[float] = ()
+
+
+plain_values = st.recursive(
+    st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(max_size=5), plain_values, max_size=4))
+def test_what_is_written_as_toml_is_read_back(content):
+    """Any table of plain values, whatever its keys and texts, survives the way through a file."""
+    assert tomllib.loads(dumps(content)) == content
+
+
+def test_a_dataclass_comes_back_from_its_table():
+    made = Unsettled(3, seen=(0.25, 1.0), limit=4)
+    assert parse(Unsettled, plain(made), "x") == made
+
+
+def test_what_may_be_unset_is_unset_by_none():
+    assert parse(Unsettled, {"number": 1, "limit": "none"}, "x").limit is None
+
+
+def test_a_dataclass_that_does_not_check_itself_is_checked_all_the_same():
+    for table in ({"number": True}, {"number": 1, "rule": True}, {"number": 1, "seen": [0.5, "x"]}):
+        with pytest.raises(ConfigError, match=r"x: .* expected"):
+            parse(Unsettled, table, "x")
+    assert isinstance(parse(Unsettled, {"number": 1, "share": 1}, "x").share, float)

@@ -1,0 +1,73 @@
+"""What there is to choose from, for people: methods with their parameters and papers, read off the classes."""
+
+import inspect
+import re
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from coterie.methods.base import Method
+from coterie.tables import words
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One field of a configuration class, as its documentation tells it.
+
+    Args:
+        name: of the field.
+        expects: the type, in words.
+        default: its default; None when it has none.
+        text: what the class's docstring says of it.
+    """
+
+    name: str
+    expects: str
+    default: Any
+    text: str
+
+
+def parameters(cls: type[Any]) -> list[Parameter]:
+    """Return the fields of a dataclass with their defaults and the texts of its docstring's Args section."""
+    texts, kinds = arguments(inspect.getdoc(cls) or ""), inspect.get_annotations(cls, eval_str=True)
+    found = []
+    for field in fields(cls):
+        default = field.default
+        if default is MISSING and field.default_factory is not MISSING:
+            default = field.default_factory()
+        if field.init:
+            text = texts.get(field.name, "")
+            found.append(Parameter(field.name, words(kinds[field.name]), None if default is MISSING else default, text))
+    return found
+
+
+def arguments(doc: str) -> dict[str, str]:
+    r"""Return the entries of the Args section of a Google-style docstring.
+
+    Example:
+        >>> arguments("Sum.\n\nArgs:\n    a: the first,\n        and more.\n    b, c: others.\n\nReturns:\n    x")
+        {'a': 'the first, and more.', 'b': 'others.', 'c': 'others.'}
+    """
+    match = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", doc, re.MULTILINE)
+    entries: dict[str, str] = {}
+    names: list[str] = []
+    for line in inspect.cleandoc("\n" + match.group(1)).splitlines() if match else ():
+        head = re.match(r"([\w, ]+): (.*)", line)
+        if head and not line.startswith(" "):
+            names = [name.strip() for name in head.group(1).split(",")]
+            entries |= dict.fromkeys(names, head.group(2))
+        elif line.strip():
+            entries |= {name: f"{entries[name]} {line.strip()}" for name in names}
+    return entries
+
+
+def default(value: Any) -> str:
+    """Return a default as a study file would say it."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def description(method: type[Method]) -> str:
+    """Return the text of a method's docstring before its sections."""
+    doc = inspect.getdoc(method) or ""
+    return re.split(r"^\w+:\n", doc, maxsplit=1, flags=re.MULTILINE)[0].strip()

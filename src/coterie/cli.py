@@ -1,0 +1,298 @@
+"""The command line. Heavy libraries are imported inside the commands, so that help is quick.
+
+Exit status: 0; 2 for bad input, with one line on standard error; 130 after Ctrl-C. Results go to standard output,
+progress and messages to standard error.
+"""
+
+import json
+import os
+import shlex
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from coterie.errors import ConfigError, CoterieError, unknown
+
+app = typer.Typer(
+    name="coterie",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+# Every mistake in how a command was called: click's ClickException, wherever this version of typer keeps it.
+_Usage: type[typer.BadParameter] = typer.BadParameter.__mro__[2]  # type: ignore[assignment]
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option("--data-dir", envvar="COTERIE_DATA", help="Folder with datasets, in the Hugging Face layout."),
+]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder under which the study's folder is made.")]
+Workers = Annotated[int | None, typer.Option("--workers", "-w", min=1, help="Processes; one a core by default.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON, for programs.")]
+StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study file, or the name of a built-in study.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="PATH=VALUE", help="Change a setting, e.g. methods.dac.tau=30. Repeatable."),
+]
+Seeds = Annotated[str | None, typer.Option(help="How many seeds (5), or which (0,3,7).")]
+
+
+@app.callback()
+def _root() -> None:
+    """Federated learning among clients whose data differ: simulate, compare, find who should learn with whom.
+
+    [bold]Start here[/bold]
+
+      coterie run                       the bundled study: digits in four rotations, under a minute
+      coterie studies                   all built-in studies
+      coterie methods                   all methods, and `coterie methods dac` for one
+      coterie run STUDY.toml --set methods.dac.tau=30 --seeds 5
+    """
+
+
+@app.command()
+def run(
+    study: StudyName = "rotated-digits",
+    set_: Set = None,
+    seeds: Seeds = None,
+    data_dir: DataDir = None,
+    out: Out = Path("runs"),
+    workers: Workers = None,
+    engine: Annotated[str | None, typer.Option(help="How training is computed: auto, loop, vmap, ...")] = None,
+    scale: Annotated[float | None, typer.Option(help="Multiply the rounds, e.g. 0.1 for a quick look.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the study's folder first.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep finished runs, go on with the others.")] = False,
+    quiet: Quiet = False,
+    json_: AsJson = False,
+) -> None:
+    """Run a study: every method with every seed, then a table, a summary and a report.
+
+    [bold]Examples[/bold]
+
+      coterie run
+      coterie run my-study.toml --seeds 5 --out results
+      coterie run rotated-digits --set rounds=60 --set methods.dac.tau=10
+      coterie run similarity/cifar10-label-2 --data-dir ~/data --scale 0.1
+    """
+    from coterie import config
+
+    changes = list(set_ or ())
+    if seeds is not None:
+        changes.append(f"seeds={_seed_list(seeds)}")
+    if engine is not None:
+        changes.append(f"engine={json.dumps(engine)}")
+    if scale is not None:
+        changes.append(f"scale={float(scale)!r}")
+    if overwrite and resume:
+        raise ConfigError("--overwrite and --resume exclude each other; give one of them")
+    chosen = config.load(study, changes)
+    _run(chosen, out, data_dir, workers, overwrite=overwrite, resume=resume, quiet=quiet, as_json=json_)
+
+
+@app.command()
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a study, or of one of its runs.")],
+    data_dir: DataDir = None,
+    workers: Workers = None,
+    quiet: Quiet = False,
+    json_: AsJson = False,
+) -> None:
+    """Go on with a study that was interrupted; the results are those of a study that was not.
+
+    [bold]Example[/bold]
+
+      coterie resume runs/rotated-digits
+    """
+    from coterie.study import stored
+
+    study, out = stored(folder)
+    _run(study, out, data_dir, workers, overwrite=False, resume=True, quiet=quiet, as_json=json_)
+
+
+@app.command()
+def methods(name: Annotated[str | None, typer.Argument(help="One method, in detail.")] = None) -> None:
+    """List the methods with their parameters, defaults and papers.
+
+    [bold]Examples[/bold]
+
+      coterie methods
+      coterie methods dac
+    """
+    from coterie import catalogue
+    from coterie.methods import METHODS
+
+    console = Console(soft_wrap=False)
+    if name is not None and name not in METHODS:
+        raise ConfigError(unknown("method", name, METHODS))
+    if name is None:
+        for kind, method in sorted(METHODS.items()):
+            settings = ", ".join(f"{p.name} = {catalogue.default(p.default)}" for p in catalogue.parameters(method))
+            console.print(f"[bold]{kind}[/bold]: {escape(method.summary)}")
+            console.print(f"    {escape(settings or 'no parameters')}", style="dim", highlight=False)
+            for reference in method.references:
+                console.print(f"    {escape(reference)}", highlight=False)
+        return
+    method = METHODS[name]
+    console.print(f"[bold]{name}[/bold]: {escape(method.summary)}\n\n{escape(catalogue.description(method))}\n")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for head in ("parameter", "default", "meaning"):
+        table.add_column(head, overflow="fold")
+    for p in catalogue.parameters(method):
+        table.add_row(p.name, catalogue.default(p.default), escape(f"{p.text} ({p.expects})"))
+    console.print(table)
+    for reference in method.references:
+        console.print(f"\n{escape(reference)}", highlight=False)
+
+
+@app.command()
+def studies(name: Annotated[str | None, typer.Argument(help="Print one study's file.")] = None) -> None:
+    """List the built-in studies; with a name, print that study's file, to copy and change.
+
+    [bold]Example[/bold]
+
+      coterie studies rotated-digits > my-study.toml
+    """
+    from coterie import config
+
+    found = config.builtin()
+    if name is not None:
+        if name not in found:
+            raise ConfigError(unknown("study", name, found))
+        typer.echo(found[name].read_text(encoding="utf-8"), nl=False)
+        return
+    console = Console()
+    for title in found:
+        study = config.load(title)
+        size = f"{len(study.methods)} methods x {len(study.seeds)} seeds, {study.settings.rounds} rounds"
+        console.print(f"[bold]{title}[/bold]  [dim]{size}[/dim]", highlight=False)
+        console.print(f"    {escape(study.description)}", highlight=False)
+
+
+@app.command("list")
+def list_(out: Out = Path("runs")) -> None:
+    """List the studies that were run, and how far they came."""
+    from coterie import checkpoint
+    from coterie.study import found_studies, run_folder
+
+    console = Console()
+    known = found_studies(out)
+    if not known:
+        console.print(f"no study in {out}; `coterie run` makes one", markup=False, highlight=False)
+    for folder, study, jobs in known:
+        done = sum(checkpoint.finished(run_folder(folder, job)) for job in jobs)
+        state = "finished" if done == len(jobs) else f"{done} of {len(jobs)} runs finished"
+        console.print(f"{folder}  {study.name}: {state}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a study, or of one of its runs.")],
+    json_: AsJson = False,
+) -> None:
+    """Show the results of a study again."""
+    from coterie.study import read_study
+
+    _show(read_study(folder), json_)
+
+
+def _run(
+    study: Any, out: Path, data_dir: Path | None, workers: int | None, *, overwrite: bool, resume: bool, quiet: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Run a study with progress, then show it."""
+    from coterie import display
+    from coterie.fanout import cores
+    from coterie.study import run_study
+
+    console = Console(stderr=True)
+    again = ["coterie", "resume", str(out / study.name), *(["--data-dir", str(data_dir)] if data_dir else [])]
+    with _resumable(out / study.name, shlex.join(again)), display.progress(study, console, quiet) as observer:
+        done = run_study(
+            study,
+            out=out,
+            data_dir=data_dir,
+            workers=workers or cores(),
+            resume=resume,
+            overwrite=overwrite,
+            observer=observer,
+        )
+    from coterie.report import write_report
+
+    report = write_report(done.folder)
+    _show(done, as_json)
+    if not as_json:
+        for name, path in (("Runs", done.folder), ("Report", report)):
+            typer.echo(f"{name + ':':<8}{path}")
+
+
+def _show(study: Any, as_json: bool) -> None:
+    from coterie import display
+
+    if as_json:
+        typer.echo(json.dumps(study.summary, indent=1, ensure_ascii=False))
+    else:
+        display.results(study, Console())
+
+
+@contextmanager
+def _resumable(folder: Path, command: str) -> Iterator[None]:
+    """Tell how to go on when a study is interrupted, or the disk is full."""
+    from coterie.study import CONFIG
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        there = (folder / CONFIG).exists()
+        typer.echo(f"\nstopped; go on with: {command}" if there else "\nstopped before anything was written", err=True)
+        raise
+    except OSError as error:
+        if not (folder / CONFIG).exists() or isinstance(error, CoterieError):
+            raise
+        raise ConfigError(f"cannot write: {_reason(error)}; when that is mended, go on with: {command}") from error
+
+
+def _seed_list(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdigit() for part in parts):
+        raise ConfigError(f"--seeds is {text!r}; expected how many (5), or which (0,3,7)")
+    return list(range(int(text))) if len(parts) == 1 else [int(part) for part in parts]
+
+
+def _reason(error: OSError) -> str:
+    name = f": {error.filename}" if error.filename else ""
+    return f"{error.strerror or error}{name}"
+
+
+def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> str:
+    return f"note: {message}\n"
+
+
+def main() -> NoReturn:
+    """Run the command line."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one process a core; see fanout
+    warnings.formatwarning = _one_line_warning
+    try:
+        status = app(standalone_mode=False)
+    except _Usage as error:
+        typer.echo(f"coterie: {error.format_message()}; see `coterie --help`".replace("\n", " "), err=True)
+        sys.exit(2)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except CoterieError as error:
+        typer.echo(f"coterie: {error}".replace("\n", " "), err=True)
+        sys.exit(2)
+    except OSError as error:
+        typer.echo(f"coterie: {_reason(error)}", err=True)
+        sys.exit(2)
+    sys.exit(status if isinstance(status, int) else 0)

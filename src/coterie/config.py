@@ -1,0 +1,384 @@
+"""Study files: TOML to one checked, fully resolved `StudyConfig`, and back.
+
+A study is a set of methods and seeds over one federation. Everything a study file can say is a field of the
+dataclasses that the library itself runs on (`Settings`, `LocalTraining`, `DataConfig`, the methods), so that a file,
+`--set path=value` and Python can say the same things and are checked by the same rules.
+"""
+
+import copy
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from coterie import tables
+from coterie.data import DataConfig
+from coterie.engine.optim import LocalTraining
+from coterie.errors import ConfigError, require, unknown
+from coterie.methods import METHODS
+from coterie.methods.base import Method
+from coterie.overrides import assign
+from coterie.settings import Settings
+
+DEFAULT_STUDY = "rotated-digits"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+=,()-]*")
+_STUDY_NAME = re.compile(rf"{_NAME.pattern}(/{_NAME.pattern})*")
+_RUN_KEYS = tuple(f.name for f in fields(Settings) if f.name not in ("local", "patience"))
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model the clients train.
+
+    Args:
+        kind: a name of `models.NETS`. One's own module is passed from Python, never named in a file.
+    """
+
+    kind: str = "cnn-b"
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """One method of a study, with everything it runs under.
+
+    Args:
+        label: its name in the study, in tables and as a folder.
+        method: the method itself; its fields are its hyperparameters.
+        settings: the study's settings with what this method overrides.
+        paper: "method/aggregation" of the published row it is compared with, when there is one.
+    """
+
+    label: str
+    method: Method
+    settings: Settings
+    paper: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The method's name in METHODS."""
+        return self.method.kind
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """A set of methods and seeds over one federation.
+
+    Args:
+        name: of the study, and of its folder; "a/b" is allowed.
+        data: what the clients hold.
+        methods: what is compared; their labels differ.
+        seeds: one run of every method for each; a seed also draws the federation.
+        model: what the clients train.
+        settings: what all methods run under, unless they override it.
+        description: one sentence on what the study shows.
+        paper: "source/experiment" of the published numbers it is compared with, such as
+            "similarity/synthetic_concept_3c".
+        scale: factor on every number of rounds, for a quick look; 1 is the study as it is meant.
+        sweep: settings to vary: a list of values for each dotted path.
+        tune: the grid that `coterie tune` starts from, in the same form.
+    """
+
+    name: str
+    data: DataConfig
+    methods: tuple[MethodConfig, ...]
+    seeds: Sequence[int] = (0, 1, 2)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    settings: Settings = field(default_factory=Settings)
+    description: str = ""
+    paper: str | None = None
+    scale: float = 1.0
+    sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    tune: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(bool(_STUDY_NAME.fullmatch(self.name)), "name", self.name, "letters, digits, ' ._+=,()-' and '/'")
+        require(bool(self.seeds), "seeds", list(self.seeds), "at least one seed")
+        require(all(s >= 0 for s in self.seeds), "seeds", list(self.seeds), "whole numbers from 0")
+        require(len(set(self.seeds)) == len(self.seeds), "seeds", list(self.seeds), "each seed once")
+        require(self.scale > 0, "scale", self.scale, "above 0; 0.1 for a tenth of the rounds")
+        require(bool(self.methods), "methods", [], 'at least one, such as [[methods]] kind = "dac"')
+        seen: set[str] = set()
+        for entry in self.methods:
+            if entry.label.lower() in seen:
+                raise ConfigError(f"two methods are called {entry.label!r}; give each a label of its own")
+            seen.add(entry.label.lower())
+
+    def only(self, label: str, seed: int) -> "StudyConfig":
+        """Return the study of one run: this method with this seed."""
+        return replace(self, methods=(self.entry(label),), seeds=(seed,), sweep={}, tune={})
+
+    def entry(self, label: str) -> MethodConfig:
+        """Return the method of a label."""
+        return next(entry for entry in self.methods if entry.label == label)
+
+    def scaled(self, label: str) -> MethodConfig:
+        """Return the method of a label with every number of rounds multiplied by `scale`, 1 at least."""
+        entry = self.entry(label)
+        if self.scale == 1:
+            return entry
+
+        def shrink(value: Any) -> dict[str, int]:
+            counts = {f.name: getattr(value, f.name) for f in fields(value) if "rounds" in f.name.split("_")}
+            return {name: max(1, round(n * self.scale)) for name, n in counts.items() if isinstance(n, int) and n}
+
+        method = replace(entry.method, **shrink(entry.method))  # type: ignore[type-var]
+        patience = entry.settings.patience and max(1, round(entry.settings.patience * self.scale))
+        settings = replace(entry.settings, patience=patience, **shrink(entry.settings))
+        return replace(entry, method=method, settings=settings)
+
+
+def load(source: str | Path = DEFAULT_STUDY, overrides: Iterable[str] = ()) -> StudyConfig:
+    """Read a study.
+
+    Args:
+        source: path of a TOML file, or the name of a built-in study.
+        overrides: assignments such as "methods.dac.tau=30"; they win over the file.
+
+    Raises:
+        ConfigError: with what was found, what was expected and what to do, in one line.
+
+    Example:
+        >>> load("rotated-digits", ["rounds=3"]).settings.rounds
+        3
+    """
+    text, name = _read(str(source))
+    return loads(text, str(source), overrides, name=name)
+
+
+def loads(text: str, where: str = "the study", overrides: Iterable[str] = (), *, name: str = "study") -> StudyConfig:
+    """Read a study from the text of a study file; see `load`.
+
+    Args:
+        text: TOML.
+        where: what to call it in messages.
+        overrides: assignments.
+        name: of the study, when the text has none.
+    """
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where} is not valid TOML: {error}") from error
+    return parse({"name": name, **content}, overrides)
+
+
+def parse(content: Mapping[str, Any], overrides: Iterable[str] = ()) -> StudyConfig:
+    """Check the table of a study file and return the study; see `load`."""
+    content = copy.deepcopy(dict(content))
+    for assignment in overrides:
+        assign(content, assignment)
+    known = {"data", "model", "local", "stopping", "methods", *_RUN_KEYS, *_FREE}
+    for key in content:
+        if key not in known:
+            raise ConfigError(unknown("setting", key, known))
+    free = {key: content[key] for key in _FREE if key in content}
+    if isinstance(free.get("seeds"), int):
+        free["seeds"] = list(range(free["seeds"]))
+    for grid in {"sweep", "tune"} & set(free):
+        free[grid] = _flat(grid, free[grid])
+    run = {key: content[key] for key in _RUN_KEYS if key in content}
+    local = tables.parse(LocalTraining, _section(content, "local"), "local")
+    stopping = tables.parse(_Stopping, _section(content, "stopping"), "stopping")
+    settings = replace(tables.parse(Settings, run, "study"), local=local, patience=stopping.patience)
+    head = tables.parse(_Free, free, "study")
+    return StudyConfig(
+        data=tables.parse(DataConfig, _section(content, "data"), "data"),
+        model=tables.parse(ModelConfig, _section(content, "model"), "model"),
+        settings=settings,
+        methods=_methods(content.get("methods", []), settings),
+        **{f.name: getattr(head, f.name) for f in fields(head)},
+    )
+
+
+def table(study: StudyConfig) -> dict[str, Any]:
+    """Return the fully resolved study as plain values: `parse` of it gives the same study."""
+    parts = tables.plain(study)
+    settings = parts.pop("settings")
+    patience = settings.pop("patience", None)
+    sections = {
+        **{key: value for key, value in parts.items() if key not in ("data", "model", "methods")},
+        **{key: settings[key] for key in _RUN_KEYS if key in settings},
+        "data": parts["data"],
+        "model": parts["model"],
+        "local": settings["local"],
+        "stopping": {} if patience is None else {"patience": patience},
+        "methods": [_entry(entry, study.settings) for entry in study.methods],
+    }
+    return {key: value for key, value in sections.items() if value not in ({}, "")}
+
+
+def dumps(study: StudyConfig) -> str:
+    """Return the fully resolved study as the text of a study file."""
+    return tables.dumps(table(study))
+
+
+def identity(study: StudyConfig) -> dict[str, Any]:
+    """Return what decides the results, as a flat table: no names, and nothing that only changes the speed."""
+    content = table(study)
+    for key in ("name", "description", "paper", "engine", "block", "checkpoint_seconds", "sweep", "tune"):
+        content.pop(key, None)
+    for entry in content["methods"]:
+        entry.pop("paper", None)
+    return dict(sorted(_leaves("", content)))
+
+
+def digest(study: StudyConfig) -> str:
+    """Hash what decides the results."""
+    return hashlib.sha256(json.dumps(identity(study)).encode()).hexdigest()[:16]
+
+
+def difference(found: StudyConfig, wanted: StudyConfig) -> str:
+    """Name the first setting in which two studies differ, or "" when they give the same results."""
+    a, b = identity(found), identity(wanted)
+    for key in sorted({*a, *b}):
+        if a.get(key) != b.get(key):
+            return f"{key} is {a.get(key)!r} there and {b.get(key)!r} here"
+    return ""
+
+
+def builtin() -> dict[str, Traversable]:
+    """Return the built-in studies by name."""
+
+    def walk(folder: Traversable, prefix: str) -> dict[str, Traversable]:
+        found: dict[str, Traversable] = {}
+        for item in folder.iterdir():
+            if item.is_dir():
+                found |= walk(item, f"{prefix}{item.name}/")
+            elif item.name.endswith(".toml"):
+                found[prefix + item.name.removesuffix(".toml")] = item
+        return found
+
+    return dict(sorted(walk(resources.files("coterie") / "studies", "").items()))
+
+
+def _read(source: str) -> tuple[str, str]:
+    """The text of a study and its name."""
+    studies = builtin()
+    if source in studies:
+        return studies[source].read_text(encoding="utf-8"), source
+    path = Path(source)
+    if path.is_dir():
+        raise ConfigError(f"{source} is a folder; expected a study file or a name (`coterie studies` lists them)")
+    if not path.exists():
+        if path.suffix == ".toml":
+            raise ConfigError(f"there is no study file {source}; `coterie studies` lists those that have a name")
+        raise ConfigError(unknown("study", source, studies))
+    try:
+        return path.read_text(encoding="utf-8"), path.stem
+    except (UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"cannot read {source}: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Stopping:
+    patience: int | None = None
+
+
+@dataclass(frozen=True)
+class _Free:
+    """The settings at the top of a study file that are not those of a run."""
+
+    name: str
+    description: str = ""
+    paper: str | None = None
+    seeds: Sequence[int] = (0, 1, 2)
+    scale: float = 1.0
+    sweep: Mapping[str, Any] = field(default_factory=dict)
+    tune: Mapping[str, Any] = field(default_factory=dict)
+
+
+_FREE = tuple(f.name for f in fields(_Free))
+
+
+def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = content.get(name, {})
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is {value!r}; expected a table: [{name}]")
+    return value
+
+
+def _flat(name: str, grid: object) -> dict[str, list[Any]]:
+    """A grid by dotted path, whether the paths were quoted or not."""
+    if not isinstance(grid, Mapping):
+        raise ConfigError(f"{name} is {grid!r}; expected a table with a list of values for each setting")
+    flat = dict(_leaves("", grid))
+    for path, values in flat.items():
+        require(isinstance(values, list) and bool(values), f"{name}.{path}", values, "a list of values")
+    return flat
+
+
+def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The values of nested tables by dotted path; methods by their labels."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(f"{prefix}.{key}" if prefix else key, inner)
+    elif prefix == "methods":
+        for entry in value:
+            yield from _leaves(f"methods.{entry['label']}", entry)
+    else:
+        yield prefix, value
+
+
+def _methods(value: object, settings: Settings) -> tuple[MethodConfig, ...]:
+    if not isinstance(value, list):
+        raise ConfigError(f"methods is {value!r}; expected [[methods]] tables, each with a kind")
+    return tuple(_method(entry, settings, f"methods[{i}]") for i, entry in enumerate(value))
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The keys of a [[methods]] table that are not settings."""
+
+    kind: str
+    label: str | None = None
+    paper: str | None = None
+
+
+_HEAD = tuple(f.name for f in fields(_Head))
+
+
+def _method(entry: object, settings: Settings, where: str) -> MethodConfig:
+    """One [[methods]] table: its own fields, any key of [local], and any setting of the study."""
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{where} is {entry!r}; expected a table with a kind")
+    head = tables.parse(_Head, {key: entry[key] for key in _HEAD if key in entry}, where)
+    if head.kind not in METHODS:
+        raise ConfigError(unknown("method", head.kind, METHODS))
+    label = head.label or head.kind
+    require(bool(_NAME.fullmatch(label)), f"{where}: label", label, "letters, digits and ' ._+=,()-'")
+    kind = METHODS[head.kind]
+    own = {f.name for f in fields(kind) if f.init}
+    local = {f.name for f in fields(LocalTraining)} - own
+    run = {f.name for f in fields(Settings)} - {"local"} - own
+    where = f"methods.{label}"
+    for key in entry:
+        if key not in own | local | run | set(_HEAD):
+            raise ConfigError(f"{where}: {unknown('key', key, own | local | run)}")
+
+    def part(keys: set[str]) -> dict[str, Any]:
+        return {key: value for key, value in entry.items() if key in keys}
+
+    trained = tables.parse(LocalTraining, {**_every(settings.local), **part(local)}, where)
+    settings = replace(tables.parse(Settings, {**_every(settings), **part(run), "local": trained}, where))
+    return MethodConfig(label, tables.parse(kind, part(own), where), settings, head.paper)
+
+
+def _every(value: Any) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in fields(value)}
+
+
+def _entry(entry: MethodConfig, study: Settings) -> dict[str, Any]:
+    """One [[methods]] table: all its hyperparameters, and where its settings differ from the study's."""
+    changed = {
+        name: tables.NONE if value is None else value
+        for mine, theirs in ((entry.settings, study), (entry.settings.local, study.local))
+        for name, value in _every(mine).items()
+        if name != "local" and value != getattr(theirs, name)
+    }
+    head = {"kind": entry.kind, "label": entry.label, **({"paper": entry.paper} if entry.paper else {})}
+    return {**head, **tables.plain(entry.method), **head, **changed}

@@ -1,0 +1,169 @@
+"""What the command line shows: progress while runs go on, and the tables at the end.
+
+On a terminal progress is one live line a method; in a pipe, or where the terminal cannot, plain lines that come
+seldom. Everything fits 80 columns.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from coterie.config import StudyConfig
+from coterie.run import Observer
+from coterie.run import Progress as Step
+from coterie.study import Study
+from coterie.summary import HIGHER_IS_BETTER
+
+MEANS = {"all": "mean over clients", "clusters": "mean over clusters"}
+
+
+@contextmanager
+def progress(study: StudyConfig, console: Console, quiet: bool) -> Iterator[Observer]:
+    """Show how the runs of a study go on.
+
+    Args:
+        study: what runs.
+        console: where to write.
+        quiet: show nothing.
+
+    Yields:
+        The observer to call after each round.
+    """
+    if quiet:
+        yield lambda step: None
+    elif console.is_terminal and not console.is_dumb_terminal:
+        with _live(study, console) as observer:
+            yield observer
+    else:
+        yield _lines(console)
+
+
+@contextmanager
+def _live(study: StudyConfig, console: Console) -> Iterator[Observer]:
+    columns = (
+        TextColumn("{task.description:<14.14}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[value]:<16}"),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=console, transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+        done: dict[tuple[str, int], int] = {}
+        for entry in study.methods:
+            rounds = (study.scaled(entry.label).settings.rounds + 1) * len(study.seeds)
+            tasks[entry.label] = bars.add_task(entry.label, total=rounds, value="")
+
+        def observe(step: Step) -> None:
+            done[step.label, step.seed] = step.round + 2
+            rounds = sum(count for (label, _), count in done.items() if label == step.label)
+            bars.update(tasks[step.label], completed=rounds, value=_quality(step))
+
+        yield observe
+
+
+def _lines(console: Console) -> Observer:
+    """One line for each quarter of a run, and its end."""
+    started = time.monotonic()
+
+    def observe(step: Step) -> None:
+        number, quarter = step.round + 1, max(1, step.rounds // 4)
+        if number and (number % quarter == 0 or number == step.rounds):
+            text = f"{step.label}, seed {step.seed}: round {number}/{step.rounds}, {_quality(step)}"
+            console.print(f"{text} ({time.monotonic() - started:.0f} s)", highlight=False, markup=False)
+
+    return observe
+
+
+def _quality(step: Step) -> str:
+    if np.isnan(step.accuracy):
+        return f"val. loss {step.loss:.4g}"
+    return f"val. acc. {100 * step.accuracy:.1f} %"
+
+
+def results(study: Study, console: Console) -> None:
+    """Print the tables of a study: test results, and what collaboration was worth to each client."""
+    names = [str(metric) for metric in study.rows["metric"].unique()]
+    metric = next(name for name in ("accuracy", "mse", "loss") if name in names)
+    labels = [entry.label for entry in study.config.methods]
+    rows = study.rows[study.rows["metric"] == metric]
+    console.print(_table_of(rows, metric, labels, f"Test {unit(metric)}", console.width))
+    gains = study.gains()
+    if gains["rows"]:
+        console.print(_gain_table(gains, labels))
+    for job, clients in study.diverged.items():
+        few = ", ".join(map(str, clients[:5])) + (", ..." if len(clients) > 5 else "")
+        lost = f"{job}: {len(clients)} clients diverged (their loss became NaN or infinite): {few}"
+        console.print(lost, highlight=False, markup=False, style="bold red")
+    if study.config.scale != 1:
+        console.print(f"Rounds were scaled by {study.config.scale:g}: a quick look, not the study as it is meant.")
+
+
+def unit(metric: str) -> str:
+    """Return a metric with its unit, for a heading."""
+    return {"accuracy": "accuracy in %", "mse": "mean squared error"}.get(metric, metric)
+
+
+def number(metric: str, value: float, digits: int = 1) -> str:
+    """Return a value in the unit of its heading."""
+    if not np.isfinite(value):
+        return "diverged"
+    return f"{100 * value:.{digits}f}" if metric == "accuracy" else f"{value:.4g}"
+
+
+def _table_of(rows: Any, metric: str, labels: Sequence[str], title: str, width: int) -> Table:
+    """Methods x clusters, or clusters x methods where the clusters do not fit the width."""
+    clusters = list(dict.fromkeys(rows["cluster"]))
+    cells = {(r.label, r.cluster): (r.mean, r.std) for r in rows.itertuples()}
+    best = {
+        cluster: (max if metric in HIGHER_IS_BETTER else min)(
+            (cells[label, cluster][0] for label in labels if (label, cluster) in cells), default=None
+        )
+        for cluster in clusters
+    }
+
+    def cell(label: str, cluster: str) -> str:
+        if (label, cluster) not in cells:
+            return "-"
+        mean, std = cells[label, cluster]
+        text = f"{number(metric, mean)} ±{number(metric, std)}"
+        return f"[bold]{text}[/bold]" if mean == best[cluster] else text
+
+    seeds = int(rows["seeds"].max())
+    title = f"{title}: mean ± std over {seeds} seed{'s' if seeds > 1 else ''}"
+    across = 12 + 11 * len(clusters) <= width or len(labels) > len(clusters)
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    heads, lines = (clusters, labels) if across else (labels, clusters)
+    table.add_column("", overflow="fold")
+    for head in heads:
+        table.add_column(MEANS.get(head, head), justify="right")
+    for line in lines:
+        values = [cell(line, head) if across else cell(head, line) for head in heads]
+        table.add_row(MEANS.get(line, line), *values)
+    return table
+
+
+def _gain_table(gains: dict[str, Any], labels: Sequence[str]) -> Table:
+    metric = gains["metric"]
+    by_label = {row["label"]: row for row in gains["rows"]}
+    title = f"\nGain over {gains['baseline']} of each client, {unit(metric)}: above 0 is better"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    table.add_column("")
+    for head in ("mean", "worst tenth", "share that lost"):
+        table.add_column(head, justify="right")
+    for label in labels:
+        if label in by_label:
+            row = by_label[label]
+            mean, worst = (_signed(metric, row[name]) for name in ("mean", "worst_tenth"))
+            table.add_row(label, mean, worst, f"{100 * row['lost']:.0f} %")
+    return table
+
+
+def _signed(metric: str, value: float) -> str:
+    return ("+" if value >= 0 else "") + number(metric, value)

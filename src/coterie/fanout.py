@@ -1,0 +1,137 @@
+"""Jobs over worker processes of one machine, one thread each.
+
+A job's result never depends on how many workers there are: every process computes with one thread, and a job shares
+nothing with another. A worker that dies takes the others with it: what they had written stays and can be resumed.
+"""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from coterie.errors import CoterieError
+
+J = TypeVar("J")
+R = TypeVar("R")
+Emit = Callable[[object], None]
+Work = Callable[[J, Emit], R]
+
+
+class WorkerDied(CoterieError, RuntimeError):
+    """A worker process ended without an answer: killed, out of memory, or by an error it has printed."""
+
+
+@dataclass
+class _Worker(Generic[J]):
+    process: BaseProcess
+    connection: Connection
+    job: J | None = None
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def fan_out(work: Work[J, R], jobs: Sequence[J], workers: int, emit: Emit) -> Iterator[tuple[J, R]]:
+    """Do every job and yield (job, result) as they finish.
+
+    Args:
+        work: (job, emit) -> result; it can be pickled when there is more than one worker.
+        jobs: what to do, in this order.
+        workers: how many processes; 1 works in this one.
+        emit: receives what the jobs emit while they run.
+
+    Raises:
+        CoterieError, OSError: what a job raised, after all workers have been stopped.
+        WorkerDied: when a worker ended without an answer.
+    """
+    if min(workers, len(jobs)) <= 1:
+        with one_thread():
+            for job in jobs:
+                yield job, work(job, emit)
+        return
+    crew: list[_Worker[J]] = []
+    try:
+        waiting = iter(jobs)
+        for job in [next(waiting) for _ in range(min(workers, len(jobs)))]:
+            crew.append(_start(work, job))
+        while busy := [w for w in crew if w.job is not None]:
+            for ready in wait([w.connection for w in busy]):
+                worker = next(w for w in busy if w.connection is ready)
+                yield from _listen(worker, waiting, emit)
+    finally:
+        for worker in crew:
+            worker.connection.close()
+            if worker.job is not None:
+                worker.process.terminate()
+            worker.process.join()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, so that sums are added in one order everywhere."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _start(work: Work[J, Any], job: J) -> _Worker[J]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, work), daemon=True)
+    process.start()
+    theirs.close()
+    ours.send(job)
+    return _Worker(process, ours, job)
+
+
+def _listen(worker: _Worker[J], waiting: Iterator[J], emit: Emit) -> Iterator[tuple[J, Any]]:
+    """Take one message of a worker; when it has finished, hand it the next job."""
+    job = worker.job
+    assert job is not None
+    try:
+        kind, value = worker.connection.recv()
+    except (EOFError, ConnectionResetError):
+        worker.process.join()
+        raise WorkerDied(f"the worker of {job} ended with status {worker.process.exitcode}; resume goes on") from None
+    if kind == "progress":
+        emit(value)
+    elif kind == "failed":
+        worker.job = None
+        raise value
+    else:
+        worker.job = next(waiting, None)
+        if worker.job is not None:
+            worker.connection.send(worker.job)
+        yield job, value
+
+
+def _serve(connection: Connection, work: Work[J, Any]) -> None:
+    """The life of a worker: jobs come in, progress and results go out, until the other end closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    torch.set_num_threads(1)
+
+    def emit(message: object) -> None:
+        connection.send(("progress", message))
+
+    try:
+        while True:
+            job = connection.recv()
+            try:
+                answer = ("done", work(job, emit))
+            except (CoterieError, OSError) as error:
+                answer = ("failed", error)
+            connection.send(answer)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return

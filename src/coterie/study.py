@@ -1,0 +1,297 @@
+"""run_study(): methods x seeds over one federation for each seed, in folders that can be resumed.
+
+    runs/<study>/config.toml                       the study, fully resolved
+    runs/<study>/federation.json                   names of the planted clusters, fingerprint of the first seed's data
+    runs/<study>/summary.json                      what it comes to
+    runs/<study>/<method-label>/seed-<n>/          one run: config.toml, metrics, edges, checkpoint, provenance
+
+Runs are independent: they may go on in any order, in any number of processes, today or after an interruption, and
+leave the same bytes.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from coterie import checkpoint, config, summary
+from coterie.config import StudyConfig
+from coterie.data import build_federation
+from coterie.engine import ENGINES
+from coterie.errors import CheckpointError, ConfigError, RunExistsError, require, unknown
+from coterie.fanout import fan_out
+from coterie.federation import Federation
+from coterie.models import ModelSource
+from coterie.record import write_atomically
+from coterie.run import Observer, Progress, make_task, simulate
+
+CONFIG = "config.toml"
+FederationSource = Federation | Callable[[int], Federation]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a study: a method and a seed."""
+
+    label: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.label}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study that has run.
+
+    Args:
+        folder: where everything is.
+        config: what was run.
+        summary: the content of summary.json: `rows` and `timing`.
+        diverged: for each run that lost clients to NaN or infinity: which clients.
+    """
+
+    folder: Path
+    config: StudyConfig
+    summary: Mapping[str, Any]
+    diverged: Mapping[Job, tuple[int, ...]]
+
+    @property
+    def rows(self) -> pd.DataFrame:
+        """The rows of the summary: method, label, cluster, metric, mean and std over seeds, seeds."""
+        return pd.DataFrame(self.summary["rows"])
+
+    def gains(self) -> dict[str, Any]:
+        """Return what collaboration was worth to each client; see `summary.gains`."""
+        return summary.gains(self.folder)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a worker needs to do any job of a study; `plan(job, emit)` does one."""
+
+    config: StudyConfig
+    folder: Path
+    data_dir: Path | None
+    federation: FederationSource | None
+    model: ModelSource | None
+
+    def __call__(self, job: Job, emit: Callable[[object], None]) -> tuple[int, ...]:
+        entry = self.config.scaled(job.label)
+        folder = run_folder(self.folder, job)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / CONFIG, config.dumps(self.config.only(job.label, job.seed)).encode())
+        run = simulate(
+            self.data(job.seed),
+            entry.method,
+            model=self.model or self.config.model.kind,
+            settings=entry.settings,
+            seed=job.seed,
+            label=job.label,
+            folder=folder,
+            resume=True,
+            observer=emit,
+        )
+        return run.diverged
+
+    def check(self, federation: Federation) -> None:
+        """Find what is impossible before anything is written: one training step of each method's model, no more."""
+        for entry in self.config.methods:
+            engine = entry.settings.engine
+            if engine not in ("auto", *ENGINES):
+                raise ConfigError(unknown("engine", engine, ("auto", *ENGINES)))
+            quick = replace(entry.settings, engine="loop")
+            make_task(federation, entry.method, self.model or self.config.model.kind, quick)
+
+    def data(self, seed: int) -> Federation:
+        """The federation of a seed."""
+        if isinstance(self.federation, Federation):
+            return self.federation
+        if self.federation is not None:
+            return self.federation(seed)
+        return _federation(config.dumps(self.config), seed, self.data_dir)
+
+
+@lru_cache(maxsize=1)
+def _federation(study: str, seed: int, data_dir: Path | None) -> Federation:
+    """The federation of a study file and a seed; the last one is kept, since jobs come seed by seed."""
+    return build_federation(config.loads(study).data, seed, data_dir)
+
+
+def run_study(
+    study: StudyConfig | str | Path,
+    *,
+    out: str | Path = "runs",
+    data_dir: str | Path | None = None,
+    workers: int = 1,
+    resume: bool = False,
+    overwrite: bool = False,
+    federation: FederationSource | None = None,
+    model: ModelSource | None = None,
+    observer: Observer | None = None,
+) -> Study:
+    """Run every method of a study with every seed.
+
+    Args:
+        study: a study, the path of a study file, or the name of a built-in one.
+        out: the folder under which the study's folder is made.
+        data_dir: where datasets lie on disk; COTERIE_DATA when None.
+        workers: processes to share the runs among; the results do not depend on it. From 2 on, a script needs the
+            usual `if __name__ == "__main__":`.
+        resume: go on with a study that is there: finished runs are kept, half-done ones continue.
+        overwrite: delete the study's folder first.
+        federation: your own data instead of the study's [data], or a function from seed to data.
+        model: your own module, or a factory of modules, instead of the study's [model].
+        observer: is called after each round of any run.
+
+    Raises:
+        RunExistsError: when the study's folder is there and neither `resume` nor `overwrite` is set.
+        CheckpointError: when a checkpoint to resume is damaged, or what is there is another study.
+    """
+    study = study if isinstance(study, StudyConfig) else config.load(study)
+    require(workers >= 1, "workers", workers, "at least 1")
+    folder = Path(out) / study.name
+    plan = _Plan(study, folder, None if data_dir is None else Path(data_dir), federation, model)
+    _check_folder(study, folder, resume, overwrite)
+    first = plan.data(study.seeds[0])
+    plan.check(first)
+    _prepare(study, folder, first, overwrite and not resume)
+    waiting = [job for job in jobs_of(study) if not checkpoint.finished(run_folder(folder, job))]
+
+    def emit(message: object) -> None:
+        if observer is not None and isinstance(message, Progress):
+            observer(message)
+
+    for _ in fan_out(plan, waiting, workers, emit):
+        pass
+    return _conclude(study, folder)
+
+
+def resume_study(folder: str | Path, **options: Any) -> Study:
+    """Go on with the study in a folder (that of a study, or of one of its runs).
+
+    Args:
+        folder: what `coterie run` named at its end, or when it was interrupted.
+        options: `data_dir`, `workers`, `federation`, `model` and `observer` of `run_study`.
+
+    Raises:
+        ConfigError: when there is no study in the folder.
+    """
+    study, out = stored(folder)
+    return run_study(study, out=out, resume=True, **options)
+
+
+def stored(folder: str | Path) -> tuple[StudyConfig, Path]:
+    """Return the study in a folder and the folder above it, under which the study was started.
+
+    Raises:
+        ConfigError: when there is none.
+    """
+    path = Path(folder).resolve()
+    if path.name.startswith("seed-") and (path.parent.parent / CONFIG).exists():
+        path = path.parent.parent
+    if not (path / CONFIG).exists():
+        raise ConfigError(f"{folder} holds no study: no {CONFIG}; expected a folder that `coterie run` made")
+    study = config.loads((path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG))
+    depth = len(Path(study.name).parts)
+    if path.parts[-depth:] != Path(study.name).parts:
+        raise ConfigError(f"{folder} holds the study {study.name!r} but is not called so; rename it back")
+    return study, path.parents[depth - 1]
+
+
+def read_study(folder: str | Path) -> Study:
+    """Read the finished runs of a study again.
+
+    Args:
+        folder: of a study, or of one of its runs.
+
+    Raises:
+        ConfigError: when there is no study in the folder.
+    """
+    study, out = stored(folder)
+    return _conclude(study, out / study.name)
+
+
+def found_studies(out: str | Path) -> list[tuple[Path, StudyConfig, list[Job]]]:
+    """Return the studies under a folder: where each is, what it is, and its runs."""
+    known = []
+    for path in sorted(Path(out).rglob(summary.FEDERATION)):
+        if (path.parent / CONFIG).exists():
+            study, _ = stored(path.parent)
+            known.append((path.parent, study, jobs_of(study)))
+    return known
+
+
+def jobs_of(study: StudyConfig) -> list[Job]:
+    """Return the runs of a study, seed by seed."""
+    return [Job(entry.label, seed) for seed in study.seeds for entry in study.methods]
+
+
+def run_folder(folder: Path, job: Job) -> Path:
+    """Return the folder of one run."""
+    return folder / job.label / f"seed-{job.seed}"
+
+
+def _conclude(study: StudyConfig, folder: Path) -> Study:
+    """Write summary.json and return what the study came to."""
+    content = json.loads(summary.write_summary(folder).read_text(encoding="utf-8"))
+    runs, _ = summary.find_runs([folder])
+    diverged = {}
+    for run in runs:
+        lost = run.metrics.loc[(run.metrics["metric"] == "diverged").to_numpy(), "client"].unique()
+        if len(lost):
+            diverged[Job(run.label, run.seed)] = tuple(sorted(int(client) for client in lost))
+    return Study(folder, study, content, diverged)
+
+
+def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: bool) -> None:
+    """Refuse to touch what is there, unless told to and it is this study's."""
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not (folder / CONFIG).exists():
+        raise RunExistsError(f"{folder} exists and is no study; choose another folder with --out")
+    if resume:
+        _check_same(study, folder)
+    elif not overwrite:
+        raise RunExistsError(
+            f"{folder} exists; go on with it with --resume, start again with --overwrite, or choose another --out"
+        )
+
+
+def _check_same(study: StudyConfig, folder: Path) -> None:
+    """Every run that is there must be the run that the study asks for."""
+    for entry in study.methods:
+        for seed in study.seeds:
+            path = run_folder(folder, Job(entry.label, seed)) / CONFIG
+            if not path.exists():
+                continue
+            try:
+                found = config.loads(path.read_text(encoding="utf-8"), str(path))
+            except ConfigError as error:
+                raise CheckpointError(f"{path} is damaged ({error}); delete its folder to run it again") from error
+            wanted = study.only(entry.label, seed)
+            if config.digest(found) != config.digest(wanted):
+                change = config.difference(found, wanted)
+                raise CheckpointError(
+                    f"{path.parent} was run with other settings ({change}); --overwrite starts again, --out keeps both"
+                )
+
+
+def _prepare(study: StudyConfig, folder: Path, federation: Federation, overwrite: bool) -> None:
+    """Make the study's folder: what is run, and on which data."""
+    if overwrite and folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {
+        "name": federation.name,
+        "clusters": list(federation.truth.names) if federation.truth is not None else [],
+        "clients": len(federation),
+        "fingerprint": federation.fingerprint(),
+    }
+    write_atomically(folder / summary.FEDERATION, (json.dumps(data, indent=1) + "\n").encode())
+    write_atomically(folder / CONFIG, config.dumps(study).encode())

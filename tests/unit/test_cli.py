@@ -1,0 +1,210 @@
+"""The command line, in this process: output, exit status, one line for each mistake."""
+
+import errno
+import json
+import sys
+
+import pytest
+
+from coterie import cli, config
+from coterie.methods import METHODS
+
+STUDY = """
+name = "tiny"
+rounds = 2
+seeds = [0]
+model = { kind = "linear" }
+
+[data]
+dataset = "digits"
+num_clients = 4
+train = 16
+validation = 8
+shift = [{ kind = "rotation", degrees = [0, 180] }]
+
+[[methods]]
+kind = "random"
+label = "Gossip"
+
+[[methods]]
+kind = "local"
+"""
+
+
+@pytest.fixture
+def coterie(monkeypatch, capsys, tmp_path):
+    """Call the command line in an empty folder; returns (status, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("COTERIE_DATA", raising=False)
+    (tmp_path / "tiny.toml").write_text(STUDY)
+
+    def call(*arguments: str):
+        monkeypatch.setattr(sys, "argv", ["coterie", *arguments])
+        with pytest.raises(SystemExit) as status:
+            cli.main()
+        written = capsys.readouterr()
+        return status.value.code, written.out, written.err
+
+    return call
+
+
+def run(coterie, *arguments):
+    return coterie("run", "tiny.toml", "--workers", "1", *arguments)
+
+
+def test_a_run_ends_with_the_tables_and_the_paths(coterie, tmp_path):
+    status, out, err = run(coterie)
+    assert status == 0
+    for said in ("rotation 0", "rotation 180", "mean over clients", "Gossip", "Gain over local", "worst tenth"):
+        assert said in " ".join(out.split()), said
+    assert out.splitlines()[-2:] == ["Runs:   runs/tiny", "Report: runs/tiny/report.html"]
+    assert (tmp_path / "runs/tiny/report.html").exists()
+    assert "Gossip, seed 0: round 2/2" in err
+
+
+def test_nothing_is_wider_than_80_columns_and_there_are_no_escape_codes_in_a_pipe(coterie):
+    _, out, err = run(coterie)
+    assert max(len(line) for line in (out + err).splitlines()) <= 80
+    assert "\x1b" not in out + err
+
+
+def test_json_is_the_summary_and_nothing_else(coterie, tmp_path):
+    status, out, err = run(coterie, "--json", "--quiet")
+    assert (status, err) == (0, "")
+    assert json.loads(out) == json.loads((tmp_path / "runs/tiny/summary.json").read_text())
+
+
+def test_options_reach_the_study(coterie, tmp_path):
+    status, _, _ = run(
+        coterie, "--set", "methods.gossip.num_peers=1", "--seeds", "3,4", "--engine", "loop", "--out", "elsewhere",
+        "--scale", "0.5",
+    )  # fmt: skip
+    study = config.load(tmp_path / "elsewhere/tiny/config.toml")
+    assert status == 0
+    assert (study.seeds, study.settings.engine, study.scale) == ((3, 4), "loop", 0.5)
+    assert study.methods[0].method == METHODS["random"](num_peers=1)
+    assert (tmp_path / "elsewhere/tiny/Gossip/seed-4/metrics.parquet").exists()
+
+
+def test_a_scaled_study_says_so(coterie):
+    _, out, _ = run(coterie, "--scale", "0.5")
+    assert "Rounds were scaled by 0.5" in out
+
+
+def test_an_existing_study_is_refused_then_resumed_then_overwritten(coterie, tmp_path):
+    assert run(coterie)[0] == 0
+    status, out, err = run(coterie, "--set", "rounds=1")
+    assert (status, out) == (2, "")
+    assert err.startswith("coterie: runs/tiny exists; go on with it with --resume")
+    assert run(coterie, "--resume")[0] == 0
+    assert run(coterie, "--overwrite", "--set", "rounds=1")[0] == 0
+    assert config.load(tmp_path / "runs/tiny/config.toml").settings.rounds == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("run", "rotated-digit"), "did you mean 'rotated-digits'"),
+        (("run", "missing.toml"), "no study file missing.toml"),
+        (("run", "tiny.toml", "--set", "local.lr=fast"), "lr is 'fast'; expected a number"),
+        (("run", "tiny.toml", "--set", "methods.gossip.num_peer=3"), "did you mean 'num_peers'"),
+        (("run", "tiny.toml", "--set", "methods.local.kind=loacl"), "unknown method 'loacl'; did you mean 'local'"),
+        (("run", "tiny.toml", "--seeds", "few"), "--seeds is 'few'; expected how many"),
+        (("run", "tiny.toml", "--set", "data.num_clients=4000"), "num_clients"),
+        (("run", "tiny.toml", "--set", "data.dataset=mnist"), "COTERIE_DATA"),
+        (("run", "tiny.toml", "--set", "data.dataset=mnist", "--data-dir", "nowhere"), "nowhere"),
+        (("run", "tiny.toml", "--engine", "warp"), "warp"),
+        (("run", "tiny.toml", "--set", "model.kind=cnn-c"), "unknown model 'cnn-c'"),
+        (("run", "tiny.toml", "--overwrite", "--resume"), "exclude each other"),
+        (("run", "tiny.toml", "--workers", "0"), "workers"),
+        (("run", "--fast"), "No such option"),
+        (("ran",), "No such command"),
+        (("resume", "nowhere"), "nowhere holds no study"),
+        (("show", "nowhere"), "nowhere holds no study"),
+        (("methods", "dca"), "unknown method 'dca'"),
+        (("studies", "digits"), "unknown study 'digits'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2_and_writes_nothing(coterie, tmp_path, arguments, said):
+    status, out, err = coterie(*arguments)
+    assert status == 2
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("coterie: ")
+    assert said in err
+    assert [p.name for p in tmp_path.iterdir()] == ["tiny.toml"]
+
+
+def test_ctrl_c_leaves_a_study_that_the_printed_command_resumes(coterie, monkeypatch, tmp_path):
+    from coterie import run as runs
+
+    true_progress = runs._progress
+    monkeypatch.setattr(runs, "_progress", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    status, _, err = run(coterie, "--quiet")
+    assert status == 130
+    command = err.strip().splitlines()[-1].removeprefix("stopped; go on with: ")
+    assert command == "coterie resume runs/tiny"
+    monkeypatch.setattr(runs, "_progress", true_progress)
+    assert coterie(*command.split()[1:], "--workers", "1", "--quiet")[0] == 0
+    assert (tmp_path / "runs/tiny/summary.json").exists()
+
+
+def test_a_full_disk_is_one_line_that_says_how_to_go_on(coterie, monkeypatch):
+    from coterie import checkpoint
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/tiny/Gossip/seed-0/metrics.parquet")
+
+    monkeypatch.setattr(checkpoint, "write_atomically", full)
+    status, _, err = run(coterie, "--quiet")
+    assert status == 2
+    assert err == (
+        "coterie: cannot write: No space left on device: runs/tiny/Gossip/seed-0/metrics.parquet; "
+        "when that is mended, go on with: coterie resume runs/tiny\n"
+    )
+
+
+def test_list_and_show_tell_of_what_was_run(coterie):
+    assert "no study in runs" in coterie("list")[1]
+    run(coterie, "--quiet")
+    assert coterie("list")[1] == "runs/tiny  tiny: finished\n"
+    shown = coterie("show", "runs/tiny")
+    assert shown[0] == 0
+    assert "Gossip" in shown[1]
+    assert coterie("show", "runs/tiny/Gossip/seed-0")[1] == shown[1]
+
+
+def test_methods_lists_every_method_with_parameters_and_papers(coterie):
+    _, out, _ = coterie("methods")
+    for kind, method in METHODS.items():
+        assert f"{kind}: " in out
+        for reference in method.references:
+            assert reference.split(",")[0] in out
+    assert "num_peers = 5" in out
+
+
+@pytest.mark.parametrize("kind", sorted(METHODS))
+def test_every_parameter_of_every_method_is_explained(coterie, kind):
+    """What the docstring says of each field is what `coterie methods NAME` shows."""
+    from coterie.catalogue import parameters
+
+    status, out, _ = coterie("methods", kind)
+    assert status == 0
+    for parameter in parameters(METHODS[kind]):
+        assert parameter.text, f"{kind}.{parameter.name} has no text in the Args of its class"
+        assert parameter.name in out
+
+
+def test_studies_lists_them_and_prints_a_file_to_start_from(coterie, tmp_path):
+    assert "rotated-digits" in coterie("studies")[1]
+    _, out, _ = coterie("studies", "rotated-digits")
+    (tmp_path / "mine.toml").write_text(out)
+    assert config.load(tmp_path / "mine.toml") == config.load("rotated-digits")
+
+
+@pytest.mark.parametrize("command", ["run", "resume", "methods", "list", "show", "studies"])
+def test_every_command_explains_itself(coterie, command):
+    status, out, _ = coterie(command, "--help")
+    assert status == 0
+    assert "Usage" in out

@@ -1,0 +1,204 @@
+"""Study files: strict, complete, and the same after being written and read again."""
+
+import tomllib
+
+import pytest
+
+from coterie import config
+from coterie.engine.optim import LocalTraining
+from coterie.errors import ConfigError
+from coterie.methods import METHODS
+from coterie.settings import Settings
+
+STUDY = """
+name = "small"
+rounds = 4
+seeds = [0, 1]
+
+[data]
+dataset = "digits"
+num_clients = 4
+
+[local]
+lr = 0.01
+
+[stopping]
+patience = 7
+
+[[methods]]
+kind = "random"
+label = "Gossip"
+num_peers = 3
+
+[[methods]]
+kind = "local"
+lr = 0.005
+epochs = 2
+"""
+
+
+def read(*changes: str) -> config.StudyConfig:
+    return config.loads(STUDY, overrides=changes)
+
+
+def error_of(text: str, *changes: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config.loads(text, overrides=changes)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_study_file_becomes_settings_methods_and_seeds():
+    study = read()
+    assert (study.name, study.seeds, study.settings.rounds, study.settings.patience) == ("small", (0, 1), 4, 7)
+    assert [(entry.label, entry.kind) for entry in study.methods] == [("Gossip", "random"), ("local", "local")]
+    assert study.methods[0].method == METHODS["random"](num_peers=3)
+
+
+def test_a_method_may_override_local_training_and_leaves_the_others_alone():
+    gossip, local = read().methods
+    assert gossip.settings.local == LocalTraining(lr=0.01)
+    assert local.settings.local == LocalTraining(lr=0.005, epochs=2)
+
+
+def test_a_method_may_override_a_setting_of_the_study():
+    gossip, local = read("methods.Gossip.evaluate=final", "methods.Gossip.patience=none").methods
+    assert (gossip.settings.evaluate, gossip.settings.patience) == ("final", None)
+    assert (local.settings.evaluate, local.settings.patience) == ("best_val", 7)
+
+
+@pytest.mark.parametrize("changes", [(), ("methods.Gossip.patience=none",), ("scale=0.5",), ("seeds=5",)])
+def test_what_is_written_reads_back_as_the_same_study(changes):
+    study = read(*changes)
+    assert config.loads(config.dumps(study)) == study
+
+
+def test_what_is_written_is_complete():
+    """The resolved file states every setting that is set, so it does not depend on later defaults."""
+    content = tomllib.loads(config.dumps(read()))
+    for name in ("rounds", "init", "schedule", "evaluate", "participation", "dtype"):
+        assert name in content
+    assert content["local"].keys() >= {"epochs", "batch_size", "optimizer", "lr"}
+    assert content["methods"][0] == {"kind": "random", "label": "Gossip", "num_peers": 3}
+    assert content["methods"][1] == {"kind": "local", "label": "local", "lr": 0.005, "epochs": 2}
+
+
+@pytest.mark.parametrize("name", list(config.builtin()))
+def test_every_built_in_study_reads_back_as_itself(name):
+    study = config.load(name)
+    assert study.name == name
+    assert study.description
+    assert config.loads(config.dumps(study)) == study
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("ronds=3", "unknown setting 'ronds'; did you mean 'rounds'?"),
+        ("local.lrr=0.1", "did you mean 'lr'?"),
+        ("data.num_client=3", "did you mean 'num_clients'?"),
+        ("methods.Gossip.num_peer=3", "did you mean 'num_peers'?"),
+        ("methods.Gosip.num_peers=3", "did you mean 'Gossip'?"),
+        ("rounds='30'", "rounds is '30'; expected a whole number"),
+        ("rounds=true", "rounds is True; expected a whole number"),
+        ("rounds=2.5", "rounds is 2.5; expected a whole number"),
+        ("rounds=many", "rounds is 'many'; expected a whole number"),
+        ("local.drop_last='false'", "drop_last is 'false'; expected true or false"),
+        ("local.drop_last=0", "drop_last is 0; expected true or false"),
+        ("local.lr='0.1'", "lr is '0.1'; expected a number"),
+        ("rounds=-1", "rounds is -1; expected 0 or more"),
+        ("evaluate=best", "evaluate is 'best'; expected 'best_val' or 'final'"),
+        ("seeds=[]", "seeds is []; expected at least one seed"),
+        ("seeds=[1, 1]", "expected each seed once"),
+        ("seeds=[-1]", "expected whole numbers from 0"),
+        ("name='../up'", "name is '../up'"),
+        ("methods.Gossip.label='a/b'", "label is 'a/b'"),
+        ("methods.local.label=gossip", "two methods are called 'gossip'"),
+        ("methods.local.kind=loacl", "unknown method 'loacl'; did you mean 'local'?"),
+        ("methods=[]", "methods is []; expected at least one"),
+        ("methods=3", "methods is 3; expected [[methods]] tables"),
+        ("data=3", "data is 3; expected a table: [data]"),
+        ("scale=0", "scale is 0.0; expected above 0"),
+        ("methods.Gossip=3", "expected methods.Gossip.SETTING=value"),
+        ("rounds", "expected path=value"),
+        ("=3", "expected path=value"),
+        ("a b=3", "quote names with spaces"),
+        ("sweep={rounds=3}", "sweep.rounds is 3; expected a list of values"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_was_found_and_what_was_expected(change, said):
+    assert said in error_of(STUDY, change)
+
+
+def test_a_missing_dataset_and_broken_toml_are_named():
+    assert "dataset is missing" in error_of(STUDY.replace('dataset = "digits"', ""))
+    assert "not valid TOML" in error_of("rounds = = 3")
+
+
+def test_an_unknown_study_is_refused_with_the_nearest_name(tmp_path):
+    with pytest.raises(ConfigError, match="did you mean 'rotated-digits'"):
+        config.load("rotated-digit")
+    with pytest.raises(ConfigError, match=r"no study file .*nowhere\.toml"):
+        config.load(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigError, match="is a folder"):
+        config.load(tmp_path)
+
+
+def test_a_file_without_a_name_is_called_like_the_file(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(STUDY.replace('name = "small"', ""))
+    assert config.load(path).name == "mine"
+
+
+def test_set_reaches_a_method_by_label_or_else_all_of_a_kind():
+    by_label = read("methods.gossip.num_peers=1").methods[0]
+    by_kind = read("methods.random.num_peers=2").methods[0]
+    assert (by_label.method, by_kind.method) == (METHODS["random"](num_peers=1), METHODS["random"](num_peers=2))
+
+
+def test_set_takes_tables_lists_and_quoted_names():
+    study = read(
+        'data.shift=[{kind="rotation", degrees=[0, 180]}]', 'methods."Gossip".label="A b"', "seeds=[3, 4]", "local.lr=1"
+    )
+    assert study.data.shift[0]["degrees"] == (0.0, 180.0) or study.data.shift[0]["degrees"] == [0, 180]
+    assert (study.methods[0].label, study.seeds, study.settings.local.lr) == ("A b", (3, 4), 1.0)
+
+
+def test_the_hash_is_that_of_what_decides_the_results():
+    """Names and what only changes the speed are left out; everything else is in."""
+    base = config.digest(read())
+    assert config.digest(read("name=other", "engine=loop", "description=x", "checkpoint_seconds=1")) == base
+    for change in ("rounds=5", "local.lr=0.02", "data.train=20", "methods.Gossip.num_peers=1", "seeds=[0]"):
+        assert config.digest(read(change)) != base, change
+
+
+def test_a_difference_names_the_first_setting():
+    assert config.difference(read(), read("name=other")) == ""
+    assert config.difference(read(), read("methods.Gossip.num_peers=1")) == (
+        "methods.Gossip.num_peers is 3 there and 1 here"
+    )
+
+
+def test_scale_shrinks_rounds_and_patience_and_never_to_nothing():
+    study = read("scale=0.5", "rounds=9")
+    entry = study.scaled("Gossip")
+    assert (entry.settings.rounds, entry.settings.patience, study.settings.rounds) == (4, 4, 9)
+    assert read("scale=0.01").scaled("Gossip").settings.rounds == 1
+
+
+@pytest.mark.parametrize("kind", sorted(METHODS))
+def test_a_methods_own_settings_do_not_hide_those_of_the_study(kind):
+    """A key of a [[methods]] table means one thing only."""
+    from dataclasses import fields
+
+    own = {f.name for f in fields(METHODS[kind])}
+    shared = {f.name for f in fields(Settings)} | {f.name for f in fields(LocalTraining)} | {"kind", "label", "paper"}
+    assert not own & shared
+
+
+def test_a_grid_is_read_with_dotted_or_nested_paths():
+    dotted = config.loads(STUDY + '\n[sweep]\n"methods.Gossip.num_peers" = [1, 2]\n')
+    nested = config.loads(STUDY + "\n[sweep]\nmethods.Gossip.num_peers = [1, 2]\n")
+    assert dotted.sweep == nested.sweep
+    assert list(dotted.sweep) == ["methods.Gossip.num_peers"]

@@ -1,0 +1,67 @@
+"""Jobs over processes: results do not depend on how many, and errors stop everybody."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from coterie.errors import ConfigError
+from coterie.fanout import WorkerDied, cores, fan_out
+
+
+def square(job, emit):
+    emit(f"doing {job}")
+    return job * job, os.getpid(), torch.get_num_threads()
+
+
+def refuse_three(job, emit):
+    if job == 3:
+        raise ConfigError("three is refused")
+    return job
+
+
+def fill_the_disk(job, emit):
+    raise OSError(28, "No space left on device", "somewhere")
+
+
+def die(job, emit):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_one_worker_works_in_this_process_in_order_with_one_thread():
+    heard: list[object] = []
+    done = list(fan_out(square, [1, 2, 3], 1, heard.append))
+    assert [(job, result[0]) for job, result in done] == [(1, 1), (2, 4), (3, 9)]
+    assert {result[1:] for _, result in done} == {(os.getpid(), 1)}
+    assert heard == ["doing 1", "doing 2", "doing 3"]
+
+
+def test_two_workers_do_every_job_once_and_report():
+    heard: list[object] = []
+    done = list(fan_out(square, [1, 2, 3], 2, heard.append))
+    assert sorted((job, result[0]) for job, result in done) == [(1, 1), (2, 4), (3, 9)]
+    assert os.getpid() not in {result[1] for _, result in done}
+    assert {result[2] for _, result in done} == {1}
+    assert sorted(map(str, heard)) == ["doing 1", "doing 2", "doing 3"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_of_a_job_arrives_as_itself(workers):
+    with pytest.raises(ConfigError, match="three is refused"):
+        list(fan_out(refuse_three, [1, 2, 3, 4], workers, print))
+
+
+def test_an_error_of_the_disk_arrives_with_its_number():
+    with pytest.raises(OSError, match="No space left") as caught:
+        list(fan_out(fill_the_disk, [1, 2], 2, print))
+    assert caught.value.errno == 28
+
+
+def test_a_worker_that_is_killed_is_noticed():
+    with pytest.raises(WorkerDied, match="ended with status -9"):
+        list(fan_out(die, [1, 2], 2, print))
+
+
+def test_there_is_at_least_one_core():
+    assert 1 <= cores() <= (os.cpu_count() or 1)

@@ -1,0 +1,201 @@
+"""Studies: folders that are never overwritten unasked, and runs that go on to the same bytes."""
+
+import json
+
+import pandas as pd
+import pytest
+
+from coterie import checkpoint, config
+from coterie.errors import CheckpointError, ConfigError, RunExistsError
+from coterie.study import Job, found_studies, read_study, resume_study, run_folder, run_study, stored
+from coterie.testing import tiny_federation
+
+STUDY = """
+name = "tiny"
+rounds = 3
+seeds = [0, 1]
+checkpoint_seconds = 0
+dtype = "float64"
+model = { kind = "linear" }
+data = { dataset = "digits" }
+local = { batch_size = 5, optimizer = "sgd", lr = 0.1 }
+
+[[methods]]
+kind = "random"
+num_peers = 2
+
+[[methods]]
+kind = "local"
+label = "Alone"
+"""
+FILES = ("checkpoint.safetensors", "metrics.parquet", "edges.parquet")
+
+
+def small(*changes):
+    return config.loads(STUDY, overrides=changes)
+
+
+def contents(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.name in FILES}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs")
+    return run_study(small(), out=out, federation=lambda seed: tiny_federation(seed=seed))
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_a_study_leaves_the_agreed_files(finished):
+    folder = finished.folder
+    assert folder.name == "tiny"
+    assert {p.name for p in folder.iterdir()} == {"config.toml", "federation.json", "summary.json", "random", "Alone"}
+    for label in ("random", "Alone"):
+        for seed in (0, 1):
+            names = {p.name for p in (folder / label / f"seed-{seed}").iterdir()}
+            assert names == {*FILES, "config.toml", "provenance.json"}
+
+
+def test_the_config_of_a_run_is_a_study_of_that_run_alone(finished):
+    study = config.load(finished.folder / "Alone" / "seed-1" / "config.toml")
+    assert ([entry.label for entry in study.methods], study.seeds) == (["Alone"], (1,))
+    assert study.settings == small().settings
+
+
+def test_the_summary_has_the_agreed_shape_and_numbers(finished):
+    """The mean over clients of a method is the mean of its final test rows, over clients and then over seeds."""
+    content = json.loads((finished.folder / "summary.json").read_text())
+    assert set(content) >= {"study", "rows", "timing"}
+    assert set(content["rows"][0]) == {"method", "label", "cluster", "metric", "mean", "std", "seeds"}
+    assert set(content["timing"][0]) == {"label", "seed", "wall_s", "train_s", "train_samples"}
+    per_seed = []
+    for seed in (0, 1):
+        table = pd.read_parquet(finished.folder / "random" / f"seed-{seed}" / "metrics.parquet")
+        last = table[(table["split"] == "test") & (table["metric"] == "accuracy") & (table["round"] == 2)]
+        per_seed.append(last["value"].mean())
+    rows = finished.rows
+    row = rows[(rows["label"] == "random") & (rows["cluster"] == "all") & (rows["metric"] == "accuracy")].iloc[0]
+    assert row["mean"] == pytest.approx(sum(per_seed) / 2)
+    assert row["std"] == pytest.approx(abs(per_seed[0] - per_seed[1]) / 2)
+    assert (row["method"], row["seeds"]) == ("random", 2)
+
+
+def test_each_client_is_compared_with_itself_trained_alone(finished):
+    gains = finished.gains()
+    assert gains["baseline"] == "Alone"
+    assert [row["label"] for row in gains["rows"]] == ["random"]
+
+
+def test_the_results_do_not_depend_on_the_number_of_workers(finished, tmp_path):
+    """Two processes of one thread leave the bytes that one leaves. The data come from a folder they can both read."""
+    one = run_study(small("data.num_clients=4", "data.train=20", "data.validation=5"), out=tmp_path / "one")
+    two = run_study(small("data.num_clients=4", "data.train=20", "data.validation=5"), out=tmp_path / "two", workers=2)
+    assert contents(one.folder) == contents(two.folder)
+    assert len(contents(one.folder)) == 4 * len(FILES)
+
+
+def test_an_existing_study_is_refused_and_stays_as_it_is(finished):
+    before = contents(finished.folder)
+    with pytest.raises(RunExistsError, match=r"--resume.*--overwrite"):
+        run_study(small("rounds=1"), out=finished.folder.parent, federation=tiny_federation())
+    assert contents(finished.folder) == before
+
+
+def test_a_folder_that_is_no_study_is_never_touched(tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "thesis.txt").write_text("precious")
+    with pytest.raises(RunExistsError, match="is no study"):
+        run_study(small(), out=tmp_path, overwrite=True, federation=tiny_federation())
+    assert (tmp_path / "tiny" / "thesis.txt").read_text() == "precious"
+
+
+def test_bad_data_is_found_before_anything_is_deleted(finished):
+    before = contents(finished.folder)
+    with pytest.raises(ConfigError, match="dataset"):
+        run_study(small("data.dataset=nowhere"), out=finished.folder.parent, overwrite=True)
+    assert contents(finished.folder) == before
+
+
+@pytest.mark.parametrize("rounds_done", [1, 5, 9])
+def test_a_study_stopped_anywhere_goes_on_to_the_same_bytes(finished, tmp_path, rounds_done):
+    heard = []
+
+    def stop(step):
+        heard.append(step)
+        if len(heard) == rounds_done:
+            raise Interrupted
+
+    federation = {seed: tiny_federation(seed=seed) for seed in (0, 1)}
+    with pytest.raises(Interrupted):
+        run_study(small(), out=tmp_path, federation=federation.__getitem__, observer=stop)
+    assert contents(tmp_path / "tiny") != contents(finished.folder)
+    done = resume_study(tmp_path / "tiny", federation=federation.__getitem__)
+    assert contents(done.folder) == contents(finished.folder)
+
+
+def test_resuming_a_finished_study_runs_nothing(finished):
+    before = contents(finished.folder)
+    heard = []
+    again = resume_study(finished.folder, federation=lambda seed: tiny_federation(seed=seed), observer=heard.append)
+    assert heard == []
+    assert contents(finished.folder) == before
+    assert again.rows.equals(finished.rows)
+
+
+def test_a_study_can_grow_by_seeds_and_methods(finished, tmp_path):
+    federation = {seed: tiny_federation(seed=seed) for seed in (0, 1)}
+    run_study(small("seeds=[0]"), out=tmp_path, federation=federation.__getitem__)
+    heard = []
+    run_study(small(), out=tmp_path, federation=federation.__getitem__, resume=True, observer=heard.append)
+    assert {step.seed for step in heard} == {1}
+    assert contents(tmp_path / "tiny") == contents(finished.folder)
+
+
+def test_resuming_with_other_settings_is_refused_and_names_the_setting(finished):
+    with pytest.raises(CheckpointError, match="rounds is 3 there and 4 here"):
+        run_study(small("rounds=4"), out=finished.folder.parent, federation=tiny_federation(), resume=True)
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a checkpoint"])
+def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, damage):
+    federation = tiny_federation()
+
+    def stop(step):
+        if step.round == 1:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run_study(small("seeds=[0]"), out=tmp_path, federation=federation, observer=stop)
+    (run_folder(tmp_path / "tiny", Job("random", 0)) / checkpoint.FILE).write_bytes(damage)
+    with pytest.raises(CheckpointError, match="damaged") as caught:
+        resume_study(tmp_path / "tiny", federation=federation)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_is_found_from_its_own_folder_too(finished):
+    study, out = stored(finished.folder / "random" / "seed-0")
+    assert (study.name, out) == ("tiny", finished.folder.parent)
+    with pytest.raises(ConfigError, match="holds no study"):
+        stored(finished.folder.parent)
+
+
+def test_finished_studies_are_listed_and_read_again(finished):
+    assert [(folder, study.name) for folder, study, _ in found_studies(finished.folder.parent)] == [
+        (finished.folder, "tiny")
+    ]
+    assert read_study(finished.folder).rows.equals(finished.rows)
+
+
+def test_a_study_with_a_slash_in_its_name_nests(tmp_path):
+    done = run_study(small("name=a/b", "seeds=[0]", "rounds=1"), out=tmp_path, federation=tiny_federation())
+    assert done.folder == tmp_path / "a" / "b"
+    assert stored(done.folder)[1] == tmp_path.resolve()
+
+
+def test_a_diverged_client_is_named(tmp_path):
+    study = small("seeds=[0]", "local.lr=1e308", "rounds=2")
+    done = run_study(study, out=tmp_path, federation=tiny_federation(num_clients=2))
+    assert done.diverged[Job("Alone", 0)] == (0, 1)
