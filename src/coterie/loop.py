@@ -217,7 +217,8 @@ class Loop:
     def _record_info(self, index: int, ids: Tensor, info: Info) -> None:
         if not len(ids):
             return
-        kept = {name: info[name] for name in ("loss", "passes", "extra_models", "extra_floats") if name in info}
+        names = ("loss", "passes", "extra_models", "extra_floats", "bytes_down", "bytes_up")
+        kept = {name: info[name] for name in names if name in info}
         if kept:
             self.record.add_metrics(index, ids, "train", "current", kept)
         if "diverged" in info and bool(info["diverged"].any()):
@@ -227,9 +228,10 @@ class Loop:
     def _served(self, index: int) -> tuple[Tensor, Info]:
         if not self.method.server:
             return self.state.params, {}
+        population = torch.arange(self.task.population)
+        self.exchange.cohort(lambda: population)  # everybody asks, those outside the round's cohort too
         self.exchange.enter(self.task.ids)
-        everybody = torch.arange(len(self.task))
-        return self.method.served(self._context(index, everybody, torch.arange(self.task.population)), self.state)
+        return self.method.served(self._context(index, torch.arange(len(self.task)), population), self.state)
 
     def final(self) -> Float[Tensor, "clients params"]:
         """Evaluate each client's chosen model on its test set, once, and return the models."""

@@ -16,6 +16,8 @@ from coterie.errors import ExchangeError
 from coterie.exchange import Inbox, InMemory, Message, Reply, Rule, check_peers, read
 from coterie.rng import Rng
 
+_GROUP = 1 << 10  # more exchanges than any cohort makes
+
 
 class PostOffice:
     """Where several processes' worth of clients meet inside one program: for tests and for threads.
@@ -154,8 +156,12 @@ class Mailbox:
         return (new if self.server else shared), reply.inbox(rows)
 
     def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
-        """Choose, in the server role, or learn who takes part from now on."""
+        """Choose, in the server role, or learn who takes part from now on.
+
+        Exchanges are numbered anew, so that a process that sat out the last ones is in step again.
+        """
         address, self._groups = (self._round, self._groups), self._groups + 1
+        self._number = self._groups * _GROUP
         if self.server:
             self.office.announce(address, compute())
         self._expected = self.office.announced(address)

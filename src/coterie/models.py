@@ -101,8 +101,11 @@ class ReturnedBatchNorm(nn.Module):
         return functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
 
 
-def _rewrite(module: nn.Module) -> nn.Module:
-    """Return a copy in which state and randomness are visible. Subclasses of the rewritten layers are left alone."""
+def rewrite(module: nn.Module) -> nn.Module:
+    """Return a copy of a module in which state and randomness are visible.
+
+    Batch normalisation and dropout are replaced; subclasses of these layers are left alone.
+    """
     module = copy.deepcopy(module)
     layers = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, nn.Dropout3d: True}
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -157,7 +160,7 @@ class Layout:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
-        self.train_module = _rewrite(module).to(dtype).train()
+        self.train_module = rewrite(module).to(dtype).train()
         owners = [(f"{path}." if path else "", part) for path, part in self.train_module.named_modules()]
         self.inputs = tuple(path + name for path, part in owners for name in getattr(part, "input_buffers", ()))
         self.keys = tuple(path + "key" for path, part in owners if isinstance(part, KeyedDropout))
@@ -184,7 +187,7 @@ class Layout:
 
     def flatten(self, module: nn.Module) -> Float[Tensor, " params"]:
         """Return a module's tensors as one row. The module is of the kind this layout was made for."""
-        return self.flatten_copy(_rewrite(module))
+        return self.flatten_copy(rewrite(module))
 
     def flatten_copy(self, module: nn.Module) -> Float[Tensor, " params"]:
         """Return the tensors of a module of this layout's own (`train_module`) as one row."""
@@ -234,12 +237,12 @@ class Layout:
         return module
 
 
-def initial(source: Callable[[], nn.Module] | nn.Module, layout: Layout, rng: Rng, client: int = EVERYONE) -> Tensor:
+def initial(source: ModelFactory, layout: Layout, rng: Rng, client: int = EVERYONE, purpose: str = "init") -> Tensor:
     """Draw the first parameters of a model from the stream of `client`.
 
     A factory is called afresh; a module is copied and every submodule with `reset_parameters` draws again.
     """
-    with rng.torch_globals("init", client):
+    with rng.torch_globals(purpose, client):
         if not isinstance(source, nn.Module):
             return layout.flatten(source())
         module = copy.deepcopy(source)

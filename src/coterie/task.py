@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coterie import engine as engines
 from coterie.engine.base import Objective, cross_entropy, squared_error
-from coterie.engine.batches import last_epoch_mean, plan
+from coterie.engine.batches import last_epoch_mean, plan, steps
 from coterie.engine.optim import LocalTraining
 from coterie.engine.work import Pairs, Samples, Training
 from coterie.errors import ModelError, require
@@ -164,6 +164,15 @@ class Task:
             return self.layout.flatten_copy(self.layout.train_module).to(self.device)
         return initial(self.model, self.layout, rng, client).to(self.device)
 
+    def fresh(self, rng: Rng, count: int) -> Float[Tensor, "clusters params"]:
+        """Return independently drawn first models, the same in every process; the first of them is $w^0$.
+
+        With `init="given"` the first has the module's own values and the others are drawn.
+        """
+        first = self._draw(rng.at(-1), EVERYONE)
+        others = [initial(self.model, self.layout, rng.at(-1), purpose=f"init.{c}") for c in range(1, count)]
+        return torch.stack([first, *(row.to(self.device) for row in others)])
+
     def settle(
         self, before: Float[Tensor, "clients params"], merged: Float[Tensor, "clients params"]
     ) -> Float[Tensor, "clients params"]:
@@ -183,7 +192,18 @@ class Task:
         width = self._shared.federation.split.shape[1]
         return self._at[:, None] * width + self._shared.positions[split].at[self._at]
 
+    def class_counts(self) -> Int[Tensor, "clients classes"]:
+        """Return how many training samples of each class every hosted client has."""
+        inside = self._shared.federation.split[self._at] == SPLITS["train"]
+        labels = torch.where(inside, self._shared.federation.y[self._at].to(torch.int64), self.classes)
+        counts = torch.zeros(len(self), self.classes + 1, dtype=torch.int64)
+        return counts.scatter_add_(1, labels, torch.ones_like(labels))[:, : self.classes]
+
     # ------------------------------------------------------------------ training
+
+    def steps(self, local: LocalTraining) -> int:
+        """Return the most optimiser steps any hosted client takes in one local training."""
+        return max((steps(local, int(n)) for n in self.samples), default=0)
 
     def train(
         self,

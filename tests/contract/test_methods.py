@@ -1,11 +1,45 @@
 """Every method keeps the promises that every method makes."""
 
+from typing import Any
+
 import pytest
 
 from coterie.methods import METHODS
 from coterie.testing import check_method
 
+# Settings that suit six clients, three classes and four rounds, where the defaults do not.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "cfl": {"eps1": 10.0, "eps2": 0.0, "warmup_rounds": 1},
+    "fedgwc": {"eps": 1.0, "patience": 1, "min_pair_updates": 0.0},
+    "ifca": {"clusters": 2},
+    "one-shot": {"warmup_rounds": 2},
+    "sosicfl": {"endpoints": 3, "regions": 2, "late_start": 1},
+    "sosicfl-all": {"endpoints": 3, "regions": 2},
+    "sosicfl-plus": {"endpoints": 3, "regions": 2},
+}
+# Their servers draw by the clients' positions: first memberships, seeds of clusterings.
+BY_POSITION = {"fesem", "sosicfl", "sosicfl-all", "sosicfl-plus"}
+
 
 @pytest.mark.parametrize("kind", sorted(METHODS))
-def test_method_keeps_the_contract(kind):
-    check_method(METHODS[kind]())
+def test_method_keeps_the_contract(kind: str):
+    """With every check of `coterie.testing`."""
+    check_method(METHODS[kind](**SETTINGS.get(kind, {})), relabel=kind not in BY_POSITION)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("fedgwc", {"preset": "released", "eps": 1.0, "clients_per_round": 4, "aggregator": "fedavgm"}),
+        ("fedprox", {"sampling": "samples", "weights": "uniform"}),
+        ("cfl", {"participation": "partial", "eps1": 10.0, "eps2": 0.0, "warmup_rounds": 1}),
+        ("ifca", {"clusters": 2, "start": "resample", "share_representation": True}),
+        ("ifca", {"clusters": 2, "start": "random_groups", "group_rounds": 2, "averaging_of": "gradients"}),
+        ("sosicfl", {"preset": "released", "endpoints": 3, "late_start": 1}),
+        ("sosicfl-plus", {"endpoints": 3, "regions": 2, "posthoc_from": 2, "per_sample": True}),
+        ("sosicfl", {"endpoints": 3, "regions": 2, "topics": "classes", "test_samples": 3}),
+    ],
+)
+def test_options_keep_the_contract(kind: str, settings: dict[str, Any]):
+    """Options that exchange something else or draw otherwise."""
+    check_method(METHODS[kind](**settings), relabel=False)

@@ -16,7 +16,7 @@ LAYERS = (
      "own_data", "models", "metrics", "similarity", "selection", "topology", "aggregation",
      "clustering", "simplex"),
     ("exchange", "mailbox"),
-    ("task", "engine"),
+    ("task", "engine", "heads"),
     ("methods",),
     ("run", "record", "settings", "checkpoint", "sequential", "loop", "net", "testing"),
     ("overrides", "config", "catalogue", "fanout", "ledger", "graph", "cluster", "papers", "summary"),

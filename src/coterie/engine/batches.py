@@ -79,6 +79,19 @@ def _one(local: LocalTraining, samples: int, stream: np.random.Generator) -> tup
     return batches, last
 
 
+def steps(local: LocalTraining, samples: int) -> int:
+    """Return how many optimiser steps a client with so many samples takes.
+
+    Example:
+        >>> steps(LocalTraining(epochs=2, batch_size=4), 9)
+        6
+    """
+    if local.steps is not None:
+        return local.steps
+    size = min(local.batch_size, samples)
+    return local.epochs * (samples // size if local.drop_last else -(-samples // size))
+
+
 def last_epoch_mean(losses: Float[Tensor, "clients steps"], schedule: Plan) -> Float[Tensor, " clients"]:
     """Return the mean batch loss of each client's last epoch; NaN when it took no step."""
     inside = (torch.arange(schedule.steps) >= schedule.last_epoch[:, None]) & (schedule.length > 0)

@@ -1,0 +1,248 @@
+r"""The last layer of a model, and models whose last layer (or all of it) is a simplex of endpoints.
+
+A simplex model has $M$ endpoints $\Theta_1 .. \Theta_M$ of some of its tensors and computes with
+$\sum_m \alpha_m \Theta_m$; $\alpha$ is an input buffer, set anew in every step. Endpoints are ordinary parameters:
+they are trained, averaged and sent like all others.
+"""
+
+import copy
+import math
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrize
+
+from coterie.errors import ModelError
+from coterie.models import Layout, ModelFactory, Slot, rewrite
+from coterie.rng import Rng
+
+
+def last_layer(layout: Layout) -> Bool[Tensor, " params"]:
+    """Return which entries of a row are trained parameters of the last layer that has any."""
+    trained = [slot for slot in layout.slots if slot.stop <= layout.trainable]
+    path = _module_of(trained[-1].name)
+    out = torch.zeros(layout.size, dtype=torch.bool)
+    for slot in trained:
+        if _module_of(slot.name) == path:
+            out[slot.start : slot.stop] = True
+    return out
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+class SimplexHead(nn.Module):
+    r"""A linear or convolution layer with $M$ endpoints.
+
+    Args:
+        layer: what each endpoint is; its own values are taken over by all of them.
+        endpoints: $M$.
+        bias: whether the bias has endpoints too, or one value shared by all.
+        gain: factor of the composed layer's parameters; its square multiplies the endpoints' effective step size.
+        ensemble: in evaluation, average the endpoints' predicted probabilities instead of their parameters.
+    """
+
+    input_buffers = ("alpha",)
+    alpha: Tensor
+
+    def __init__(
+        self,
+        layer: nn.Linear | nn.Conv2d,
+        endpoints: int,
+        *,
+        bias: bool = True,
+        gain: float = 1.0,
+        ensemble: bool = False,
+    ) -> None:
+        super().__init__()
+        if isinstance(layer, nn.Conv2d) and (layer.groups != 1 or ensemble):
+            raise ModelError("a simplex head takes convolutions without groups, and without test samples")
+        self._layer = [copy.deepcopy(layer)]  # a prototype, no part of the module
+        self.endpoints, self.shared_bias, self.gain, self.ensemble = endpoints, not bias, gain, ensemble
+        self.weight = nn.Parameter(self._stacked(layer.weight.detach()))
+        own = layer.bias
+        self.bias = None
+        if own is not None:
+            self.bias = nn.Parameter(own.detach().clone() if self.shared_bias else self._stacked(own.detach()))
+        self.register_buffer("alpha", torch.full((endpoints,), 1 / endpoints), persistent=False)
+
+    def _stacked(self, value: Tensor) -> Tensor:
+        return (value / self.gain).expand(self.endpoints, *value.shape).clone()
+
+    def reset_parameters(self) -> None:
+        """Draw one layer's parameters and give them to all endpoints."""
+        layer = self._layer[0]
+        layer.reset_parameters()
+        with torch.no_grad():
+            self.weight.copy_(self._stacked(layer.weight))
+            if self.bias is not None and layer.bias is not None:
+                self.bias.copy_(layer.bias if self.shared_bias else self._stacked(layer.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute with the composed layer; `alpha` of samples x endpoints gives each sample its own."""
+        if self.ensemble and not self.training:
+            every = functional.log_softmax(self._every(x), dim=2)
+            return torch.logsumexp(every, dim=1) - math.log(self.endpoints)
+        if self.alpha.ndim == 2:
+            return torch.einsum("bm,bm...->b...", self.alpha[: len(x)], self._every(x))
+        weight = self.gain * torch.tensordot(self.alpha, self.weight, dims=1)
+        return self._apply_layer(x, weight, self._composed_bias())
+
+    def _composed_bias(self) -> Tensor | None:
+        if self.bias is None or self.shared_bias:
+            return self.bias
+        return self.gain * torch.tensordot(self.alpha, self.bias, dims=1)
+
+    def _every(self, x: Tensor) -> Tensor:
+        """Return the outputs of all endpoints: samples x endpoints x outputs ..."""
+        bias = self.bias
+        if bias is not None:
+            bias = bias.repeat(self.endpoints) if self.shared_bias else self.gain * bias.flatten(0, 1)
+        out = self._apply_layer(x, self.gain * self.weight.flatten(0, 1), bias)
+        return out.unflatten(1, (self.endpoints, self.weight.shape[1]))
+
+    def _apply_layer(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        layer = self._layer[0]
+        if isinstance(layer, nn.Linear):
+            return functional.linear(x, weight, bias)
+        return functional.conv2d(x, weight, bias, layer.stride, layer.padding, layer.dilation)  # type: ignore[arg-type]
+
+
+class Endpoints(nn.Module):
+    r"""One tensor as a mixture of $M$ endpoints, for any layer (a parametrization)."""
+
+    input_buffers = ("alpha",)
+    alpha: Tensor
+
+    def __init__(self, endpoints: int) -> None:
+        super().__init__()
+        self.endpoints = endpoints
+        self.register_buffer("alpha", torch.full((endpoints,), 1 / endpoints), persistent=False)
+
+    def forward(self, endpoints: Tensor) -> Tensor:
+        """Mix."""
+        return torch.tensordot(self.alpha, endpoints, dims=1)
+
+    def right_inverse(self, value: Tensor) -> Tensor:
+        """Start all endpoints at one value."""
+        return value.expand(self.endpoints, *value.shape).clone()
+
+
+def simplex_head(
+    source: ModelFactory, endpoints: int, *, bias: bool = True, gain: float = 1.0, ensemble: bool = False
+) -> ModelFactory:
+    """Return a model whose last layer has endpoints; see `SimplexHead`.
+
+    Raises:
+        ModelError: when the last layer is neither linear nor a convolution.
+    """
+
+    def change(module: nn.Module) -> nn.Module:
+        names = [name for name, tensor in module.named_parameters() if tensor.requires_grad]
+        path = _module_of(names[-1])
+        layer = module.get_submodule(path)
+        if not isinstance(layer, nn.Linear | nn.Conv2d):
+            raise ModelError(f"the last layer is a {type(layer).__name__}; a simplex head takes Linear or Conv2d")
+        head = SimplexHead(layer, endpoints, bias=bias, gain=gain, ensemble=ensemble)
+        if not path:
+            return head
+        module.get_submodule(_module_of(path)).add_module(path.rpartition(".")[2], head)
+        return module
+
+    return _changed(source, change)
+
+
+def simplex_all(source: ModelFactory, endpoints: int) -> ModelFactory:
+    """Return a model all of whose trained tensors have endpoints; running statistics stay single.
+
+    Raises:
+        ModelError: for a module instead of a factory: its endpoints could not be drawn independently.
+    """
+    if isinstance(source, nn.Module):
+        raise ModelError("endpoints of all layers are drawn by a factory of modules; found a module: pass its class")
+
+    def change(module: nn.Module) -> nn.Module:
+        module = rewrite(module)
+        for part in list(module.modules()):
+            for name, tensor in list(part.named_parameters(recurse=False)):
+                if tensor.requires_grad:
+                    parametrize.register_parametrization(part, name, Endpoints(endpoints))
+        return module
+
+    return _changed(source, change)
+
+
+def _changed(source: ModelFactory, change: Callable[[nn.Module], nn.Module]) -> ModelFactory:
+    if isinstance(source, nn.Module):
+        return change(copy.deepcopy(source))
+    return lambda: change(source())
+
+
+def endpoint_slots(layout: Layout) -> list[Slot]:
+    """Return the slots that hold endpoints, one after another along their first axis."""
+    names = set()
+    for path, part in layout.train_module.named_modules():
+        head = f"{path}." if path else ""
+        if isinstance(part, SimplexHead):
+            names |= {f"{head}weight"} | (set() if part.shared_bias else {f"{head}bias"})
+        elif isinstance(part, Endpoints):
+            names.add(f"{_module_of(path)}.original")
+    return [slot for slot in layout.slots if slot.name in names]
+
+
+def alpha_inputs(layout: Layout, alpha: Float[Tensor, "clients steps *shape"]) -> dict[str, Tensor]:
+    """Return the input buffers of a local training that mixes endpoints by `alpha`."""
+    return {name: alpha for name in layout.inputs if name.rpartition(".")[2] == "alpha"}
+
+
+def compose(
+    layout: Layout, rows: Float[Tensor, "clients params"], alpha: Float[Tensor, "clients draws topics"]
+) -> Float[Tensor, "clients params"]:
+    """Return models whose endpoints are mixtures of the old ones.
+
+    With one draw all endpoints become that mixture, so that the model no longer depends on its position; with more,
+    endpoint m becomes mixture m modulo the number of draws.
+
+    Args:
+        layout: of a simplex model.
+        rows: models.
+        alpha: the mixtures, for each model.
+    """
+    out = rows.clone()
+    for slot in endpoint_slots(layout):
+        endpoints = rows[:, slot.start : slot.stop].unflatten(1, (slot.shape[0], -1))
+        mixed = torch.einsum("cdm,cmp->cdp", alpha.to(rows), endpoints)
+        chosen = mixed[:, torch.arange(slot.shape[0]) % mixed.shape[1]]
+        out[:, slot.start : slot.stop] = chosen.flatten(1)
+    return out
+
+
+def independent_endpoints(
+    layout: Layout, rows: Float[Tensor, "endpoints params"], rng: Rng, *, xavier: bool, gain: float = 1.0
+) -> Float[Tensor, " params"]:
+    """Return the first row with endpoint m taken from row m.
+
+    Args:
+        layout: of a simplex model.
+        rows: independently drawn models; in each of them all endpoints are equal.
+        rng: of the run.
+        xavier: draw weights of two and more axes from Xavier's normal law instead, and put single-axis ones (biases
+            of the head) at 0.
+        gain: see `SimplexHead`.
+    """
+    out = rows[0].clone()
+    for slot in endpoint_slots(layout):
+        endpoints = torch.stack([row[slot.start : slot.stop].reshape(slot.shape)[m] for m, row in enumerate(rows)])
+        if xavier:
+            with rng.at(-1).torch_globals(f"endpoints.{slot.name}"):
+                for endpoint in endpoints:
+                    if endpoint.ndim > 1:
+                        nn.init.xavier_normal_(endpoint).div_(gain)
+                    else:
+                        endpoint.zero_()
+        out[slot.start : slot.stop] = endpoints.flatten()
+    return out

@@ -1,0 +1,139 @@
+"""CFL: a cluster is split in two when its mean update vanishes while single updates do not."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coterie import clustering
+from coterie.aggregation import weighted_mean
+from coterie.errors import require
+from coterie.exchange import Message
+from coterie.methods.server import MIN_UPDATES, Averaging, Clusters, Desk, ServerMethod, sizes
+from coterie.rng import Rng
+from coterie.task import Task
+
+
+@dataclass(frozen=True)
+class Updates(Clusters):
+    r"""Clusters, and the last update of each client (no columns with full participation).
+
+    Args:
+        last: $\\Delta_k$ of the trained parameters.
+        since: the round it is from; -1 for never.
+    """
+
+    last: Float[Tensor, "population trainable"]
+    since: Int[Tensor, " population"]
+
+
+@final
+@dataclass(frozen=True)
+class Cfl(ServerMethod):
+    r"""Clustered federated learning by bipartition of update cosines.
+
+    A cluster is tested once $\lVert \sum_k (n_k / n_c) \Delta_k \rVert < \varepsilon_1$ and
+    $\max_k \lVert \Delta_k \rVert > \varepsilon_2$; it is split so that the largest cosine across is least. Children
+    start from the parent's model. Every client takes part in every round unless `participation` says otherwise.
+
+    Args:
+        eps1: $\varepsilon_1$.
+        eps2: $\varepsilon_2$.
+        warmup_rounds: no split before this round.
+        linkage: "single" is the exact bipartition, "complete" what the authors' code does.
+        gamma_max: accept a split only if this is below $\sqrt{(1 - a^{max}_{cross}) / 2}$; None for always.
+        min_cluster_size: a split with a smaller part is refused.
+        participation: "full": everybody in every round, whatever the run's participation; "partial": the run's, and
+            a cluster is tested once every member's last update is known.
+        max_age: with partial participation, rounds after which a last update is too old to count; None for never.
+
+    References:
+        Sattler, Müller, Samek, Clustered federated learning: model-agnostic distributed multitask optimization under
+        privacy constraints, 2020.
+    """
+
+    kind: ClassVar[str] = "cfl"
+    summary: ClassVar[str] = "clusters are split in two by the cosines of updates once the mean update vanishes"
+    references: ClassVar[tuple[str, ...]] = (
+        "Sattler, Müller, Samek, Clustered federated learning: model-agnostic distributed multitask optimization "
+        "under privacy constraints, 2020, https://arxiv.org/abs/1910.01991",
+    )
+    eps1: float = 0.4
+    eps2: float = 1.6
+    warmup_rounds: int = 20
+    linkage: Literal["single", "complete"] = "single"
+    gamma_max: float | None = None
+    min_cluster_size: int = 3
+    participation: Literal["full", "partial"] = "full"
+    max_age: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.linkage in ("single", "complete"), "cfl.linkage", self.linkage, "'single' or 'complete'")
+        require(self.min_cluster_size >= 1, "cfl.min_cluster_size", self.min_cluster_size, "at least 1")
+        valid = ("full", "partial")
+        require(self.participation in valid, "cfl.participation", self.participation, "'full' or 'partial'")
+
+    def shared(self, task: Task, rng: Rng) -> Updates:
+        """Return one cluster and no updates."""
+        start = Averaging().start(task.fresh(rng, 1), task.population, task.layout)
+        width = task.layout.trainable if self.participation == "partial" else 0
+        last = torch.zeros(task.population, width, dtype=task.dtype, device=task.device)
+        return Updates(start.models, start.velocity, start.label, last, torch.full((task.population,), -1))
+
+    def cohort(self, shared: Any, rng: Rng, population: int, participation: float | int) -> Int[Tensor, " active"]:
+        """Everybody, or the run's share of everybody."""
+        if self.participation == "full":
+            return torch.arange(population)
+        return super().cohort(shared, rng, population, participation)
+
+    def merge(self, desk: Desk, shared: Updates, message: Message) -> Updates:
+        """Average or split each cluster."""
+        assert message.ids is not None
+        group = shared.label[message.ids]
+        updates = (message.params - shared.models[group.to(message.params.device)])[:, : desk.layout.trainable]
+        if self.participation == "partial":
+            last = shared.last.index_copy(0, message.ids.to(shared.last.device), updates)
+            shared = replace(shared, last=last, since=shared.since.index_fill(0, message.ids, desk.index))
+        members = sizes(shared.label, len(shared.models))
+        merged = self.averaging.step(shared, message, group, members.clamp(max=MIN_UPDATES))
+        for cluster in range(len(members)):
+            rows = (group == cluster).nonzero().flatten()
+            part = self._split(desk, shared, cluster, message, rows, updates)
+            if part is not None:
+                parent = shared.models[cluster]  # children start from it, not from this round's mean
+                models = torch.cat([merged.models, parent[None]])
+                models[cluster] = parent
+                label = merged.label.index_fill(0, part, len(models) - 1)
+                velocity = torch.cat([merged.velocity, merged.velocity[cluster : cluster + 1]])
+                merged = replace(merged, models=models, label=label, velocity=velocity)
+        return merged
+
+    def _split(
+        self, desk: Desk, shared: Updates, cluster: int, message: Message, rows: Tensor, updates: Tensor
+    ) -> Tensor | None:
+        """Return the ids that leave a cluster, or None."""
+        assert message.ids is not None
+        if desk.index < self.warmup_rounds or len(rows) == 0:
+            return None
+        mean = weighted_mean(updates[rows], message.fields["samples"][rows])
+        if not (float(mean.norm()) < self.eps1 and float(updates[rows].norm(dim=1).max()) > self.eps2):
+            return None
+        ids, known = message.ids[rows], updates[rows]
+        members = (shared.label == cluster).nonzero().flatten()
+        if self.participation == "partial":
+            ids, known = members, shared.last[members.to(shared.last.device)]
+            age = desk.index - shared.since[members]
+            if bool((shared.since[members] < 0).any()) or (self.max_age is not None and int(age.max()) > self.max_age):
+                return None
+        if len(ids) < len(members) or len(ids) <= 2:
+            return None
+        cosines = clustering.update_cosines(known)
+        part = clustering.bipartition(cosines.cpu(), self.linkage)
+        if min(int(part.sum()), int((~part).sum())) < self.min_cluster_size:
+            return None
+        across = clustering.cross_similarity(cosines.cpu(), part)
+        if self.gamma_max is not None and not self.gamma_max < ((1 - across) / 2) ** 0.5:
+            return None
+        return ids[part]

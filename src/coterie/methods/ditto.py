@@ -1,0 +1,94 @@
+"""Ditto: a personal model beside FedAvg's, trained on one's own data and kept near the global one."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, final
+
+from jaxtyping import Float
+from torch import Tensor
+
+from coterie.errors import require
+from coterie.exchange import Inbox
+from coterie.methods.base import Info, Round, State
+from coterie.methods.fedavg import OneModel
+from coterie.methods.server import Averaging, Weights
+from coterie.rng import Rng
+from coterie.task import LocalTraining, Task
+
+
+@dataclass(frozen=True)
+class Personal:
+    """The personal model of each client ($v_k$); $w^0$ until it first takes part."""
+
+    model: Float[Tensor, "clients params"]
+
+
+@final
+@dataclass(frozen=True)
+class Ditto(OneModel):
+    r"""FedAvg, and for each client $\min_v F_k(v) + \frac{\lambda}{2} \lVert v - w \rVert^2$.
+
+    The personal step is $v \leftarrow v - \eta (\nabla F_k(v) + \lambda (v - w^t))$ with the global model as received.
+    The global models are FedAvg's, bit for bit. A client is served its personal model.
+
+    Args:
+        lam: $\lambda$; 0 is local training, and large values keep the personal model at the global one. The step is
+            stable while `lam` times the step size is below 2.
+        weights: of the clients in the global mean: "samples", or "uniform" as in the original code.
+        interleaved: both tracks see the same mini-batches, as in the original code; each draws its own otherwise.
+        personal_epochs: epochs of the personal model; those of the run when None.
+        personal_steps: steps of the personal model instead.
+
+    References:
+        Li, Hu, Beirami, Smith, Ditto: fair and robust federated learning through personalization, 2021.
+    """
+
+    kind: ClassVar[str] = "ditto"
+    summary: ClassVar[str] = "FedAvg, and a personal model for each client that stays near the global one"
+    references: ClassVar[tuple[str, ...]] = (
+        "Li, Hu, Beirami, Smith, Ditto: fair and robust federated learning through personalization, 2021, "
+        "https://arxiv.org/abs/2012.04221",
+    )
+    lam: float = 1.0
+    weights: Weights = "samples"
+    interleaved: bool = False
+    personal_epochs: int | None = None
+    personal_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.lam >= 0, "ditto.lam", self.lam, "0 or more")
+        self.averaging.check(self.kind)
+
+    @property
+    def averaging(self) -> Averaging:
+        """By samples or uniform."""
+        return Averaging(self.weights)
+
+    def memory(self, task: Task, rng: Rng) -> Personal:
+        """Everybody starts at the first model."""
+        return Personal(task.init(rng).clone())
+
+    def remember(
+        self, rnd: Round, memory: Personal, start: Float[Tensor, "clients params"], offer: Inbox
+    ) -> tuple[Personal, Info]:
+        """Train the personal models, near the global one that was received."""
+        purpose = "batches" if self.interleaved else "batches.personal"
+        local = personal_training(rnd.local, self.personal_epochs, self.personal_steps)
+        model, info = rnd.task.train(memory.model, rnd.rng, local, anchor=start, prox=self.lam, purpose=purpose)
+        return Personal(model), personal_info(info)
+
+    def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
+        """Each client has its own."""
+        return state.memory.model, {}
+
+
+def personal_training(local: LocalTraining, epochs: int | None, steps: int | None) -> LocalTraining:
+    """Return the run's local training with a personal length."""
+    if steps is not None:
+        return replace(local, steps=steps)
+    return local if epochs is None else replace(local, epochs=epochs, steps=None)
+
+
+def personal_info(info: Info) -> dict[str, Any]:
+    """Name a report of personal training apart from that of the global model."""
+    kept = ("loss", "losses", "train_samples", "diverged")
+    return {f"personal_{name}": info[name] for name in kept}

@@ -1,0 +1,105 @@
+"""FedAvg, and its servers with momentum (FedAvgM) and with uniform weights (FairAvg)."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from coterie.exchange import Message
+from coterie.methods.server import MIN_UPDATES, Averaging, Desk, ServerMethod, Weights
+
+
+@dataclass(frozen=True)
+class OneModel(ServerMethod):
+    """A server with one model, averaged over the cohort."""
+
+    def merge(self, desk: Desk, shared: Any, message: Message) -> Any:
+        """Average."""
+        everybody: Tensor = torch.zeros(len(message), dtype=torch.int64)
+        return self.averaging.step(shared, message, everybody, min(MIN_UPDATES, desk.population))
+
+
+@final
+@dataclass(frozen=True)
+class FedAvg(OneModel):
+    r"""Federated averaging: $\theta^{t+1} = \sum_{k \in P} (n_k / n_P)\, \theta_k^{t+1}$.
+
+    Args:
+        weights: of the clients: "samples" ($n_k$) or "uniform".
+
+    References:
+        McMahan et al., Communication-efficient learning of deep networks from decentralized data, 2017.
+    """
+
+    kind: ClassVar[str] = "fedavg"
+    summary: ClassVar[str] = "a server averages the models of each round's clients"
+    references: ClassVar[tuple[str, ...]] = (
+        "McMahan, Moore, Ramage, Hampson, Agüera y Arcas, Communication-efficient learning of deep networks from "
+        "decentralized data, 2017, https://arxiv.org/abs/1602.05629",
+    )
+    weights: Weights = "samples"
+
+    def __post_init__(self) -> None:
+        self.averaging.check(self.kind)
+
+    @property
+    def averaging(self) -> Averaging:
+        """By samples or uniform."""
+        return Averaging(self.weights)
+
+
+@final
+@dataclass(frozen=True)
+class FedAvgM(OneModel):
+    r"""FedAvg with momentum on the server: $v \leftarrow \beta v + d$, $\theta \leftarrow \theta - \eta_s v$.
+
+    $d$ is the model sent minus the mean of those that came back.
+
+    Args:
+        momentum: $\beta$, in [0, 1).
+        server_lr: $\eta_s$.
+        nesterov: step along $d + \beta v$ instead, as the authors' experiments do.
+
+    References:
+        Hsu, Qi, Brown, Measuring the effects of non-identical data distribution, 2019.
+    """
+
+    kind: ClassVar[str] = "fedavgm"
+    summary: ClassVar[str] = "FedAvg with momentum on the server"
+    references: ClassVar[tuple[str, ...]] = (
+        "Hsu, Qi, Brown, Measuring the effects of non-identical data distribution for federated visual "
+        "classification, 2019, https://arxiv.org/abs/1909.06335",
+    )
+    momentum: float = 0.9
+    server_lr: float = 1.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        self.averaging.check(self.kind)
+
+    @property
+    def averaging(self) -> Averaging:
+        """With momentum."""
+        return Averaging("samples", self.momentum, self.server_lr, self.nesterov)
+
+
+@final
+@dataclass(frozen=True)
+class FairAvg(OneModel):
+    r"""Uniform averaging: $\theta^{t+1} = \frac{1}{|P|} \sum_{k \in P} \theta_k^{t+1}$.
+
+    References:
+        Michieli, Ozay, Are all users treated fairly in federated learning systems?, 2021.
+    """
+
+    kind: ClassVar[str] = "fairavg"
+    summary: ClassVar[str] = "FedAvg with the same weight for every client"
+    references: ClassVar[tuple[str, ...]] = (
+        "Michieli, Ozay, Are all users treated fairly in federated learning systems?, 2021",
+    )
+
+    @property
+    def averaging(self) -> Averaging:
+        """Uniform."""
+        return Averaging("uniform")

@@ -1,0 +1,304 @@
+"""FedGWC: clients whose presence changes the others' rewards alike are grouped, again and again.
+
+Longer than other methods: paper, authors' code and this project differ in fifteen settings, and each is an option.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coterie import clustering, selection
+from coterie.errors import require
+from coterie.exchange import Inbox, Message
+from coterie.methods.base import Info, Round, cohort_noise
+from coterie.methods.presets import Preset, resolve, rules_of
+from coterie.methods.server import MIN_UPDATES, Averaging, Clusters, Desk, ServerMethod, sizes
+from coterie.rng import Rng
+from coterie.task import Task
+
+
+@dataclass(frozen=True)
+class Interactions(Clusters):
+    r"""Clusters, and what was seen of their members.
+
+    Args:
+        matrix: $P$; the block of a cluster's members is the cluster's. Its diagonal is $\gamma$.
+        sampled: how often each member took part ($u_k$).
+        pairs: how often each pair did ($N_{kj}$).
+        mse: running mean of the squared change of each cluster's block.
+        patience: rounds in a row in which it was small.
+    """
+
+    matrix: Float[Tensor, "population population"]
+    sampled: Int[Tensor, " population"]
+    pairs: Int[Tensor, "population population"]
+    mse: Float[Tensor, " clusters"]
+    patience: Int[Tensor, " clusters"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The settings in which the presets differ; see `FedGwc`."""
+
+    alpha_rule: Literal["constant", "local_rate", "decay"] = "constant"
+    reward_weights: Literal["uniform", "samples"] = "uniform"
+    ddof: int = 1
+    loss_sampling_size: int = 0
+    normalize_rewards: bool = False
+    start: Literal["zero", "uniform"] = "zero"
+    upv_axis: clustering.Axis = "column"
+    minmax: bool = False
+    diagonal: float = 1.0
+    db_space: clustering.Space = "rows"
+    n_max_by: Literal["size", "cohort"] = "size"
+    mse_scope: Literal["matrix", "sampled"] = "matrix"
+    patience: int = 0
+    clients_per_round: int = 0
+    explore: bool = True
+    min_cluster_size: int = 3
+    min_pair_updates: float = 1.0
+
+
+PRESETS = {
+    "coterie": Rules(),
+    "paper": Rules(upv_axis="row", patience=1, min_pair_updates=0.0),
+    "released": Rules(
+        alpha_rule="local_rate", reward_weights="samples", ddof=0, loss_sampling_size=10, normalize_rewards=True,
+        start="uniform", minmax=True, diagonal=0.0, db_space="embedding", n_max_by="cohort", mse_scope="sampled",
+        clients_per_round=10, explore=False, min_cluster_size=1, min_pair_updates=0.0,
+    ),
+}  # fmt: skip
+
+
+@final
+@dataclass(frozen=True)
+class FedGwc(ServerMethod):
+    r"""Clusters from Gaussian rewards of local losses.
+
+    In each round, and for each cluster, a client's loss trace is compared with those of the clients sampled with it
+    ($\omega_k$), the rewards update the interaction matrix $P$, and once $P$ has settled its members are grouped by
+    spectral clustering of an affinity of their vectors. Children start from the parent's model. Each cluster has its
+    own participation: the run's share of its members, at least 3.
+
+    Args:
+        aggregator: how each cluster averages: "fedavg", "fedavgm", "fedprox" or "fairavg".
+        preset: "coterie" (the paper with guards), "paper" (its text) or "released" (the authors' code); a field that
+            is None takes the preset's value.
+        beta: width of the affinity ($\beta$); not comparable across `minmax`.
+        eps: a cluster has settled when its `mse` is below ($\varepsilon$).
+        alpha: $\alpha$, in (0, 1); the paper takes the participation rate.
+        kappa: exponent of `alpha_rule="decay"`, in (1/2, 1].
+        n_max: most children of a split.
+        labels: how spectral clustering reads its eigenvectors.
+        alpha_rule: "constant"; "local_rate": $|P| / K_c$; "decay": $\alpha (1 + t)^{-\kappa}$.
+        reward_weights: clients in the mean and variance of losses alike, or by samples (then biased).
+        ddof: 1 for the sample variance, 0 for the biased one.
+        loss_sampling_size: fill the losses of a step up to so many with normal draws; 0 for off.
+        normalize_rewards: divide rewards by their sum.
+        start: $P^0$ is "zero" or "uniform", $1 / K^2$.
+        upv_axis: a client's vector is its "column" or its "row" of $P$.
+        minmax: scale $P$ to [0, 1] before the affinity.
+        diagonal: of the affinity.
+        db_space: Davies-Bouldin index of the affinity's "rows" or of its spectral "embedding".
+        n_max_by: children at most $K_c$ divided by the smallest size, or by the cohort's.
+        mse_scope: mean squared change over the cluster's whole "matrix", or the "sampled" part.
+        patience: rounds in a row below `eps` before a split is tried; 0 for $K_c / |P|$, rounded.
+        clients_per_round: so many of every cluster, whatever the run's participation; 0 for the run's share.
+        explore: prefer clients that took part less often, $p_k \propto \exp(\min u - u_k)$.
+        min_cluster_size: a split with a smaller part is refused; 30 is advisable at 10 % participation.
+        min_pair_updates: no split before pairs took part together so often on average.
+        momentum: of "fedavgm".
+        server_lr: of "fedavgm".
+        nesterov: of "fedavgm".
+        mu: of "fedprox"; the penalty is no part of the losses.
+        trace: losses sent, when local training is counted in epochs; with steps, one each.
+
+    References:
+        Licciardi, Leo, Fanì, Caputo, Ciccone, Interaction-aware Gaussian weighting for clustered federated
+        learning, 2025.
+    """
+
+    kind: ClassVar[str] = "fedgwc"
+    summary: ClassVar[str] = "clusters by how clients' presence changes each other's loss rewards"
+    references: ClassVar[tuple[str, ...]] = (
+        "Licciardi, Leo, Fanì, Caputo, Ciccone, Interaction-aware Gaussian weighting for clustered federated "
+        "learning, 2025, https://arxiv.org/abs/2502.03340",
+    )
+    aggregator: Literal["fedavg", "fedavgm", "fedprox", "fairavg"] = "fedavg"
+    preset: Preset = "coterie"
+    beta: float = 0.5
+    eps: float = 1e-5
+    alpha: float = 0.1
+    kappa: float = 1.0
+    n_max: int = 4
+    labels: clustering.Labels = "cluster_qr"
+    alpha_rule: Literal["constant", "local_rate", "decay"] | None = None
+    reward_weights: Literal["uniform", "samples"] | None = None
+    ddof: int | None = None
+    loss_sampling_size: int | None = None
+    normalize_rewards: bool | None = None
+    start: Literal["zero", "uniform"] | None = None
+    upv_axis: clustering.Axis | None = None
+    minmax: bool | None = None
+    diagonal: float | None = None
+    db_space: clustering.Space | None = None
+    n_max_by: Literal["size", "cohort"] | None = None
+    mse_scope: Literal["matrix", "sampled"] | None = None
+    patience: int | None = None
+    clients_per_round: int | None = None
+    explore: bool | None = None
+    min_cluster_size: int | None = None
+    min_pair_updates: float | None = None
+    momentum: float = 0.9
+    server_lr: float = 1.0
+    nesterov: bool = False
+    mu: float = 0.01
+    trace: int = 32
+
+    def __post_init__(self) -> None:
+        resolve(self, PRESETS)
+        valid = ("fedavg", "fedavgm", "fedprox", "fairavg")
+        require(self.aggregator in valid, "fedgwc.aggregator", self.aggregator, f"one of {', '.join(valid)}")
+        require(0 < self.alpha < 1, "fedgwc.alpha", self.alpha, "above 0 and below 1")
+        require(self.beta > 0, "fedgwc.beta", self.beta, "above 0")
+        require(0.5 < self.kappa <= 1, "fedgwc.kappa", self.kappa, "above 1/2 and at most 1")
+        require(self.n_max >= 2, "fedgwc.n_max", self.n_max, "at least 2")
+        require(self.trace >= 1, "fedgwc.trace", self.trace, "at least 1")
+        require(self.rules.clients_per_round != 1, "fedgwc.clients_per_round", 1, "0, or at least 2")
+        self.averaging.check(self.kind)
+
+    @property
+    def rules(self) -> Rules:
+        """The resolved settings."""
+        return rules_of(self, Rules)
+
+    @property
+    def averaging(self) -> Averaging:
+        """That of the aggregator."""
+        if self.aggregator == "fedavgm":
+            return Averaging("samples", self.momentum, self.server_lr, self.nesterov)
+        return Averaging("uniform" if self.aggregator == "fairavg" else "samples")
+
+    def shared(self, task: Task, rng: Rng) -> Interactions:
+        """Return one cluster whose members have not met."""
+        begin, size = self.averaging.start(task.fresh(rng, 1), task.population, task.layout), task.population
+        level = 1 / size**2 if self.rules.start == "uniform" else 0.0
+        matrix = torch.full((size, size), level, dtype=torch.float64)
+        pairs, never = torch.zeros(size, size, dtype=torch.int32), torch.zeros(size, dtype=torch.int64)
+        one = torch.ones(1, dtype=torch.float64)
+        return Interactions(begin.models, begin.velocity, begin.label, matrix, never, pairs, one, never[:1])
+
+    def train(self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox) -> tuple[Tensor, Info]:
+        """Train, with FedProx's penalty where that is the aggregator."""
+        if self.aggregator == "fedprox":
+            return rnd.task.train(start, rnd.rng, rnd.local, anchor=start, prox=self.mu)
+        return rnd.task.train(start, rnd.rng, rnd.local)
+
+    def report(self, rnd: Round, info: Info) -> dict[str, Tensor]:
+        """Send the losses of the first steps, padded with NaN to a length that all clients share."""
+        losses = info["losses"]
+        width = self.trace if rnd.local.steps is None else rnd.local.steps
+        padded = losses.new_full((len(losses), width), torch.nan)
+        padded[:, : losses.shape[1]] = losses[:, :width]
+        return {"samples": rnd.task.samples, "losses": padded}
+
+    # ---------------------------------------------------------------- where the server role is
+
+    def cohort(
+        self, shared: Interactions, rng: Rng, population: int, participation: float | int
+    ) -> Int[Tensor, " active"]:
+        """Draw in each cluster."""
+        noise, rate = cohort_noise(rng, population), self.rules.clients_per_round or participation
+        chosen = []
+        for cluster in range(len(shared.models)):
+            members = shared.label == cluster
+            often = shared.sampled[members].min() - shared.sampled if self.rules.explore else torch.zeros(population)
+            count = selection.cohort_size(int(members.sum()), rate, least=3)
+            chosen.append(selection.cohort(noise, count, log_weights=often.double(), members=members))
+        return torch.cat(chosen).sort().values
+
+    def merge(self, desk: Desk, shared: Interactions, message: Message) -> Interactions:
+        """Average, reward and, where a cluster has settled, split."""
+        assert message.ids is not None
+        group, before = shared.label[message.ids], len(shared.models)
+        least = sizes(shared.label, before).clamp(max=MIN_UPDATES)
+        shared = self.averaging.step(shared, message, group, least)
+        for cluster in range(before):
+            rows = message.rows((group == cluster).nonzero().flatten())
+            if len(rows):
+                shared = self._observe(desk, shared, cluster, rows)
+        return shared
+
+    def _observe(self, desk: Desk, shared: Interactions, cluster: int, message: Message) -> Interactions:
+        """Update a cluster's rewards and interactions, and split it if it has settled."""
+        assert message.ids is not None
+        rules, ids, size = self.rules, message.ids, int((shared.label == cluster).sum())
+        pairs = shared.pairs.clone()
+        pairs[ids[:, None], ids[None, :]] += 1
+        shared = replace(shared, pairs=pairs, sampled=shared.sampled.index_add(0, ids, torch.ones_like(ids)))
+        if len(ids) < 2:
+            return shared
+        alpha = self._alpha(desk.index, len(ids), size)
+        matrix = clustering.interact(shared.matrix, ids, self._rewards(desk, cluster, message), alpha)
+        change = (matrix - shared.matrix).square().sum() / (size if rules.mse_scope == "matrix" else len(ids)) ** 2
+        mse, patience = shared.mse.clone(), shared.patience.clone()
+        mse[cluster] = (1 - alpha) * mse[cluster] + alpha * change
+        patience[cluster] = patience[cluster] + 1 if mse[cluster] < self.eps else 0
+        shared = replace(shared, matrix=matrix, mse=mse, patience=patience)
+        needed = rules.patience or max(1, int(size / len(ids) + 0.5))
+        return self._try_split(desk, shared, cluster, len(ids)) if patience[cluster] >= needed else shared
+
+    def _alpha(self, index: int, cohort: int, size: int) -> float:
+        if self.rules.alpha_rule == "local_rate":
+            return cohort / size
+        return self.alpha * (1 + index) ** -self.kappa if self.rules.alpha_rule == "decay" else self.alpha
+
+    def _rewards(self, desk: Desk, cluster: int, message: Message) -> Float[Tensor, " clients"]:
+        rules, losses = self.rules, message.fields["losses"].cpu()
+        missing = rules.loss_sampling_size - len(losses)
+        synthetic = None
+        if missing > 0:
+            stream = desk.rng.generator(f"fedgwc.synthetic.{cluster}")
+            synthetic = torch.from_numpy(stream.normal(size=(missing, losses.shape[1])))
+        weights = message.fields["samples"].cpu() if rules.reward_weights == "samples" else None
+        rewards = clustering.gaussian_rewards(losses, ddof=rules.ddof, weights=weights, synthetic=synthetic)
+        return rewards / rewards.sum() if rules.normalize_rewards else rewards
+
+    def _try_split(self, desk: Desk, shared: Interactions, cluster: int, cohort: int) -> Interactions:
+        """Split a settled cluster if its members fall apart; start its clock anew."""
+        rules, members = self.rules, (shared.label == cluster).nonzero().flatten()
+        block, size = (members[:, None], members[None, :]), len(members)
+        met = shared.pairs[block].double()
+        apart = float(met.sum() - met.diagonal().sum()) / max(1, size * (size - 1))
+        if size < 2 * rules.min_cluster_size or apart < rules.min_pair_updates:
+            return shared
+        affinity = clustering.affinity(
+            shared.matrix[block], self.beta, axis=rules.upv_axis, minmax=rules.minmax, diagonal=rules.diagonal
+        )
+        label = clustering.propose_split(
+            affinity,
+            n_max=min(self.n_max, size // cohort) if rules.n_max_by == "cohort" else self.n_max,
+            min_cluster_size=rules.min_cluster_size,
+            space=rules.db_space,
+            labels=self.labels,
+            seed=int(desk.rng.generator(f"fedgwc.split.{cluster}").integers(1 << 31)),
+        )
+        mse, patience = shared.mse.clone(), shared.patience.clone()
+        mse[cluster], patience[cluster] = 1.0, 0
+        shared = replace(shared, mse=mse, patience=patience)
+        return shared if label is None else _split(shared, cluster, members, label)
+
+
+def _split(shared: Interactions, cluster: int, members: Tensor, label: Tensor) -> Interactions:
+    """Let the members with label 0 keep the cluster and found one for each other label, all on the parent's model."""
+    count, children = len(shared.models), int(label.max())
+    number = torch.where(label == 0, cluster, count + label - 1)
+
+    def grown(value: Tensor) -> Tensor:
+        return torch.cat([value, value[cluster].expand(children, *value.shape[1:])])
+
+    kept: dict[str, Any] = {name: grown(getattr(shared, name)) for name in ("models", "velocity", "mse", "patience")}
+    return replace(shared, label=shared.label.index_copy(0, members, number), **kept)

@@ -1,0 +1,89 @@
+"""FedProx: FedAvg whose clients stay near the model they were sent."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coterie import selection
+from coterie.errors import require
+from coterie.exchange import Inbox, Message, Reply
+from coterie.methods.base import Info, Round, State, cohort_noise
+from coterie.methods.fedavg import OneModel
+from coterie.methods.server import Averaging, Clusters, Desk, Weights, nothing
+from coterie.rng import Rng
+from coterie.task import Task
+
+
+@dataclass(frozen=True)
+class Enrolled(Clusters):
+    """Clusters, and how many training samples each client has: filled while clients enrol."""
+
+    samples: Float[Tensor, " population"]
+
+
+@final
+@dataclass(frozen=True)
+class FedProx(OneModel):
+    r"""FedAvg with the local objective $F_k(\theta) + \frac{\mu}{2} \lVert \theta - \theta^t \rVert^2$.
+
+    The penalty is no part of the reported loss.
+
+    Args:
+        mu: weight of the penalty ($\mu$); the papers try 0.001, 0.01, 0.1 and 1.
+        weights: of the clients in the mean: "samples" or "uniform".
+        sampling: clients are drawn alike, or with probability proportional to their samples (then the paper
+            averages with uniform weights).
+
+    References:
+        Li et al., Federated optimization in heterogeneous networks, 2020.
+    """
+
+    kind: ClassVar[str] = "fedprox"
+    summary: ClassVar[str] = "FedAvg whose clients are pulled towards the model they were sent"
+    references: ClassVar[tuple[str, ...]] = (
+        "Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, Federated optimization in heterogeneous networks, 2020, "
+        "https://arxiv.org/abs/1812.06127",
+    )
+    mu: float = 0.01
+    weights: Weights = "samples"
+    sampling: Literal["uniform", "samples"] = "uniform"
+
+    def __post_init__(self) -> None:
+        require(self.mu >= 0, "fedprox.mu", self.mu, "0 or more")
+        require(self.sampling in ("uniform", "samples"), "fedprox.sampling", self.sampling, "'uniform' or 'samples'")
+        self.averaging.check(self.kind)
+
+    @property
+    def averaging(self) -> Averaging:
+        """By samples or uniform."""
+        return Averaging(self.weights)
+
+    def shared(self, task: Task, rng: Rng) -> Enrolled:
+        """Return the server's state; nobody's samples are known yet."""
+        start = self.averaging.start(task.fresh(rng, 1), task.population, task.layout)
+        return Enrolled(start.models, start.velocity, start.label, torch.ones(task.population, dtype=torch.float64))
+
+    def enrol(self, rnd: Round, state: State) -> State:
+        """Tell the server how many samples each client has, when it draws by them."""
+        if self.sampling == "uniform":
+            return state
+        message = Message(state.params[:, :0], {"samples": rnd.task.samples})
+        return replace(state, shared=self.ask(rnd, _register, message, state.shared)[0])
+
+    def cohort(self, shared: Enrolled, rng: Rng, population: int, participation: float | int) -> Int[Tensor, " active"]:
+        """Draw uniformly, or by samples."""
+        count = selection.cohort_size(population, participation, least=3)
+        return selection.cohort(cohort_noise(rng, population), count, log_weights=shared.samples.log())
+
+    def train(self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox) -> tuple[Tensor, Info]:
+        """Train with the penalty."""
+        return rnd.task.train(start, rnd.rng, rnd.local, anchor=start, prox=self.mu)
+
+
+def _register(desk: Desk, shared: Enrolled, message: Message) -> tuple[Enrolled, Reply]:
+    assert message.ids is not None
+    samples = shared.samples.index_copy(0, message.ids, message.fields["samples"].double())
+    return replace(shared, samples=samples), nothing(message)

@@ -1,0 +1,101 @@
+"""FeSEM: several centres; each client trains from the one nearest to its last model."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from coterie import aggregation, clustering
+from coterie.errors import require
+from coterie.exchange import Message, Reply
+from coterie.heads import last_layer
+from coterie.methods.base import check_positive
+from coterie.methods.server import Averaging, Clusters, Desk, ServerMethod, Weights
+from coterie.rng import Rng
+from coterie.task import Task
+
+
+@dataclass(frozen=True)
+class Centres(Clusters):
+    """The centres, who belongs to which, and who has ever taken part."""
+
+    seen: Bool[Tensor, " population"]
+
+
+@final
+@dataclass(frozen=True)
+class FeSem(ServerMethod):
+    r"""Multi-centre federated learning: minimise $\frac1K \sum_k \sum_c r_k^c \lVert W_k - \tilde W^c \rVert^2$.
+
+    When models come back, each of their clients joins the nearest centre (E-step) and the centres become the means of
+    the models that came back (M-step); others keep their membership. First memberships are random and balanced, first
+    centres are drawn independently. Who never took part is served by the largest cluster.
+
+    Args:
+        clusters: $C$.
+        weights: of the models in a centre: "uniform" or by "samples".
+        features: distances over "all" trained parameters, or those of the "last_layer" as in the authors' code.
+        recluster_every: rounds between two E-steps.
+        min_group: a centre to which fewer models came back stays.
+
+    References:
+        Long, Xie, Shen, Zhou, Wang, Jiang, Multi-center federated learning: clients clustering for better
+        personalization, 2023.
+    """
+
+    kind: ClassVar[str] = "fesem"
+    summary: ClassVar[str] = "several centres; clients train from the centre nearest to their last model"
+    references: ClassVar[tuple[str, ...]] = (
+        "Long, Xie, Shen, Zhou, Wang, Jiang, Multi-center federated learning: clients clustering for better "
+        "personalization, 2023, https://arxiv.org/abs/2108.08647",
+    )
+    clusters: int = 3
+    weights: Weights = "uniform"
+    features: Literal["all", "last_layer"] = "all"
+    recluster_every: int = 1
+    min_group: int = 1
+
+    def __post_init__(self) -> None:
+        check_positive(self, clusters=self.clusters, recluster_every=self.recluster_every, min_group=self.min_group)
+        require(self.features in ("all", "last_layer"), "fesem.features", self.features, "'all' or 'last_layer'")
+        self.averaging.check(self.kind)
+
+    @property
+    def averaging(self) -> Averaging:
+        """Uniform or by samples."""
+        return Averaging(self.weights)
+
+    def shared(self, task: Task, rng: Rng) -> Centres:
+        """Return independent centres and random balanced memberships."""
+        order = rng.at(-1).generator("fesem.start").permutation(task.population)
+        label = torch.from_numpy(order) % self.clusters
+        models = task.fresh(rng, self.clusters)
+        return Centres(models, models[:, :0].double(), label, torch.zeros(task.population, dtype=torch.bool))
+
+    def deliver(self, desk: Desk, shared: Centres, message: Message) -> tuple[Centres, Reply]:
+        """Answer with the client's centre, or the largest cluster's when the client is not known yet."""
+        assert message.ids is not None
+        known = shared.label[shared.seen]
+        label = shared.label
+        if len(known):
+            label = torch.where(shared.seen, label, torch.bincount(known, minlength=self.clusters).argmax())
+        return shared, Reply(shared.models, label[message.ids][:, None])
+
+    def merge(self, desk: Desk, shared: Centres, message: Message) -> Centres:
+        """E-step and M-step over the models that came back."""
+        assert message.ids is not None
+        label = shared.label
+        if desk.index % self.recluster_every == 0:
+            nearest = clustering.nearest(self._features(desk, message.params), self._features(desk, shared.models))
+            label = label.index_copy(0, message.ids, nearest.cpu())
+        group, weights = label[message.ids], self.averaging.shares(message)
+        models = aggregation.grouped_mean(message.params, group, weights, shared.models, self.min_group)
+        seen = shared.seen.index_fill(0, message.ids, True)
+        return replace(shared, models=models, label=label, seen=seen)
+
+    def _features(self, desk: Desk, models: Float[Tensor, "rows params"]) -> Float[Tensor, "rows features"]:
+        if self.features == "all":
+            return models[:, : desk.layout.trainable]
+        return models[:, last_layer(desk.layout).to(models.device)]

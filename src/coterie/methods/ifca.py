@@ -1,0 +1,178 @@
+"""IFCA: several models; each client takes the one with the least loss on its data."""
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, Literal, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coterie import aggregation
+from coterie.errors import require
+from coterie.exchange import Inbox, Message, Reply
+from coterie.heads import last_layer
+from coterie.methods.base import Info, Round, State, check_positive
+from coterie.methods.server import Desk, ServerMethod, nothing, traffic
+from coterie.rng import Rng
+from coterie.task import Task
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Models:
+    """The server's models. While clients enrol with `start="resample"`, all candidates."""
+
+    models: Float[Tensor, "clusters params"]
+
+
+@final
+@dataclass(frozen=True)
+class Ifca(ServerMethod):
+    r"""Iterative federated clustering: $\hat c_k = \arg\min_c F_k(\theta_c)$ on the client's training data.
+
+    Every client of the cohort receives all models, trains the best one (ties go to the first) and sends it back with
+    its choice. Clients outside the cohort are served the model that is best on their training data.
+
+    Args:
+        clusters: $C$.
+        averaging_of: "models": a cluster's model becomes the mean of what came back; "gradients": it moves by
+            `step` times the sum of its clients' updates divided by the size of the whole cohort, which is gradient
+            averaging when clients take one plain SGD step.
+        step: see `averaging_of`.
+        share_representation: all layers but the last are averaged over the whole cohort.
+        start: "independent" models; "resample": of `candidates` sets of models the first in which every cluster
+            attracts `resample_share` of the clients (else the most balanced one); "random_groups": for
+            `group_rounds` rounds clients train the model of a random group instead of the best one.
+        candidates: see `start`.
+        resample_share: see `start`.
+        group_rounds: see `start`.
+        min_group: a cluster with fewer clients in a round keeps its model.
+
+    References:
+        Ghosh, Chung, Yin, Ramchandran, An efficient framework for clustered federated learning, 2020.
+    """
+
+    kind: ClassVar[str] = "ifca"
+    summary: ClassVar[str] = "several models; each client trains the one with the least loss on its data"
+    references: ClassVar[tuple[str, ...]] = (
+        "Ghosh, Chung, Yin, Ramchandran, An efficient framework for clustered federated learning, 2020, "
+        "https://arxiv.org/abs/2006.04088",
+    )
+    clusters: int = 3
+    averaging_of: Literal["models", "gradients"] = "models"
+    step: float = 1.0
+    share_representation: bool = False
+    start: Literal["independent", "resample", "random_groups"] = "independent"
+    candidates: int = 10
+    resample_share: float = 0.1
+    group_rounds: int = 20
+    min_group: int = 1
+
+    def __post_init__(self) -> None:
+        check_positive(self, clusters=self.clusters, candidates=self.candidates, min_group=self.min_group)
+        require(
+            self.averaging_of in ("models", "gradients"),
+            "ifca.averaging_of",
+            self.averaging_of,
+            "'models' or 'gradients'",
+        )
+        valid = ("independent", "resample", "random_groups")
+        require(self.start in valid, "ifca.start", self.start, f"one of {', '.join(valid)}")
+        share = self.resample_share * self.clusters
+        require(
+            share <= 1, "ifca.resample_share", self.resample_share, f"at most 1 / clusters = {1 / self.clusters:.3g}"
+        )
+
+    def shared(self, task: Task, rng: Rng) -> Models:
+        """Return independently drawn models."""
+        count = self.clusters * (self.candidates if self.start == "resample" else 1)
+        return Models(task.fresh(rng, count))
+
+    def enrol(self, rnd: Round, state: State) -> State:
+        """Choose among candidates by what clients would choose among them."""
+        if self.start != "resample":
+            return state
+        shared, offer = self.ask(rnd, _everything, self.request(rnd, state), state.shared)
+        scores = choosable(rnd.task.score(offer)).reshape(len(rnd.task), self.candidates, self.clusters)
+        message = Message(state.params[:, :0], {"label": scores.argmin(2)})
+        return replace(state, shared=self.ask(rnd, partial(_choose_candidates, self), message, shared)[0])
+
+    def offer(self, desk: Desk, shared: Models, message: Message) -> tuple[Models, Reply]:
+        """Answer with all models; while groups are random, with the group's."""
+        if self.start != "random_groups" or desk.index >= self.group_rounds:
+            return _everything(desk, shared, message)
+        assert message.ids is not None
+        order = desk.rng.at(-1).generator("ifca.groups").permutation(desk.population)
+        return shared, Reply(shared.models, torch.from_numpy(order)[message.ids][:, None] % self.clusters)
+
+    def deliver(self, desk: Desk, shared: Models, message: Message) -> tuple[Models, Reply]:
+        """Answer with all models: whoever asks chooses."""
+        return _everything(desk, shared, message)
+
+    def merge(self, desk: Desk, shared: Models, message: Message) -> Models:
+        """Average cluster by cluster."""
+        label, samples = message.fields["label"], message.fields["samples"]
+        old, groups = shared.models, torch.bincount(label, minlength=self.clusters)
+        for cluster in (groups == 1).nonzero().flatten().tolist() if self.min_group == 1 else ():
+            logger.info("cluster %d has a single client in round %d: its model is that client's", cluster, desk.index)
+        if self.averaging_of == "models":
+            new = aggregation.grouped_mean(message.params, label, samples, old, self.min_group)
+        else:
+            moved = aggregation.grouped_mean(message.params, label, torch.ones_like(samples), old, self.min_group)
+            pull = (self.step * groups / len(message))[:, None].to(old)
+            new = old + pull * (moved - old)
+        if self.share_representation:
+            own = last_layer(desk.layout).to(old.device)
+            new = torch.where(own, new, aggregation.weighted_mean(message.params, samples))
+        return Models(new)
+
+    def round(self, rnd: Round, state: State) -> tuple[State, Info]:
+        """Receive the models, take the best, train it, send it with the choice."""
+        request = self.request(rnd, state)
+        shared, offer = self.ask(rnd, self.offer, request, state.shared)
+        label, model = choice(rnd.task, offer)
+        params, info = rnd.task.train(rnd.task.settle(state.params, model), rnd.rng, rnd.local)
+        message = Message(params, {"samples": rnd.task.samples, "label": label})
+        shared, _ = self.ask(rnd, self._merge, message, shared)
+        passes = offer.mask.sum(1) * rnd.task.counts("train")
+        return State(params, None, shared), {
+            **info,
+            "label": label,
+            "passes": passes,
+            **traffic(offer, request, message),
+        }
+
+    def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
+        """Fetch all models and take the best on the training data."""
+        _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
+        label, model = choice(rnd.task, offer)
+        return rnd.task.settle(state.params, model), {"label": label}
+
+
+def choosable(losses: Float[Tensor, "clients peers"]) -> Float[Tensor, "clients peers"]:
+    """Return losses of which a diverged model never has the least."""
+    return losses.nan_to_num(nan=torch.inf)
+
+
+def choice(task: Task, offer: Inbox) -> tuple[Int[Tensor, " clients"], Float[Tensor, "clients params"]]:
+    """Return the cluster of the offered model with the least loss on each client's training data, and that model."""
+    best = choosable(task.score(offer)).argmin(1).to(offer.index.device)[:, None]
+    label = offer.index.gather(1, best)[:, 0]
+    return label, offer.table[label]
+
+
+def _everything(desk: Desk, shared: Models, message: Message) -> tuple[Models, Reply]:
+    return shared, Reply.everything(shared.models, len(message))
+
+
+def _choose_candidates(method: Ifca, desk: Desk, shared: Models, message: Message) -> tuple[Models, Reply]:
+    """Keep the first set of models in which every cluster attracts its share, or the most balanced set."""
+    label = message.fields["label"]
+    attracted = torch.stack([(label == c).float().mean(0) for c in range(method.clusters)]).amin(0)
+    good = (attracted >= method.resample_share).nonzero().flatten()
+    chosen = int(good[0]) if len(good) else int(attracted.argmax())
+    sets = shared.models.reshape(method.candidates, method.clusters, -1)
+    return Models(sets[chosen].clone()), nothing(message)

@@ -1,0 +1,65 @@
+"""One-shot clustering: FedAvg, one k-means on the clients' models, then FedAvg in each cluster."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from coterie import aggregation, clustering
+from coterie.errors import require
+from coterie.exchange import Message
+from coterie.methods.base import check_positive
+from coterie.methods.server import MIN_UPDATES, Clusters, Desk, ServerMethod, sizes
+from coterie.rng import Rng
+
+
+@final
+@dataclass(frozen=True)
+class OneShot(ServerMethod):
+    """FedAvg whose clients are grouped once, by k-means on their whole models.
+
+    The round in which clients are grouped has everybody; a cluster starts from the mean of its members' models.
+
+    Args:
+        clusters: how many groups.
+        warmup_rounds: rounds of plain FedAvg; the last of them groups the clients.
+
+    References:
+        A baseline of several papers: the federation is clustered once on the server, from full models.
+    """
+
+    kind: ClassVar[str] = "one-shot"
+    summary: ClassVar[str] = "FedAvg, one k-means on the clients' models, then FedAvg in each cluster"
+    references: ClassVar[tuple[str, ...]] = (
+        "Ghosh, Hong, Yin, Ramchandran, Robust federated learning in a heterogeneous environment, 2019, "
+        "https://arxiv.org/abs/1906.06629",
+    )
+    clusters: int = 2
+    warmup_rounds: int = 10
+
+    def __post_init__(self) -> None:
+        check_positive(self, clusters=self.clusters)
+        require(self.warmup_rounds >= 1, "one-shot.warmup_rounds", self.warmup_rounds, "at least 1")
+
+    def cohort(self, shared: Clusters, rng: Rng, population: int, participation: float | int) -> Int[Tensor, " active"]:
+        """Everybody in the round that groups the clients."""
+        if rng.round == self.warmup_rounds - 1:
+            return torch.arange(population)
+        return super().cohort(shared, rng, population, participation)
+
+    def merge(self, desk: Desk, shared: Clusters, message: Message) -> Clusters:
+        """Average, or group and average."""
+        assert message.ids is not None
+        label = shared.label
+        if desk.index == self.warmup_rounds - 1:
+            count = min(self.clusters, len(message))
+            seed = int(desk.rng.generator("one-shot").integers(1 << 31))
+            found = clustering.k_means(message.params[:, : desk.layout.trainable].cpu(), count, seed=seed)
+            label = label.index_copy(0, message.ids, found)
+            models = shared.models.expand(int(found.max()) + 1, -1)
+            models = aggregation.grouped_mean(message.params, found, message.fields["samples"], models)
+            return replace(shared, models=models, velocity=shared.velocity.expand(len(models), -1), label=label)
+        least = sizes(label, len(shared.models)).clamp(max=MIN_UPDATES)
+        return self.averaging.step(shared, message, label[message.ids], least)

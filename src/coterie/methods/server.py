@@ -1,0 +1,236 @@
+"""What server-based methods have in common: a round of offer, local training and merge.
+
+In the first exchange of a round the cohort asks and the server offers models; in the second it sends what it trained
+and the server merges. `offer`, `deliver` and `merge` run where the server role is: they are pure functions of the
+server's state, the cohort's message and the desk, and see nothing else of any client.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coterie import aggregation
+from coterie.errors import require
+from coterie.exchange import Inbox, Message, Reply
+from coterie.methods.base import Info, Method, Round, State
+from coterie.models import Layout
+from coterie.rng import Rng
+from coterie.task import Task
+
+MIN_UPDATES = 3
+"""A cluster is not averaged over fewer clients (or over fewer than all its members, where it has fewer)."""
+
+Weights = Literal["samples", "uniform"]
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What the server role knows beside its state and the message.
+
+    Args:
+        index: number of the round; -1 while clients enrol.
+        rng: the random streams of the round.
+        layout: how models lie in rows.
+        population: how many clients there are.
+    """
+
+    index: int
+    rng: Rng
+    layout: Layout
+    population: int
+
+
+@dataclass(frozen=True)
+class Clusters:
+    r"""The server's models and who belongs to which; unclustered methods have one.
+
+    Args:
+        models: $\\theta_c$.
+        velocity: $v_c$ of the server's momentum, in float64; no columns without momentum.
+        label: the cluster of each member of the population.
+    """
+
+    models: Float[Tensor, "clusters params"]
+    velocity: Float[Tensor, "clusters _"]
+    label: Int[Tensor, " population"]
+
+
+@dataclass(frozen=True)
+class Averaging:
+    r"""How a server makes a model of those that came back.
+
+    Args:
+        weights: by training samples ($n_k / n_P$), or all alike.
+        momentum: of the server ($\\beta$).
+        lr: of the server ($\\eta_s$).
+        nesterov: whether the momentum looks ahead.
+    """
+
+    weights: Weights = "samples"
+    momentum: float = 0.0
+    lr: float = 1.0
+    nesterov: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether the new model is the mean itself."""
+        return self.momentum == 0 and self.lr == 1
+
+    def check(self, kind: str) -> None:
+        """Check the settings, as those of the method `kind`."""
+        require(self.weights in ("samples", "uniform"), f"{kind}.weights", self.weights, "'samples' or 'uniform'")
+        require(0 <= self.momentum < 1, f"{kind}.momentum", self.momentum, "at least 0 and below 1")
+        require(self.lr > 0, f"{kind}.server_lr", self.lr, "above 0")
+
+    def start(self, models: Float[Tensor, "clusters params"], population: int, layout: Layout) -> Clusters:
+        """Return clusters of which everybody is in the first."""
+        velocity = torch.zeros(len(models), 0 if self.plain else layout.trainable, dtype=torch.float64)
+        return Clusters(models, velocity.to(models.device), torch.zeros(population, dtype=torch.int64))
+
+    def shares(self, message: Message) -> Float[Tensor, " clients"]:
+        """Return the weight of each row of a message."""
+        samples = message.fields["samples"]
+        return samples if self.weights == "samples" else torch.ones_like(samples)
+
+    def step(self, shared: Any, message: Message, label: Int[Tensor, " clients"], least: int | Tensor) -> Any:
+        """Move the models of a `Clusters`-like state; those of clusters with fewer than `least` updates stay.
+
+        Args:
+            shared: has `models` and `velocity`.
+            message: what came back.
+            label: the cluster in which each row counts.
+            least: updates that a cluster needs.
+        """
+        mean = aggregation.grouped_mean(message.params, label, self.shares(message), shared.models, least)
+        if self.plain:
+            return replace(shared, models=mean)
+        moved, velocity = aggregation.server_step(
+            shared.models, mean, shared.velocity, momentum=self.momentum, lr=self.lr, nesterov=self.nesterov
+        )
+        came = torch.bincount(label, minlength=len(mean)) >= torch.as_tensor(least)
+        active = (came & (torch.bincount(label, minlength=len(mean)) > 0)).to(mean.device)[:, None]
+        return replace(
+            shared,
+            models=torch.where(active, moved, shared.models),
+            velocity=torch.where(active, velocity, shared.velocity),
+        )
+
+
+def sizes(label: Int[Tensor, " population"], clusters: int) -> Int[Tensor, " clusters"]:
+    """Return how many members each cluster has."""
+    return torch.bincount(label, minlength=clusters)
+
+
+ServerRule = Callable[[Desk, Any, Message], tuple[Any, Reply]]
+
+
+@dataclass(frozen=True)
+class ServerMethod(Method):
+    """A method with a server. Subclasses write `merge` and, where they differ from FedAvg, the other parts."""
+
+    server: ClassVar[bool] = True
+    exchanges: ClassVar[int] = 2
+
+    @property
+    def averaging(self) -> Averaging:
+        """How the server averages."""
+        return Averaging()
+
+    # ---------------------------------------------------------------- where the server role is
+
+    def offer(self, desk: Desk, shared: Any, message: Message) -> tuple[Any, Reply]:
+        """Answer each client of the cohort with the model it shall train: that of its cluster."""
+        assert message.ids is not None
+        return shared, Reply(shared.models, shared.label[message.ids][:, None])
+
+    def deliver(self, desk: Desk, shared: Any, message: Message) -> tuple[Any, Reply]:
+        """Answer any client with the model that serves it; changes nothing."""
+        return self.offer(desk, shared, message)
+
+    @abstractmethod
+    def merge(self, desk: Desk, shared: Any, message: Message) -> Any:
+        """Return the server's new state. Rows of the message with NaN or infinity were left out before."""
+
+    def _merge(self, desk: Desk, shared: Any, message: Message) -> tuple[Any, Reply]:
+        finite = torch.isfinite(message.params).all(1).cpu().nonzero().flatten()
+        if len(finite):
+            shared = self.merge(desk, shared, message.rows(finite))
+        return shared, nothing(message)
+
+    # ---------------------------------------------------------------- where the clients are
+
+    def ask(self, rnd: Round, rule: ServerRule, message: Message, shared: Any) -> tuple[Any, Inbox]:
+        """Send a message to the server and return its new state (where it is) and its answer."""
+        desk = Desk(rnd.index, rnd.rng, rnd.task.layout, rnd.task.population)
+        return rnd.exchange.serve(message, partial(rule, desk), shared)
+
+    def request(self, rnd: Round, state: State) -> Message:
+        """Return the message that asks for a model."""
+        return Message(state.params[:, :0])
+
+    def memory(self, task: Task, rng: Rng) -> Any:
+        """Return what clients remember before the first round."""
+        return None
+
+    def shared(self, task: Task, rng: Rng) -> Any:
+        """Return the server's state before the first round."""
+        return self.averaging.start(task.fresh(rng, 1), task.population, task.layout)
+
+    def init(self, task: Task, rng: Rng) -> State:
+        """Return the state before the first round."""
+        return State(task.init(rng), self.memory(task, rng), self.shared(task, rng))
+
+    def train(self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox) -> tuple[Tensor, Info]:
+        """Train the clients on from the models they were offered."""
+        return rnd.task.train(start, rnd.rng, rnd.local)
+
+    def report(self, rnd: Round, info: Info) -> dict[str, Tensor]:
+        """Return what clients send beside their models."""
+        return {"samples": rnd.task.samples}
+
+    def remember(
+        self, rnd: Round, memory: Any, start: Float[Tensor, "clients params"], offer: Inbox
+    ) -> tuple[Any, Info]:
+        """Return what clients remember of a round, from the models they were offered."""
+        return memory, {}
+
+    def round(self, rnd: Round, state: State) -> tuple[State, Info]:
+        """Ask, train, send."""
+        request = self.request(rnd, state)
+        shared, offer = self.ask(rnd, self.offer, request, state.shared)
+        start = rnd.task.settle(state.params, first(offer))
+        params, info = self.train(rnd, start, offer)
+        memory, more = self.remember(rnd, state.memory, start, offer)
+        message = Message(params, self.report(rnd, info))
+        shared, _ = self.ask(rnd, self._merge, message, shared)
+        info = {**info, **more, **traffic(offer, request, message)}
+        if "personal_train_samples" in info:
+            info["train_samples"] = info["train_samples"] + info["personal_train_samples"]
+        return State(params, memory, shared), info
+
+    def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
+        """Fetch the newest model of each client's cluster."""
+        _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
+        return rnd.task.settle(state.params, first(offer)), {"label": offer.peers[:, 0]}
+
+
+def nothing(message: Message) -> Reply:
+    """Answer a message with no model."""
+    return Reply(message.params[:0], torch.zeros(len(message), 0, dtype=torch.int64))
+
+
+def first(offer: Inbox) -> Float[Tensor, "clients params"]:
+    """Return the first model offered to each client."""
+    return offer.table[offer.index[:, 0]]
+
+
+def traffic(offer: Inbox, *messages: Message) -> dict[str, Tensor]:
+    """Return the bytes each client received and sent."""
+    sent = sum(message.row_bytes for message in messages)
+    return {"bytes_down": offer.bytes.sum(1), "bytes_up": torch.full((len(offer.index),), sent, dtype=torch.int64)}
