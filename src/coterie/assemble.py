@@ -81,7 +81,7 @@ def assemble(
         mean=form.mean if form.dtype == torch.uint8 else (),
         std=form.std if form.dtype == torch.uint8 else (),
         origin=origin,
-        truth=_truth(clients),
+        truth=_truth(clients, form),
         name=" + ".join(source.name for source in sources),
         class_names=_class_names(clients, sources),
     ).validate()
@@ -251,16 +251,17 @@ def _in_shares(rows: Rows, labels: Rows, shares: Float[np.ndarray, " classes"], 
     return np.concatenate([rows[labels == label][:size] for label, size in enumerate(wanted)])
 
 
-def _truth(clients: Clients) -> Truth | None:
+def _truth(clients: Clients, form: Form) -> Truth | None:
     """What was planted; None for natural groups whose clusters are not known."""
     if any(client.group is not None and not client.planted for client in clients):
         return None
     keys = sorted({client.places for client in clients})
+    normalised = f"; normalised with {form.mean} and {form.std}" if form.dtype == torch.float16 else ""
     names = {client.places: client.cluster_name for client in clients}
     return Truth(
         cluster=torch.tensor([keys.index(client.places) for client in clients]),
         names=tuple(names[key] for key in keys),
-        shift=tuple(client.describe() for client in clients),
+        shift=tuple(client.describe() + normalised for client in clients),
     )
 
 

@@ -111,9 +111,9 @@ class Client:
         """Return this client as a member of a cluster, with changes to its recipe."""
         return replace(self, recipe=replace(self.recipe, **recipe), planted=(*self.planted, (place, name)))  # type: ignore[arg-type]
 
-    def note(self, words: str) -> "Client":
-        """Return this client with a note."""
-        return replace(self, notes=(*self.notes, words))
+    def note(self, *words: str) -> "Client":
+        """Return this client with notes."""
+        return replace(self, notes=(*self.notes, *words))
 
     @property
     def places(self) -> tuple[int, ...]:

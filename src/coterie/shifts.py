@@ -61,8 +61,9 @@ class Rotation(Shift):
                 raise DataError(f"{source.name} has images of {height}x{width}; a quarter turn needs square images")
         place = members(len(self.degrees), len(clients), self.sizes, self.assign, streams(EVERYONE))
         turns = [() if angle % 360 == 0 else (Rotate(angle, self.fill),) for angle in self.degrees]
+        filled = [f"fill {self.fill}"] if self.fill != MID_GREY else []
         return tuple(
-            c.plant(p, f"rotation {self.degrees[p]:g}", transforms=(*c.recipe.transforms, *turns[p]))
+            c.plant(p, f"rotation {self.degrees[p]:g}", transforms=(*c.recipe.transforms, *turns[p])).note(*filled)
             for c, p in zip(clients, place, strict=True)
         )
 
@@ -99,16 +100,16 @@ class Visual(Shift):
         """Blur or disturb the images of each cluster."""
         _require_images(sources, self.kind)
         place = members(len(self.domains), len(clients), self.sizes, self.assign, streams(EVERYONE))
-        blur: tuple[Transform, ...] = (Blur(self.radius),) if self.radius > 0 else ()
-        return tuple(
-            c.plant(
-                p,
-                self.domains[p],
-                transforms=c.recipe.transforms + (blur if self.domains[p] == "blur" else ()),
-                noise=self.sigma if self.domains[p] == "noise" else c.recipe.noise,
-            )
-            for c, p in zip(clients, place, strict=True)
-        )
+        return tuple(self._disturb(c, p) for c, p in zip(clients, place, strict=True))
+
+    def _disturb(self, client: Client, place: int) -> Client:
+        domain, recipe = self.domains[place], client.recipe
+        if domain == "noise":
+            return client.plant(place, domain, noise=self.sigma).note(f"sigma {self.sigma:g}")
+        if domain == "blur":
+            blur: tuple[Transform, ...] = (Blur(self.radius),) if self.radius > 0 else ()
+            return client.plant(place, domain, transforms=recipe.transforms + blur).note(f"radius {self.radius:g}")
+        return client.plant(place, domain)
 
 
 @final

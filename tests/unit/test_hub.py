@@ -1,6 +1,6 @@
 """The Hugging Face layout: files made here, a stand-in for the Hub's library, and the real files where they are."""
 
-import importlib
+import importlib.util
 import io
 import json
 import sys

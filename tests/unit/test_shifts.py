@@ -148,6 +148,25 @@ def test_visual_domains_blur_and_disturb_normalised_float16_images():
     assert torch.equal(again.x, federation.x)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"kind": "visual", "sigma": 0.5}, {"kind": "visual", "sigma": 0.4}),
+        ({"kind": "visual", "radius": 1}, {"kind": "visual", "radius": 2}),
+        ({"kind": "rotation", "degrees": [0, 10]}, {"kind": "rotation", "degrees": [0, 11]}),
+        ({"kind": "rotation", "degrees": [0, 10]}, {"kind": "rotation", "degrees": [0, 10], "fill": 0}),
+        ({"kind": "label-swap", "swaps": [[], [[0, 1]]]}, {"kind": "label-swap", "swaps": [[], [[0, 2]]]}),
+    ],
+)
+def test_the_fingerprint_tells_strengths_apart(first, second):
+    assert build(first).fingerprint() != build(second).fingerprint()
+
+
+def test_the_fingerprint_of_noisy_images_tells_how_they_were_normalised():
+    shift = {"kind": "visual"}
+    assert build(shift).fingerprint() != build(shift, normalise="standard").fingerprint()
+
+
 def test_blur_alone_keeps_uint8():
     federation = build({"kind": "visual", "domains": ["clean", "blur"]})
     assert federation.x.dtype == torch.uint8
