@@ -18,6 +18,7 @@ from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 from coterie.errors import DataError, require
 
 MOST_COMMUNITIES = 20
+PATIENCE = 4  # numbers of communities tried in vain before the search ends
 
 
 def heatmap(edges: pd.DataFrame, population: int) -> Int[np.ndarray, "population population"]:
@@ -81,34 +82,45 @@ def expected_share(truth: Int[np.ndarray, " population"]) -> float:
 def rounds_to_discovery(
     edges: pd.DataFrame, truth: Int[np.ndarray, " population"], *, share: float = 0.8, window: int = 5
 ) -> Float[np.ndarray, " population"]:
-    """First round after which a client reads (almost) only its own cluster.
+    r"""First round after which a client reads (almost) only its own cluster.
 
-    A client has discovered its cluster at the first round at which at least `share` of what it read in its last
-    `window` active rounds came from its planted cluster.
+    Over its last `window` active rounds a client made $a$ reads inside its planted cluster; reading at random would
+    have made $c = \sum_t m_t (n_c - 1) / (K - 1)$ of its $m_t$ reads inside, and no choice more than
+    $b = \sum_t \min(m_t, n_c - 1)$. It has discovered its cluster at the first round at which $a - c \ge s (b - c)$:
+    what a large cluster gives away by chance does not count, and a small one is not held against it.
 
     Args:
         edges: the edges table.
         truth: the planted cluster of each client.
-        share: the share that counts as discovery, in (0, 1].
+        share: the share $s$ of the way from chance to the best that counts as discovery, in (0, 1].
         window: how many rounds it must hold over, at least 1.
 
     Returns:
-        The round per client; NaN for a client that never discovered its cluster, such as one that is alone in it or
-        that was active in fewer than `window` rounds.
+        The round per client; NaN for a client that never discovered its cluster, such as one that is alone in it, that
+        read everyone, or that was active in fewer than `window` rounds.
     """
     require(0 < share <= 1, "share", share, "a number above 0 and at most 1")
     require(window >= 1, "window", window, "a number of rounds, 1 or more")
     found = np.full(len(truth), np.nan)
     index, reader, read = _others(edges)
-    inside = truth[reader] == truth[read]
-    for client in np.unique(reader):
-        mine = reader == client
-        rounds, place, pulls = np.unique(index[mine], return_inverse=True, return_counts=True)
-        right = np.bincount(place, weights=inside[mine], minlength=len(rounds))
-        right, pulls = (np.concatenate([[0], counts.cumsum()]) for counts in (right, pulls))
-        done = np.flatnonzero(right[window:] - right[:-window] >= share * (pulls[window:] - pulls[:-window]))
+    if not len(index):
+        return found
+    order = np.lexsort((index, reader))
+    inside = (truth[reader] == truth[read])[order]
+    starts = np.flatnonzero(np.diff(reader[order], prepend=-1) | np.diff(index[order], prepend=-1))
+    client, rounds = reader[order][starts], index[order][starts]
+    pulls, right = np.diff(starts, append=len(order)), np.add.reduceat(inside.astype(np.int64), starts)
+    others = np.bincount(truth - truth.min())[truth - truth.min()][client] - 1
+    chance, best = pulls * others / (len(truth) - 1), np.minimum(pulls, others)
+    reached, needed = (np.concatenate([[0.0], values.cumsum()]) for values in (right - chance, share * (best - chance)))
+    first = np.concatenate([np.searchsorted(client, np.arange(len(truth))), [len(client)]])
+    for who in np.unique(client):
+        mine = slice(first[who], first[who + 1] + 1)
+        gained, wanted = reached[mine], needed[mine]
+        gained, wanted = gained[window:] - gained[:-window], wanted[window:] - wanted[:-window]
+        done = np.flatnonzero((wanted > 1e-9) & (gained >= wanted - 1e-9))
         if len(done):
-            found[client] = rounds[done[0] + window - 1]
+            found[who] = rounds[first[who] + done[0] + window - 1]
     return found
 
 
@@ -116,7 +128,8 @@ def communities(counts: Num[np.ndarray, "population population"]) -> Int[np.ndar
     """Group clients that read each other often, without being told how many groups there are.
 
     Spectral clustering of the symmetrised counts, with the number of groups that has the highest modularity among
-    1 to 20; deterministic. A client that neither reads nor is read falls with whoever is nearest.
+    1 to 20 (the search ends after four numbers in vain); deterministic. A client that neither reads nor is read falls
+    with whoever is nearest.
 
     Args:
         counts: how often each client read each other, as `heatmap` returns.
@@ -136,7 +149,7 @@ def communities(counts: Num[np.ndarray, "population population"]) -> Int[np.ndar
         return best
     scale = np.divide(1, np.sqrt(degree), out=np.zeros(size), where=degree > 0)
     vectors = np.linalg.eigh(scale[:, None] * weights * scale)[1][:, ::-1]
-    quality = 0.0
+    quality, worse = 0.0, 0
     for groups in range(2, min(MOST_COMMUNITIES, size - 1) + 1):
         rows = vectors[:, :groups]
         norms = np.linalg.norm(rows, axis=1, keepdims=True)
@@ -146,7 +159,11 @@ def communities(counts: Num[np.ndarray, "population population"]) -> Int[np.ndar
         labels = KMeans(groups, n_init="auto", random_state=0).fit_predict(rows).astype(np.int64)
         score = modularity(weights, labels)
         if score > quality + 1e-9:
-            best, quality = labels, score
+            best, quality, worse = labels, score, 0
+        else:
+            worse += 1
+        if worse == PATIENCE:
+            break
     appearance = {label: place for place, label in enumerate(dict.fromkeys(best.tolist()))}
     return np.array([appearance[label] for label in best.tolist()], dtype=np.int64)
 

@@ -19,7 +19,7 @@ from coterie.payload import payload
 from coterie.record import write_atomically
 from coterie.summary import HIGHER_IS_BETTER, Problem, StoredRun, find_runs
 
-SCRIPTS = ("core.js", "curves.js", "reads.js", "main.js")
+SCRIPTS = ("core.js", "curves.js", "reads.js", "graph.js", "clients.js", "cost.js", "data.js", "main.js")
 PERCENT = frozenset({"accuracy", "balanced_accuracy", "top5_accuracy"})
 
 

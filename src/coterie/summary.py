@@ -9,6 +9,7 @@ import math
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ class StoredRun:
         text = self.folder.name.removeprefix("seed-")
         return int(text) if text.isdigit() else int((self.config.get("seeds") or [0])[0])
 
-    @property
+    @cached_property
     def clients(self) -> pd.Series:
         """The planted cluster of each client (-1 where unknown), indexed by client id."""
         first = self.metrics.drop_duplicates("client")
@@ -82,11 +83,12 @@ class StoredRun:
         """How many rounds the tables hold."""
         return int(self.metrics["round"].to_numpy().max()) + 1
 
-    @property
+    @cached_property
     def finished(self) -> bool:
         """Whether the run came to its final evaluation."""
-        return bool(self.provenance.get("done")) and not self.final_rows().empty
+        return bool(self.provenance.get("done")) and not self.final_rows.empty
 
+    @cached_property
     def final_rows(self) -> pd.DataFrame:
         """The rows of the final test evaluation, of the best models where those were kept, else of the last."""
         table = self.metrics
@@ -96,7 +98,7 @@ class StoredRun:
 
     def final(self, metric: str) -> pd.Series:
         """The final test value of a metric per client, indexed by client id."""
-        rows = self.final_rows()
+        rows = self.final_rows
         rows = rows.loc[(rows["metric"] == metric).to_numpy()]
         return pd.Series(rows["value"].to_numpy(float), index=rows["client"].to_numpy()).sort_index()
 
@@ -203,7 +205,7 @@ def summary_of(runs: Sequence[StoredRun], study: str | Path) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for label, group in by_label(runs).items():
         done = [run for run in group if run.finished]
-        metrics = list(dict.fromkeys(str(m) for run in done for m in run.final_rows()["metric"]))
+        metrics = list(dict.fromkeys(str(m) for run in done for m in run.final_rows["metric"]))
         for metric in metrics:
             reduced = pd.DataFrame([cluster_means(run, metric) for run in done])
             for cluster in reduced.columns:

@@ -64,17 +64,30 @@ def test_discovery_is_the_first_round_whose_window_is_pure_enough():
     np.testing.assert_array_equal(found, [2, np.nan, np.nan])
 
 
-def test_discovery_counts_reads_and_not_rounds():
-    """Over rounds 0 and 1 client 0 made 3 of 4 reads inside: enough for 0.75, not for 0.8."""
+def test_discovery_is_measured_from_chance():
+    """Over rounds 0 and 1 client 0 made 3 of 4 reads inside; chance gives 4 x 2/3: a quarter of the way to all 4."""
     truth = np.array([0, 0, 1, 0])
     table = edges((0, 0, 2), (1, 0, 1), (1, 0, 3), (0, 0, 1))
-    assert graph.rounds_to_discovery(table, truth, share=0.75, window=2)[0] == 1
-    assert np.isnan(graph.rounds_to_discovery(table, truth, share=0.8, window=2)[0])
+    assert graph.rounds_to_discovery(table, truth, share=0.25, window=2)[0] == 1
+    assert np.isnan(graph.rounds_to_discovery(table, truth, share=0.26, window=2)[0])
+
+
+def test_discovery_asks_no_more_of_a_small_cluster_than_it_holds():
+    """Client 0 reads two peers a round but has only one of its kind: reading that one each time is all it can do."""
+    truth = np.array([0, 0, 1, 1, 1])
+    table = edges((0, 0, 1), (0, 0, 2), (1, 0, 1), (1, 0, 3))
+    assert graph.rounds_to_discovery(table, truth, share=1.0, window=2)[0] == 1
+
+
+def test_reading_everyone_discovers_nothing():
+    """The best choice and chance are the same when every other client is read."""
+    table = edges((0, 0, 1), (0, 0, 2), (0, 0, 3))
+    assert np.isnan(graph.rounds_to_discovery(table, np.array([0, 0, 1, 1]), window=1)).all()
 
 
 def test_discovery_skips_rounds_in_which_a_client_was_not_active():
     """Active in rounds 0, 10 and 20 only: a window of two active rounds ends at round 10."""
-    found = graph.rounds_to_discovery(edges((20, 0, 1), (0, 0, 1), (10, 0, 1)), np.array([0, 0]), window=2)
+    found = graph.rounds_to_discovery(edges((20, 0, 1), (0, 0, 1), (10, 0, 1)), np.array([0, 0, 1]), window=2)
     assert found[0] == 10
 
 

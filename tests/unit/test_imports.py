@@ -20,7 +20,7 @@ LAYERS = (
     ("methods",),
     ("run", "record", "settings", "checkpoint", "sequential", "loop", "net", "testing"),
     ("overrides", "config", "catalogue", "fanout", "ledger", "graph", "cluster", "papers", "summary"),
-    ("payload", "report"),
+    ("gallery", "payload", "report"),
     ("study", "compare", "tune"),
     ("display",),
     ("cli", "__main__"),

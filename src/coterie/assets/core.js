@@ -80,7 +80,7 @@ const METHOD_COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "
 const METHOD_COLOURS_DARK = ["#5BB3EA", "#F28A4B", "#3CCB9F", "#E5A3C8", "#F2BC45", "#9AD6F7", "#C9AE75", "#B5B5B5"];
 const CLUSTER_COLOURS = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#997700", "#BBBBBB"];
 const DASHES = ["solid", "dashed", "dotted", [8, 3, 2, 3], [2, 5], [12, 4], [5, 2, 2, 2, 2, 2], [1, 2]];
-const MARKS = ["circle", "rect", "triangle", "diamond", "pin", "arrow", "roundRect", "emptyCircle"];
+const MARKS = ["circle", "rect", "triangle", "diamond"];
 
 const isDark = () => document.documentElement.dataset.theme === "dark";
 const methodColour = (place) => (isDark() ? METHOD_COLOURS_DARK : METHOD_COLOURS)[place % METHOD_COLOURS.length];
@@ -178,7 +178,7 @@ function axisTooltip(metric, xname) {
 function sortable(columns, rows, { onpick = null, label = "" } = {}) {
   const body = h("tbody");
   let order = rows.map((_, i) => i), by = 0, up = true;
-  const heads = columns.map((column, i) => h("th", { scope: "col" },
+  const heads = columns.map((column, i) => h("th", { scope: "col", class: column.text ? "text" : null },
     h("button", { type: "button", onclick: () => { up = by === i ? !up : column.text === true; by = i; fill(); } }, column.name)));
   function fill() {
     const sign = up ? 1 : -1;
@@ -193,7 +193,7 @@ function sortable(columns, rows, { onpick = null, label = "" } = {}) {
   }
   for (const row of rows) {
     row.element = h("tr", onpick ? { class: "pick", tabindex: "0", "aria-selected": "false" } : {},
-      ...row.cells.map((value, i) => h("td", {}, columns[i].show ? columns[i].show(value) : String(value))));
+      ...row.cells.map((value, i) => h("td", { class: columns[i].text ? "text" : null }, columns[i].show ? columns[i].show(value) : String(value))));
     if (!onpick) continue;
     row.element.addEventListener("click", () => onpick(row));
     row.element.addEventListener("keydown", (event) => {

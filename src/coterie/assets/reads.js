@@ -8,7 +8,9 @@ function heatmapOf(data, reads, title) {
   const canvas = h("canvas", { width: side, height: side, role: "img", tabindex: "0" });
   const readout = h("p", { class: "readout", "aria-live": "polite" }, " ");
   const sizes = data.clusters.map((c) => ({ name: c.name, cells: members.filter((m) => data.cluster[m[0]] === c.id).length }));
-  const names = () => sizes.map((c) => h("span", { style: `flex:${c.cells} 1 0`, title: c.name }, c.name));
+  /* A name that would not fit is given by its number. */
+  const fits = (c, i) => ((c.cells / side) * 45 >= c.name.length ? c.name : String(i));
+  const names = () => sizes.map((c, i) => h("span", { style: `flex:${c.cells} 1 0`, title: c.name }, fits(c, i)));
   const element = h("figure", {}, h("h3", {}, title), h("div", { class: "heat" },
     h("div", { class: "heat-rows", "aria-hidden": "true" }, ...names()), canvas,
     h("div", { class: "heat-columns", "aria-hidden": "true" }, ...names())), readout);
@@ -43,7 +45,7 @@ function heatmapOf(data, reads, title) {
       const image = new ImageData(side, side);
       const table = Array.from({ length: 256 }, (_, i) => ramp(i / 255));
       for (let i = 0; i < counts.length; i += 1) {
-        const colour = table[top ? Math.min(255, Math.round((255 * counts[i]) / top)) : 0];
+        const colour = table[top ? Math.min(255, Math.round(255 * Math.sqrt(counts[i] / top))) : 0];
         image.data.set([...colour, 255], 4 * i);
       }
       canvas.getContext("2d").putImageData(image, 0, 0);
@@ -88,7 +90,7 @@ page.views.push({
       const text = `rounds ${from} to ${reads.ends[state.frame] - 1}`;
       when.textContent = text;
       slider.setAttribute("aria-valuetext", text);
-      most.textContent = ` ${top} reads`;
+      most.textContent = ` ${top} reads (square-root scale)`;
       legend.style.background = `linear-gradient(to right, ${[0, 0.2, 0.4, 0.6, 0.8, 1].map((s) => `rgb(${ramp(s)})`).join(",")})`;
       all.forEach((sum, i) => {
         let inside = 0, total = 0;
@@ -154,7 +156,7 @@ function drawDiscovery(root, data, reads) {
   chart(root, {
     height: 280, alt: "Share of clients that have found their cluster by each round: " +
       reads.methods.map((one) => `${label(one)} ${show(one.found.length / one.asked, "accuracy")} % in the end`).join(", "),
-    caption: "A client has found its cluster at the first round at which at least 80 % of what it read in its last five active rounds came from it.",
+    caption: "A client has found its cluster once its reads of the last five active rounds went 80 % of the way from reading at random to the best it could have read.",
     option: () => ({
       xAxis: axis("round", { type: "value", min: 0, max: last, minInterval: 1, splitLine: { show: false } }),
       yAxis: axis("clients that found theirs", { type: "value", min: 0, max: 1, nameGap: 44,

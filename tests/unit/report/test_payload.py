@@ -5,7 +5,9 @@ import zlib
 import numpy as np
 import pytest
 
-from coterie import payload
+from coterie.payload import payload
+from coterie.payload.packing import dense, pack, thin
+from coterie.payload.reads import cells
 from coterie.summary import find_runs
 
 
@@ -21,32 +23,32 @@ def unpack(packed):
 
 @pytest.fixture
 def data(population):
-    return payload.payload(*find_runs([population]))
+    return payload(*find_runs([population]))
 
 
 def test_counts_are_packed_exactly():
     """Whole numbers come back as they were."""
     values = np.array([[0, 255], [7, 1]])
-    np.testing.assert_array_equal(unpack(payload.pack(values, "u8")), values)
-    np.testing.assert_array_equal(unpack(payload.pack(values * 200, "u16")), values * 200)
+    np.testing.assert_array_equal(unpack(pack(values, "u8")), values)
+    np.testing.assert_array_equal(unpack(pack(values * 200, "u16")), values * 200)
 
 
 def test_floats_are_packed_within_half_a_step_and_nan_survives():
     """A range of 2 in 65,534 steps: no value moves by more than 2e-5."""
     values = np.array([-1.0, 0.123456, np.nan, 1.0])
-    np.testing.assert_allclose(unpack(payload.pack(values, "q16")), values, atol=1.6e-5)
+    np.testing.assert_allclose(unpack(pack(values, "q16")), values, atol=1.6e-5)
 
 
 def test_floats_that_are_all_the_same_or_all_missing_are_packed():
     """No division by a range of zero."""
-    np.testing.assert_array_equal(unpack(payload.pack(np.array([3.0, 3.0]), "q16")), [3.0, 3.0])
-    assert np.isnan(unpack(payload.pack(np.array([np.nan]), "q16"))).all()
+    np.testing.assert_array_equal(unpack(pack(np.array([3.0, 3.0]), "q16")), [3.0, 3.0])
+    assert np.isnan(unpack(pack(np.array([np.nan]), "q16"))).all()
 
 
 def test_thinning_keeps_the_first_and_the_last_point():
     """Of 1,000 rounds five are kept, evenly spread; of three all."""
-    np.testing.assert_array_equal(payload.thin(1001, 5), [0, 250, 500, 750, 1000])
-    np.testing.assert_array_equal(payload.thin(3, 5), [0, 1, 2])
+    np.testing.assert_array_equal(thin(1001, 5), [0, 250, 500, 750, 1000])
+    np.testing.assert_array_equal(thin(3, 5), [0, 1, 2])
 
 
 def test_a_client_that_sat_out_keeps_its_last_value(write_run, tmp_path):
@@ -57,15 +59,15 @@ def test_a_client_that_sat_out_keeps_its_last_value(write_run, tmp_path):
     ]
     write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=rows)
     (run,), _ = find_runs([tmp_path])
-    rounds, values = payload.dense(run, "validation", "loss")
+    rounds, values = dense(run, "validation", "loss")
     assert rounds.tolist() == [0, 1, 2]
     np.testing.assert_array_equal(values, [[1, np.nan], [2, 5], [3, 5]])
 
 
 def test_cells_hold_neighbours_of_one_cluster():
     """Five clients in at most three cells: two a cell, but never of two clusters."""
-    np.testing.assert_array_equal(payload.cells(np.array([0, 1, 0, 0, 1]), most=3), [0, 2, 0, 1, 2])
-    np.testing.assert_array_equal(payload.cells(np.array([1, 0, 1])), [1, 0, 2])
+    np.testing.assert_array_equal(cells(np.array([0, 1, 0, 0, 1]), most=3), [0, 2, 0, 1, 2])
+    np.testing.assert_array_equal(cells(np.array([1, 0, 1])), [1, 0, 2])
 
 
 def test_heatmap_frames_add_up_to_every_read(data):
@@ -81,7 +83,7 @@ def test_heatmap_frames_add_up_to_every_read(data):
 def test_frames_are_merged_when_a_run_is_long(population_study, tmp_path):
     """130 rounds in 60 frames: none is lost, and the last ends with the run."""
     study = population_study(tmp_path / "long", clusters=[0, 0, 1, 1], rounds=130, seeds=1, reads=2)
-    reads = payload.payload(*find_runs([study]))["reads"]
+    reads = payload(*find_runs([study]))["reads"]
     assert len(reads["ends"]) == 60
     assert reads["ends"][-1] == 130
     assert unpack(reads["methods"][0]["counts"]).sum() == 130 * 4 * 2
@@ -90,7 +92,7 @@ def test_frames_are_merged_when_a_run_is_long(population_study, tmp_path):
 def test_curves_are_means_over_clients_and_over_clusters(population):
     """Against the table itself, at the last round, with clusters of 6, 4 and 2."""
     runs, _ = find_runs([population])
-    data = payload.payload(runs)
+    data = payload(runs)
     (curve,) = [c for c in data["curves"] if (c["method"], c["split"], c["metric"]) == (0, "validation", "accuracy")]
     expected = []
     for run in runs[:2]:
@@ -104,7 +106,7 @@ def test_curves_are_means_over_clients_and_over_clusters(population):
 
 def test_gain_of_a_client_is_its_mean_over_seeds(small):
     """DAC against Local: (.2 + .2) / 2, (.1 + .2) / 2, (.3 + .2) / 2, (-.1 + 0) / 2."""
-    data = payload.payload(*find_runs([small]))
+    data = payload(*find_runs([small]))
     gain = unpack(data["clients"]["gain"])
     np.testing.assert_allclose(gain[0], [0.2, 0.15, 0.25, -0.05], atol=1e-6)
     assert np.isnan(gain[1]).all()
@@ -112,9 +114,36 @@ def test_gain_of_a_client_is_its_mean_over_seeds(small):
 
 def test_a_study_without_any_read_has_no_heatmaps(small):
     """Local alone never reads."""
-    assert payload.payload(*find_runs([small]))["reads"] is None
+    assert payload(*find_runs([small]))["reads"] is None
 
 
 def test_the_payload_is_json_without_nan(data):
     """Browsers refuse NaN."""
     assert json.loads(json.dumps(data, allow_nan=False))["study"] == "population"
+
+
+def test_cost_is_per_client_and_cumulative(write_run, tmp_path):
+    """Two clients; client 0 receives 100 bytes in round 0 and 300 in round 1, and one message is lost."""
+    metrics = [(r, c, 0, "validation", "current", "loss", 4.0 - r - c) for r in (0, 1) for c in (0, 1)]
+    metrics += [(r, c, 0, "train", "current", "passes", 10.0) for r in (0, 1) for c in (0, 1)]
+    edges = [(0, 0, 1, "mix", 0.5, 100), (1, 0, 1, "mix", 0.5, 300), (1, 1, 0, "missing", 0.0, 0)]
+    write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=metrics, edges=edges)
+    (cost,) = payload(*find_runs([tmp_path]))["cost"]
+    assert (cost["bytes"], cost["reads"], cost["missing"], cost["passes"]) == (200.0, 1.0, 0.5, 20.0)
+    assert cost["extra_models"] is None
+    assert (cost["rounds"], cost["spent"], cost["reached"]) == ([0, 1], [50.0, 200.0], [3.5, 2.5])
+    assert (cost["train_samples"], cost["wall_s"]) == (480.0, 2.0)
+
+
+def test_labels_that_a_method_found_are_compared_with_the_truth(write_run, tmp_path):
+    """In round 0 all four clients share a label (index 0); in round 1 the labels are the clusters under other names."""
+    found = {0: [3, 3, 3, 3], 1: [5, 5, 2, 2]}
+    metrics = [
+        (r, c, c // 2, "train", "current", "label", float(v)) for r, row in found.items() for c, v in enumerate(row)
+    ]
+    write_run(tmp_path / "s" / "A" / "seed-0", kind="ifca", label="A", seed=0, metrics=metrics)
+    data = payload(*find_runs([tmp_path]))
+    (labels,) = data["labels"]
+    assert (labels["ari"], labels["groups"]) == ([0.0, 1.0], [1.0, 2.0])
+    np.testing.assert_array_equal(unpack(labels["label"]), [[3, 3, 3, 3], [5, 5, 2, 2]])
+    assert data["curves"] == []

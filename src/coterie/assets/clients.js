@@ -1,0 +1,146 @@
+/* Every client: a strip plot, a table that sorts, and one client's own curve, peers and labels. */
+
+page.views.push({
+  id: "clients",
+  name: "Clients",
+  ready: (data) => data.cluster.length > 0,
+  async draw(root, data) {
+    const { final, gain } = data.clients;
+    const [values, gains] = [(await unpack(final)).values, (await unpack(gain)).values];
+    for (const curve of data.clients.curves) await unpack(curve.values);
+    for (const one of data.reads ? data.reads.methods : []) { await unpack(one.peers); await unpack(one.times); }
+    const clients = data.cluster.length;
+    const metric = data.metric;
+    const state = { what: "final" };
+    const detail = h("div", { id: "client-detail", tabindex: "-1" });
+    const of = (what, method, client) => (what === "final" ? values : gains)[method * clients + client];
+    const methods = data.methods.map((m, i) => i).filter((m) => Number.isFinite(values[m * clients]));
+    const baseline = data.clients.baseline;
+    const rows = data.cluster.map((cluster, client) => ({
+      client,
+      cells: [client, clusterName(data, cluster), ...methods.map((m) => of("final", m, client)),
+        ...methods.filter((m) => data.methods[m].label !== baseline).map((m) => of("gain", m, client))],
+    }));
+    function pick(row) {
+      for (const other of rows) other.element.setAttribute("aria-selected", String(other === row));
+      drawClient(detail, data, row.client, values, gains);
+      detail.scrollIntoView({ block: "nearest" });
+    }
+
+    root.append(h("h2", {}, `Test ${metric} of each client`));
+    if (!methods.length) {
+      root.append(h("p", {}, "No run has come to its final evaluation yet."));
+      return;
+    }
+    const strip = h("div");
+    const options = [["final", `test ${metric}`]];
+    if (baseline !== null) options.push(["gain", `gain over ${baseline}`]);
+    root.append(h("div", { class: "controls" }, select("Show", options, (v) => { state.what = v; strip.drawn.draw(); })), strip);
+    const shownMethods = () => methods.filter((m) => state.what === "final" || data.methods[m].label !== baseline);
+    strip.drawn = chart(strip, {
+      height: 400,
+      alt: `Strip plot of the test ${metric} of each client. ${methods.map((m) => {
+        const own = data.cluster.map((_, c) => of("final", m, c));
+        return `${data.methods[m].label}: from ${show(Math.min(...own), metric)} to ${show(Math.max(...own), metric)}`;
+      }).join("; ")}`,
+      caption: "A point is a client, mean over seeds; colour and shape by planted cluster, the bar is the mean over clients. Click a point to see that client.",
+      click: (event) => { if (event.data && event.data.client !== undefined) pick(rows[event.data.client]); },
+      option: () => ({
+        xAxis: axis("", { type: "value", min: -0.5, max: shownMethods().length - 0.5, splitLine: { show: false }, axisTick: { show: false },
+          axisLabel: { color: css("--text"), fontSize: 13, customValues: shownMethods().map((_, i) => i), formatter: (v) => data.methods[shownMethods()[Math.round(v)]].label },
+          axisLine: { onZero: false, lineStyle: { color: css("--line") } } }),
+        yAxis: axis(state.what === "final" ? `test ${metric}` : "gain", { type: "value", scale: true, nameGap: 44, axisLine: { show: false }, axisTick: { show: false },
+          axisLabel: { color: css("--muted"), formatter: (v) => (isPercent(metric) ? `${Math.round(100 * v)}` : `${v}`) } }),
+        tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => (e.data.client === undefined ? "" :
+          `client ${e.data.client} (${escapeText(clusterName(data, data.cluster[e.data.client]))})<br><b>${show(e.data.value[1], metric, state.what === "gain")}</b>`) },
+        legend: { ...base().legend, show: data.clusters.length > 0, itemWidth: 14 },
+        series: [...(data.clusters.length ? data.clusters : [{ id: -1, name: "clients" }]).map((cluster) => ({
+          name: cluster.name, type: "scatter", symbol: MARKS[Math.max(0, cluster.id) % MARKS.length], symbolSize: clients > 300 ? 5 : 8,
+          itemStyle: { color: clusterColour(cluster.id), opacity: 0.75 }, cursor: "pointer",
+          data: shownMethods().flatMap((m, place) => data.cluster.flatMap((c, client) => (c !== cluster.id ? [] :
+            [{ value: [place + spread(client), of(state.what, m, client)], client }]))),
+        })), {
+          type: "scatter", silent: true, symbol: "rect", symbolSize: [70, 3], itemStyle: { color: css("--text") }, z: 5, name: "mean",
+          data: shownMethods().map((m, place) => [place, mean(data.cluster.map((_, c) => of(state.what, m, c)))]),
+        }],
+      }),
+    });
+    root.append(h("h2", {}, "Table"), h("div", { class: "tall" }, sortable([
+      { name: "Client" }, { name: "Cluster", text: true },
+      ...methods.map((m) => ({ name: data.methods[m].label, show: (v) => show(v, metric) })),
+      ...methods.filter((m) => data.methods[m].label !== baseline).map((m) => ({ name: `${data.methods[m].label} − ${baseline ?? "Local"}`, show: (v) => show(v, metric, true) })),
+    ].slice(0, rows[0].cells.length), rows, { onpick: pick, label: "Clients; choose a row to see the client" })), detail);
+  },
+});
+
+/* A place between -0.28 and 0.28 that looks random and is the same every time (golden ratio). */
+function spread(client) {
+  return 0.56 * ((client * 0.618033988749895) % 1) - 0.28;
+}
+
+function drawClient(root, data, client, values, gains) {
+  forget(root);
+  const clients = data.cluster.length;
+  const metric = data.metric;
+  root.replaceChildren(h("h2", {}, `Client ${client}`), h("p", {}, [
+    clusterName(data, data.cluster[client]),
+    data.data?.shift?.[client] && data.data.shift[client] !== clusterName(data, data.cluster[client]) ? data.data.shift[client] : null,
+    data.data?.train ? `${data.data.train[client]} training and ${data.data.validation[client]} validation samples` : null,
+  ].filter(Boolean).join("; ")));
+  const grid = h("div", { class: "grid" });
+  root.append(grid);
+  if (data.clients.curves.length) {
+    const place = h("div", {}, h("h3", {}, `Its validation ${metric}`));
+    grid.append(place);
+    chart(place, {
+      height: 300,
+      alt: `Validation ${metric} of client ${client} over rounds`,
+      option: () => ({
+        xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
+        yAxis: axis("", { type: "value", scale: true, axisLabel: { color: css("--muted"), formatter: (v) => (isPercent(metric) ? `${Math.round(100 * v)} %` : `${v}`) } }),
+        tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip(metric, "round") },
+        series: data.clients.curves.flatMap((curve) => {
+          const packed = page.unpacked.get(curve.values).values;
+          const points = curve.rounds.map((r, i) => [r, packed[i * clients + client], NaN]);
+          return banded(data.methods[curve.method].label, points, methodColour(curve.method), DASHES[curve.method % DASHES.length], false);
+        }),
+      }),
+    });
+  }
+  for (const one of data.reads ? data.reads.methods : []) {
+    const { values: peers, shape } = page.unpacked.get(one.peers);
+    const { values: times } = page.unpacked.get(one.times);
+    const own = Array.from({ length: shape[1] }, (_, k) => [peers[client * shape[1] + k], times[client * shape[1] + k]]).filter(([, t]) => t);
+    if (!own.length) continue;
+    const name = data.methods[one.method].label;
+    const place = h("div", {}, h("h3", {}, `Peers it read most: ${name}`));
+    grid.append(place);
+    chart(place, {
+      height: 300,
+      alt: `${name}: client ${client} read ${own.map(([p, t]) => `client ${p} ${t} times`).join(", ")}`,
+      option: () => ({
+        grid: { left: 110, right: 24, top: 10, bottom: 40 },
+        legend: { show: false },
+        xAxis: axis("times read", { type: "value", minInterval: 1 }),
+        yAxis: axis("", { type: "category", inverse: true, data: own.map(([p]) => `client ${p}`), splitLine: { show: false } }),
+        tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => `client ${own[e.dataIndex][0]} (${escapeText(clusterName(data, data.cluster[own[e.dataIndex][0]]))}): ${e.value}` },
+        series: [{ type: "bar", data: own.map(([p, t]) => ({ value: t, itemStyle: { color: clusterColour(data.cluster[p]) } })), barMaxWidth: 18 }],
+      }),
+    });
+  }
+  if (data.data?.labels) {
+    const place = h("div", {}, h("h3", {}, "Labels of its training data"));
+    grid.append(place);
+    chart(place, {
+      height: 300,
+      alt: `Labels of client ${client}: ${data.data.labels[client].map((n, i) => `${data.data.classes[i]} ${n}`).join(", ")}`,
+      option: () => ({
+        legend: { show: false }, grid: { left: 50, right: 10, top: 10, bottom: 50 },
+        xAxis: axis("", { type: "category", data: data.data.classes, splitLine: { show: false } }),
+        yAxis: axis("samples", { type: "value", minInterval: 1 }),
+        tooltip: { ...tooltipStyle(), trigger: "axis" },
+        series: [{ type: "bar", data: data.data.labels[client], itemStyle: { color: clusterColour(data.cluster[client]) } }],
+      }),
+    });
+  }
+}

@@ -1,0 +1,57 @@
+/* The data of the federation, and how the runs came about. */
+
+page.views.push({
+  id: "data",
+  name: "Data",
+  ready: (data) => Boolean(data.data?.labels),
+  async draw(root, data) {
+    const told = data.data;
+    const groups = data.clusters.length ? data.clusters : [{ id: -1, name: "all clients" }];
+    root.append(h("h2", {}, "The data"), h("p", {}, `${told.name}; fingerprint ${told.fingerprint} (first seed).`));
+    for (const cluster of groups) {
+      const members = data.cluster.map((c, i) => [c, i]).filter(([c]) => c === cluster.id).map(([, i]) => i).filter((i) => told.labels[i]);
+      if (!members.length) continue;
+      const sum = told.classes.map((_, k) => members.reduce((total, i) => total + told.labels[i][k], 0));
+      const samples = (told.images ?? [])[Math.max(0, cluster.id)] ?? [];
+      const place = h("div");
+      root.append(h("h3", {}, h("span", { class: "swatch", style: `background:${clusterColour(cluster.id)}` }), `${cluster.name} (${members.length} clients)`), place);
+      if (samples.length) {
+        place.append(h("div", { class: "samples" }, ...samples.map((src, i) => h("img", { src, alt: `sample ${i + 1} of ${cluster.name}` }))));
+      }
+      chart(place, {
+        height: 200,
+        alt: `Training labels of ${cluster.name}: ${told.classes.map((name, k) => `${name} ${sum[k]}`).join(", ")}`,
+        option: () => ({
+          legend: { show: false }, grid: { left: 60, right: 20, top: 16, bottom: 40 },
+          xAxis: axis("", { type: "category", data: told.classes, splitLine: { show: false } }),
+          yAxis: axis("samples", { type: "value", minInterval: 1 }), tooltip: { ...tooltipStyle(), trigger: "axis" },
+          series: [{ type: "bar", data: sum, itemStyle: { color: clusterColour(cluster.id) }, barMaxWidth: 40 }],
+        }),
+      });
+    }
+    root.append(h("p", { class: "note" }, "Training samples per label; every client's own histogram is in the view of clients."));
+  },
+});
+
+page.views.push({
+  id: "provenance",
+  name: "Provenance",
+  ready: () => true,
+  async draw(root, data) {
+    root.append(h("h2", {}, "Run it again"), h("pre", { id: "command" }, data.command ?? ""),
+      h("p", { class: "note" }, "The study's config.toml, beside this page, is fully resolved: every setting is in it."));
+    if (data.study_config) root.append(h("details", {}, h("summary", {}, "config.toml"), h("pre", {}, data.study_config)));
+    root.append(h("h2", {}, "Runs"), h("div", { class: "scroll" }, sortable([
+      { name: "Method", text: true }, { name: "Seed" }, { name: "Rounds" }, { name: "Finished", text: true },
+      { name: "Settings' hash", text: true }, { name: "Commit", text: true }, { name: "Packages", text: true }, { name: "Machine", text: true },
+    ], data.provenance.map(({ label, seed, stored }) => {
+      const run = data.methods.find((m) => m.label === label).runs.find((r) => r.seed === seed);
+      const hardware = stored.hardware ?? {};
+      return { cells: [label, seed, run.rounds, run.finished ? "yes" : "no", String(stored.config_hash ?? "–"), String(stored.commit ?? "–").slice(0, 12),
+        Object.entries(stored.packages ?? {}).map(([k, v]) => `${k} ${v}`).join(", "),
+        [stored.device, hardware.machine, hardware.system, hardware.cores ? `${hardware.cores} cores` : null, stored.engine?.name ? `engine ${stored.engine.name}` : null].filter(Boolean).join(", ")] };
+    }), { label: "Runs" })));
+    root.append(h("h2", {}, "Methods"), ...data.methods.map((m) => h("details", {}, h("summary", {}, `${m.label} (${m.kind})`),
+      h("pre", {}, Object.entries(m.settings).map(([k, v]) => `${k} = ${JSON.stringify(v)}`).join("\n")))));
+  },
+});

@@ -1,0 +1,142 @@
+/* The collaboration graph: clients are vertices, a line goes from a reader to the peers it read most. */
+
+page.views.push({
+  id: "graph",
+  name: "Graph",
+  ready: (data) => data.reads !== null || data.labels.length > 0,
+  async draw(root, data) {
+    const methods = data.reads ? data.reads.methods : [];
+    for (const one of methods) { await unpack(one.peers); await unpack(one.times); }
+    for (const one of data.labels) await unpack(one.label);
+    if (methods.length) drawGraph(root, data, methods);
+    drawFound(root, data, methods);
+  },
+});
+
+function drawGraph(root, data, methods) {
+  const clients = data.cluster.length;
+  const order = data.cluster.map((c, i) => [c, i]).sort((a, b) => a[0] - b[0] || a[1] - b[1]).map(([, i]) => i);
+  const angle = new Float64Array(clients);
+  order.forEach((client, place) => { angle[client] = (2 * Math.PI * place) / clients; });
+  const state = { method: 0, peers: Math.min(3, page.unpacked.get(methods[0].peers).shape[1]), colour: "truth", layout: "circle" };
+  const box = h("div");
+  const label = (one) => data.methods[one.method].label;
+
+  function groupsOf(one) {
+    if (state.colour === "truth") return data.cluster;
+    const own = data.labels.find((l) => l.method === one.method);
+    if (state.colour === "found" && own) {
+      const { values } = page.unpacked.get(own.label);
+      return Array.from(values.slice(values.length - clients), (v) => (v === 65535 ? -1 : v));
+    }
+    return one.communities;
+  }
+
+  function links(one) {
+    const { values: peers, shape } = page.unpacked.get(one.peers);
+    const { values: times } = page.unpacked.get(one.times);
+    const out = [];
+    for (let i = 0; i < clients; i += 1) {
+      let total = 0;
+      for (let k = 0; k < shape[1]; k += 1) total += times[i * shape[1] + k];
+      for (let k = 0; k < Math.min(state.peers, shape[1]); k += 1) {
+        const count = times[i * shape[1] + k];
+        if (count) out.push({ from: i, to: peers[i * shape[1] + k], count, share: count / total });
+      }
+    }
+    return out;
+  }
+
+  function option() {
+    const one = methods[state.method];
+    const groups = groupsOf(one);
+    const lines = links(one);
+    const inDegree = new Float64Array(clients);
+    lines.forEach((l) => { inDegree[l.to] += 1; });
+    const radius = Math.max(5, Math.min(16, 520 / clients));
+    const inside = lines.filter((l) => data.cluster[l.from] === data.cluster[l.to]).length;
+    const text = `${label(one)}: ${clients} clients, ${lines.length} lines to the ${state.peers} peers read most, ${inside} of them within a planted cluster`;
+    box.firstChild?.querySelector("[role=img]")?.setAttribute("aria-label", text);
+    return {
+      tooltip: {
+        ...tooltipStyle(),
+        formatter: (e) => (e.dataType === "edge"
+          ? `client ${e.data.source} read client ${e.data.target}: ${e.data.count} times`
+          : `client ${e.data.id}<br>${escapeText(clusterName(data, data.cluster[e.data.id]))}<br>found group ${groupsOf(one)[e.data.id]}<br>among the peers of ${inDegree[e.data.id]} clients`),
+      },
+      series: [{
+        type: "graph", layout: state.layout === "circle" ? "none" : "force", roam: true, left: 40, right: 40, top: 30, bottom: 30,
+        preserveAspect: true,
+        force: { repulsion: 40, edgeLength: [20, 120], gravity: 0.12, layoutAnimation: false },
+        edgeSymbol: ["none", clients <= 60 ? "arrow" : "none"], edgeSymbolSize: 6,
+        data: data.cluster.map((c, i) => ({
+          id: String(i), name: String(i), x: Math.cos(angle[i]), y: Math.sin(angle[i]), symbol: MARKS[Math.max(0, groups[i]) % MARKS.length],
+          symbolSize: radius * (0.8 + Math.min(1.2, inDegree[i] / (3 * state.peers))),
+          itemStyle: { color: clusterColour(groups[i]), borderColor: css("--page"), borderWidth: 1 },
+          label: { show: clients <= 40, color: css("--text"), fontSize: 11, position: "right" },
+        })),
+        links: lines.map((l) => ({
+          source: String(l.from), target: String(l.to), count: l.count,
+          lineStyle: { color: css("--muted"), opacity: Math.min(0.75, 0.12 + l.share), width: 0.6 + 2 * l.share, curveness: 0.12 },
+        })),
+        emphasis: { focus: "adjacency", lineStyle: { width: 3 } },
+      }],
+    };
+  }
+
+  let drawn = null;
+  const redraw = () => { if (drawn) drawn.draw(); };
+  const most = page.unpacked.get(methods[0].peers).shape[1];
+  const colours = [["truth", "planted cluster"], ["communities", "communities of its reads"]];
+  if (data.labels.length) colours.push(["found", "label the method found"]);
+  const layouts = [["circle", "circle, by planted cluster"]];
+  if (clients <= 200) layouts.push(["force", "pulled together by reads"]);
+  const peers = h("input", { type: "range", min: 1, max: most, value: state.peers, "aria-label": "peers per client" });
+  peers.addEventListener("input", () => { state.peers = Number(peers.value); redraw(); });
+  root.append(h("h2", {}, "Collaboration graph"), h("div", { class: "controls" },
+    select("Method", methods.map((one, i) => [i, label(one)]), (v) => { state.method = Number(v); redraw(); }),
+    select("Colour", colours, (v) => { state.colour = v; redraw(); }),
+    select("Places", layouts, (v) => { state.layout = v; redraw(); }),
+    h("label", {}, "Peers per client", peers)), box);
+  drawn = chart(box, {
+    height: 620, alt: "", option,
+    caption: "Each client and the peers it read most over the whole run, all seeds together; larger when more clients read it, shape and colour by group. Drag to move, scroll to zoom.",
+  });
+  drawn.draw();
+  if (data.clusters.length) {
+    root.append(h("p", { class: "muted" }, ...data.clusters.map((c) => h("span", { style: "margin-right:16px" },
+      h("span", { class: "swatch", style: `background:${clusterColour(c.id)}` }), c.name))));
+  }
+}
+
+function clusterName(data, id) {
+  const cluster = data.clusters.find((c) => c.id === id);
+  return cluster ? cluster.name : "no planted cluster";
+}
+
+/* Found groups against the planted clusters over rounds: labels of the method, or communities of its reads. */
+function drawFound(root, data, methods) {
+  if (data.clusters.length < 2) return;
+  const lines = [
+    ...methods.filter((one) => !data.labels.some((l) => l.method === one.method)).map((one) => ({
+      method: one.method, points: one.windows.map((w) => [w.round, w.ari, NaN]), groups: one.windows.at(-1)?.groups, nmi: one.windows.at(-1)?.nmi,
+    })),
+    ...data.labels.map((one) => ({
+      method: one.method, points: one.rounds.map((r, i) => [r, one.ari[i] ?? NaN, NaN]), groups: one.groups.at(-1), nmi: one.nmi.at(-1),
+    })),
+  ];
+  const name = (line) => data.methods[line.method].label;
+  root.append(h("h2", {}, "Found groups against the planted clusters"));
+  chart(root, {
+    height: 320,
+    alt: `Adjusted Rand index over rounds; in the end: ${lines.map((l) => `${name(l)} ${show(l.points.at(-1)?.[1])} with ${show(l.groups)} groups`).join(", ")}`,
+    caption: "Adjusted Rand index: 1 is the planted partition, 0 what chance would give. For methods with labels of their own, those labels; for the others, communities of who read whom in each stretch of rounds.",
+    option: () => ({
+      xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
+      yAxis: axis("adjusted Rand index", { type: "value", max: 1, nameGap: 40 }),
+      tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip("", "round") },
+      series: lines.flatMap((line) => banded(name(line), line.points, methodColour(line.method), DASHES[line.method % DASHES.length], false)
+        .map((series) => ({ ...series, showSymbol: line.points.length < 20, symbol: MARKS[line.method % MARKS.length], symbolSize: 7 }))),
+    }),
+  });
+}

@@ -1,0 +1,118 @@
+"""A federation described for people: who holds what, and what it looks like; the federation.json of a study.
+
+The report shows this beside the results. It holds counts and a few sample images, never the data itself.
+"""
+
+import base64
+import io
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from coterie.federation import TRAIN, VALIDATION, Federation
+
+IMAGES = 10  # sample images per planted cluster
+BINS = 12  # bins of a regression target
+LARGEST = 64  # side above which a sample image is made smaller
+
+
+def describe(federation: Federation) -> dict[str, Any]:
+    """Describe a federation in plain values.
+
+    Args:
+        federation: with its planted truth, where it is known.
+
+    Returns:
+        `name`, `fingerprint`, `clients` (how many), `clusters` (names of the planted clusters), `shift` (a description
+        per client), `train` and `validation` (samples per client), `classes` (names of the columns of `labels`),
+        `labels` (training samples per client and class; for regression, per bin of the target), and `images`: for
+        each cluster a list of PNG images as data addresses; empty when the inputs are no images.
+    """
+    truth = federation.truth
+    names, labels = _labels(federation)
+    return {
+        "name": federation.name,
+        "fingerprint": federation.fingerprint(),
+        "clients": len(federation),
+        "clusters": list(truth.names) if truth is not None else [],
+        "shift": list(truth.shift) if truth is not None else [],
+        "train": federation.counts("train").tolist(),
+        "validation": federation.counts("validation").tolist(),
+        "classes": names,
+        "labels": labels.tolist(),
+        "images": _images(federation),
+    }
+
+
+def _labels(federation: Federation) -> tuple[list[str], Tensor]:
+    """Column names, and training samples per client and column."""
+    train = federation.split == TRAIN
+    if federation.classes:
+        columns = torch.where(train, federation.y.long(), federation.classes)
+        width = federation.classes
+        names = list(federation.class_names) or [str(label) for label in range(width)]
+    else:
+        target = federation.y.double().reshape(*federation.y.shape[:2], -1)[..., 0]
+        values = target[train].numpy()
+        edges = np.histogram_bin_edges(values, bins=BINS)
+        place = np.clip(np.digitize(target.numpy(), edges[1:-1]), 0, BINS - 1)
+        columns = torch.where(train, torch.from_numpy(place), BINS)
+        width = BINS
+        names = [f"{low:.3g} to {high:.3g}" for low, high in itertools.pairwise(edges)]
+    counts = torch.zeros(len(federation), width + 1, dtype=torch.int64)
+    counts.scatter_add_(1, columns, torch.ones_like(columns))
+    return names, counts[:, :width]
+
+
+def _images(federation: Federation) -> list[list[str]]:
+    """A few training samples per planted cluster, of as many classes as there are, as PNG data addresses."""
+    if not _is_image(federation):
+        return []
+    cluster = (
+        federation.truth.cluster if federation.truth is not None else torch.zeros(len(federation), dtype=torch.int64)
+    )
+    out = []
+    for number in range(int(cluster.max()) + 1):
+        rows = (cluster == number).nonzero().flatten()
+        held = (federation.split[rows] == TRAIN) | (federation.split[rows] == VALIDATION)
+        x, y = federation.x[rows][held], federation.y[rows][held]
+        out.append([_png(x[place]) for place in _spread(y if federation.classes else torch.zeros(len(y)))])
+    return out
+
+
+def _is_image(federation: Federation) -> bool:
+    shape = federation.features
+    pixels = shape[1:] if len(shape) == 3 and shape[0] in (1, 3) else shape
+    return len(pixels) == 2 and min(pixels) >= 4
+
+
+def _spread(y: Tensor) -> list[int]:
+    """Places of the first samples, one of each class before a second of any."""
+    seen: dict[int, int] = {}
+    ranked = []
+    for place, label in enumerate(y.tolist()):
+        turn = seen.get(label, 0)
+        seen[label] = turn + 1
+        if turn < IMAGES:
+            ranked.append((turn, label, place))
+    return [place for _, _, place in sorted(ranked)[:IMAGES]]
+
+
+def _png(image: Tensor) -> str:
+    """One input as a PNG data address; floats are stretched to the full range."""
+    values = image.float()
+    if image.dtype != torch.uint8:
+        low, high = float(values.min()), float(values.max())
+        values = (values - low) * (255 / (high - low or 1.0))
+    pixels = values.round().clamp(0, 255).to(torch.uint8).numpy()
+    if pixels.ndim == 3:
+        pixels = pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)
+    picture = Image.fromarray(pixels)
+    picture.thumbnail((LARGEST, LARGEST))
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

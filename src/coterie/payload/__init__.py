@@ -1,0 +1,92 @@
+"""What the report and the live page draw: stored runs reduced to one JSON document of bounded size.
+
+Long arrays are quantised, compressed and written as text (`packing.pack`), and what would grow with the square of the
+clients times the rounds is binned in time and, for large populations, over neighbouring clients of one cluster. A page
+therefore stays small however long the run was; the parquet files keep every value.
+"""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coterie.payload.cost import cost
+from coterie.payload.curves import clients, curves
+from coterie.payload.reads import labels, reads
+from coterie.summary import (
+    CONFIG,
+    FEDERATION,
+    HIGHER_IS_BETTER,
+    Problem,
+    StoredRun,
+    by_label,
+    cluster_names,
+    gains_of,
+    main_metric,
+    plain,
+    summary_of,
+)
+
+
+def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder: Path | None = None) -> dict[str, Any]:
+    """Reduce the runs of one study to what the page draws.
+
+    Args:
+        runs: at least one run.
+        problems: folders that could not be read; the page names them.
+        folder: the study's folder, where federation.json may lie.
+
+    Returns:
+        Plain values for JSON, without NaN.
+    """
+    folder = folder or runs[0].folder.parent.parent
+    metric = main_metric(runs)
+    truth = runs[0].clients
+    population = int(truth.index.to_numpy().max()) + 1
+    cluster = np.full(population, -1)
+    cluster[truth.index] = truth.to_numpy()
+    names = cluster_names(folder, (int(c) for c in np.unique(cluster) if c >= 0))
+    groups = by_label(runs)
+    alike = {label: [run for run in group if run.clients.equals(truth)] for label, group in groups.items()}
+    path, config = folder / FEDERATION, folder / CONFIG
+    return plain(
+        {
+            "study": runs[0].study,
+            "metric": metric,
+            "higher": metric in HIGHER_IS_BETTER,
+            "methods": [_method(label, group) for label, group in groups.items()],
+            "clusters": [{"id": c, "name": name, "size": int((cluster == c).sum())} for c, name in names.items()],
+            "cluster": cluster.tolist(),
+            "results": summary_of(runs, folder),
+            "gains": gains_of(runs),
+            "curves": curves(alike, cluster, list(names)),
+            "reads": reads(alike, cluster),
+            "labels": labels(alike, cluster),
+            "cost": cost(alike, metric),
+            "provenance": [_provenance(run) for run in runs],
+            "clients": clients(alike, metric, population),
+            "data": json.loads(path.read_text("utf-8")) if path.is_file() else None,
+            "command": f"coterie run {shlex.quote(f'{folder.as_posix()}/{CONFIG}')} --out elsewhere",
+            "study_config": config.read_text("utf-8") if config.is_file() else None,
+            "problems": [{"folder": problem.folder.name, "reason": problem.reason} for problem in problems],
+        }
+    )
+
+
+def _method(label: str, group: Sequence[StoredRun]) -> dict[str, Any]:
+    return {
+        "label": label,
+        "kind": group[0].kind,
+        "settings": group[0].method,
+        "runs": [
+            {"seed": run.seed, "rounds": run.rounds, "of": run.config.get("rounds"), "finished": run.finished}
+            for run in group
+        ],
+    }
+
+
+def _provenance(run: StoredRun) -> dict[str, Any]:
+    return {"label": run.label, "seed": run.seed, "stored": run.provenance}

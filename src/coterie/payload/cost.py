@@ -1,0 +1,67 @@
+"""What a method cost: bytes, reads and forward passes over rounds, and what it reached for them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from coterie.payload.curves import mean_curve
+from coterie.payload.packing import thin
+from coterie.summary import StoredRun
+
+MOST_POINTS = 150  # rounds of a curve
+COUNTED = ("passes", "extra_models", "extra_floats")
+
+
+def cost(groups: dict[str, list[StoredRun]], metric: str) -> list[dict[str, Any]]:
+    """Cost per client, mean over clients and seeds.
+
+    Args:
+        groups: the runs of each method.
+        metric: what was reached, on the validation sets.
+
+    Returns:
+        An entry per method: totals of `bytes`, `reads`, `missing`, what the method counted itself (`passes`,
+        `extra_models`, `extra_floats`; None where it did not), `train_samples` and `wall_s` of the whole run, and over
+        `rounds` the cumulative `bytes` and the metric `reached`.
+    """
+    return [{"method": place, **_method(runs, metric)} for place, runs in enumerate(groups.values()) if runs]
+
+
+def _method(runs: Sequence[StoredRun], metric: str) -> dict[str, Any]:
+    rounds, reached = mean_curve(runs, "validation", metric)
+    shown = thin(len(rounds), MOST_POINTS) if len(rounds) else np.zeros(0, dtype=np.int64)
+    spent = np.mean([_cumulative(run, rounds) for run in runs], axis=0)
+    clients = np.array([len(run.clients) for run in runs])
+    missing = np.array([(run.edges["purpose"] == "missing").sum() for run in runs])
+    times = [run.provenance.get("timing") or {} for run in runs]
+    return {
+        "bytes": float(np.mean([run.edges["bytes"].sum() for run in runs] / clients)),
+        "reads": float(np.mean(([len(run.edges) for run in runs] - missing) / clients)),
+        "missing": float(np.mean(missing / clients)),
+        **{name: _counted(runs, name) for name in COUNTED},
+        "train_samples": float(np.mean([time.get("train_samples", np.nan) for time in times] / clients)),
+        "wall_s": float(np.mean([time.get("wall_s", np.nan) for time in times])),
+        "rounds": rounds[shown].tolist(),
+        "spent": spent[shown].tolist(),
+        "reached": reached[shown].tolist(),
+    }
+
+
+def _cumulative(run: StoredRun, rounds: np.ndarray) -> np.ndarray:
+    """Bytes per client up to and with each round."""
+    index, size = run.edges["round"].to_numpy(np.int64), run.edges["bytes"].to_numpy(float)
+    order = np.argsort(index, kind="stable")
+    totals = np.concatenate([[0.0], size[order].cumsum()])
+    return totals[np.searchsorted(index[order], rounds, side="right")] / len(run.clients)
+
+
+def _counted(runs: Sequence[StoredRun], name: str) -> float | None:
+    """Total per client of something that the method counted itself; None when it did not."""
+    totals = []
+    for run in runs:
+        rows = run.metrics.loc[(run.metrics["metric"] == name).to_numpy(), "value"]
+        if not len(rows):
+            return None
+        totals.append(float(rows.sum()) / len(run.clients))
+    return float(np.mean(totals))

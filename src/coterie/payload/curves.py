@@ -1,0 +1,108 @@
+"""Learning curves, of the population and of each client, and what each client ended with."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from coterie.payload.packing import dense, over_seeds, pack, thin
+from coterie.summary import StoredRun, client_gains
+
+NO_CURVE = frozenset({"label", "diverged", "passes", "extra_models", "extra_floats"})
+MOST_POINTS = 300  # rounds of a curve over clients
+CLIENT_POINTS = 80  # rounds of the curve of one client
+
+
+def curves(groups: dict[str, list[StoredRun]], cluster: np.ndarray, ids: Sequence[int]) -> list[dict[str, Any]]:
+    """Learning curves: the mean over clients, over clusters and per cluster; mean and deviation over seeds.
+
+    Returns:
+        One entry per method, split and metric, with arrays of (2 + clusters) x rounds.
+    """
+    out = []
+    members = [np.flatnonzero(cluster == c) for c in ids]
+    for place, runs in enumerate(groups.values()):
+        for split, metric in _recorded(runs):
+            tables = [dense(run, split, metric) for run in runs]
+            rounds = np.unique(np.concatenate([rounds for rounds, _ in tables]))
+            if len(rounds) < 2:
+                continue
+            stacked = np.full((len(tables), 2 + len(members), len(rounds)), np.nan)
+            for seed, (own, values) in enumerate(tables):
+                at = np.searchsorted(rounds, own)
+                per_cluster = [_mean(values[:, rows]) for rows in members]
+                stacked[seed, 0, at] = _mean(values)
+                for line, mean in enumerate(per_cluster):
+                    stacked[seed, 2 + line, at] = mean
+                if per_cluster:
+                    stacked[seed, 1, at] = np.mean(per_cluster, axis=0)
+            shown = thin(len(rounds), MOST_POINTS)
+            whole = stacked[:, :, shown]
+            mean, spread = over_seeds(whole)
+            out.append(
+                {
+                    "method": place, "split": split, "metric": metric, "rounds": rounds[shown].tolist(),
+                    "mean": pack(mean, "q16"), "std": pack(spread, "q16"), "seeds": len(tables),
+                }
+            )  # fmt: skip
+    return out
+
+
+def _recorded(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
+    """The (split, metric) pairs that were recorded round by round."""
+    if not runs:
+        return []
+    table = runs[0].metrics
+    names = table.loc[(table["model"] == "current").to_numpy(), ["split", "metric"]].drop_duplicates()
+    found = [(str(split), str(metric)) for split, metric in zip(names["split"], names["metric"], strict=True)]
+    found = [pair for pair in found if pair[1] not in NO_CURVE]
+    return sorted(found, key=lambda pair: (("validation", "train", "test").index(pair[0]), pair[1] == "loss"))
+
+
+def _mean(values: Float[np.ndarray, "rounds clients"]) -> Float[np.ndarray, " rounds"]:
+    """Mean over the clients that have a value; NaN where none has."""
+    known = np.isfinite(values)
+    count = known.sum(1)
+    return np.where(count > 0, np.where(known, values, 0).sum(1) / np.maximum(count, 1), np.nan)
+
+
+def clients(groups: dict[str, list[StoredRun]], metric: str, population: int) -> dict[str, Any]:
+    """Final test value, gain and learning curve of each client, as means over seeds."""
+    done = [run for runs in groups.values() for run in runs if run.finished]
+    baseline = next((run.label for runs in groups.values() for run in runs if run.kind == "local"), None)
+    final, gain = np.full((2, len(groups), population), np.nan)
+    own_gains = client_gains(done, baseline, metric)
+    lines = []
+    for place, (label, runs) in enumerate(groups.items()):
+        values = [run.final(metric) for run in runs if run.finished]
+        if values:
+            final[place] = np.mean([series.reindex(range(population)).to_numpy(float) for series in values], axis=0)
+        if own_gains.get(label):
+            over = [series.reindex(range(population)).to_numpy(float) for series in own_gains[label].values()]
+            gain[place] = np.mean(over, axis=0)
+        lines += _client_curves(place, runs, metric)
+    return {"baseline": baseline, "final": pack(final, "f32"), "gain": pack(gain, "f32"), "curves": lines}
+
+
+def _client_curves(place: int, runs: Sequence[StoredRun], metric: str) -> list[dict[str, Any]]:
+    tables = [dense(run, "validation", metric) for run in runs]
+    tables = [(rounds, values) for rounds, values in tables if len(rounds) > 1]
+    if not tables:
+        return []
+    rounds = tables[0][0][thin(len(tables[0][0]), CLIENT_POINTS)]
+    picked = []
+    for own, values in tables:
+        at = np.clip(np.searchsorted(own, rounds, side="right") - 1, 0, len(own) - 1)
+        picked.append(values[at])
+    return [{"method": place, "rounds": rounds.tolist(), "values": pack(over_seeds(np.array(picked))[0], "q16")}]
+
+
+def mean_curve(runs: Sequence[StoredRun], split: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """The rounds, and the mean of a metric over clients and seeds; both empty when it was not recorded."""
+    tables = [dense(run, split, metric) for run in runs]
+    rounds = np.unique(np.concatenate([rounds for rounds, _ in tables]))
+    stacked = np.full((len(tables), len(rounds)), np.nan)
+    for seed, (own, values) in enumerate(tables):
+        stacked[seed, np.searchsorted(rounds, own)] = _mean(values)
+    return rounds, over_seeds(stacked)[0]

@@ -1,0 +1,65 @@
+"""Arrays as text, thinned, and averaged over seeds."""
+
+import base64
+import zlib
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float, Int, Num
+
+from coterie.summary import StoredRun
+
+
+def pack(values: Num[np.ndarray, "..."], kind: str) -> dict[str, Any]:
+    """Write an array as text: "u8", "u16" and "f32" hold it as it is, "q16" puts floats on a grid of 65,535 steps.
+
+    NaN survives in "f32" and "q16". The text is base64 of zlib of little-endian values in C order.
+
+    Example:
+        >>> pack(np.array([[0, 1]]), "u8")["shape"]
+        [1, 2]
+    """
+    out: dict[str, Any] = {"kind": kind, "shape": list(values.shape)}
+    if kind == "q16":
+        finite = np.isfinite(values)
+        low, high = (float(values[finite].min()), float(values[finite].max())) if finite.any() else (0.0, 0.0)
+        step = (high - low) / 65534 or 1.0
+        out |= {"low": low, "step": step}
+        whole = np.where(finite, np.round((np.where(finite, values, low) - low) / step), 65535).astype("<u2")
+    else:
+        whole = values.astype({"u8": "u1", "u16": "<u2", "f32": "<f4"}[kind])
+    out["text"] = base64.b64encode(zlib.compress(whole.tobytes(), 6)).decode()
+    return out
+
+
+def dense(
+    run: StoredRun, split: str, metric: str, model: str = "current"
+) -> tuple[Int[np.ndarray, " rounds"], Float[np.ndarray, "rounds clients"]]:
+    """A metric as an array of rounds and clients; a client that was not active keeps its last value.
+
+    Returns:
+        The rounds that have a value (-1 is the warm-up), and the values; NaN before a client's first one.
+    """
+    table = run.metrics
+    chosen = (table["split"] == split) & (table["metric"] == metric) & (table["model"] == model)
+    rows = table.loc[chosen.to_numpy()]
+    rounds, place = np.unique(rows["round"].to_numpy(np.int64), return_inverse=True)
+    values = np.full((len(rounds), int(run.clients.index.to_numpy().max()) + 1), np.nan)
+    values[place, rows["client"].to_numpy(np.int64)] = rows["value"].to_numpy(float)
+    return rounds, pd.DataFrame(values).ffill().to_numpy()
+
+
+def thin(count: int, most: int) -> Int[np.ndarray, " points"]:
+    """At most `most` of `count` places, evenly spread, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
+
+
+def over_seeds(stacked: Float[np.ndarray, "*shape"]) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
+    """Mean and population deviation over the first axis, leaving out what is not there."""
+    known = np.isfinite(stacked)
+    count = np.maximum(known.sum(0), 1)
+    mean = np.where(known, stacked, 0).sum(0) / count
+    square = np.where(known, (stacked - mean) ** 2, 0).sum(0) / count
+    some = known.any(0)
+    return np.where(some, mean, np.nan), np.where(some, np.sqrt(square), np.nan)
