@@ -1,7 +1,7 @@
 """run_study(): methods x seeds over one federation for each seed, in folders that can be resumed.
 
     runs/<study>/config.toml                       the study, fully resolved
-    runs/<study>/federation.json                   names of the planted clusters, fingerprint of the first seed's data
+    runs/<study>/federation.json                   the first seed's data, described: clusters, labels, a few samples
     runs/<study>/summary.json                      what it comes to
     runs/<study>/<method-label>/seed-<n>/          one run: config.toml, metrics, edges, checkpoint, provenance
 
@@ -26,6 +26,7 @@ from coterie.engine import ENGINES
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require, unknown
 from coterie.fanout import fan_out
 from coterie.federation import Federation
+from coterie.gallery import describe
 from coterie.models import ModelSource
 from coterie.record import write_atomically
 from coterie.run import Observer, Progress, make_task, simulate
@@ -287,11 +288,5 @@ def _prepare(study: StudyConfig, folder: Path, federation: Federation, overwrite
     if overwrite and folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    data = {
-        "name": federation.name,
-        "clusters": list(federation.truth.names) if federation.truth is not None else [],
-        "clients": len(federation),
-        "fingerprint": federation.fingerprint(),
-    }
-    write_atomically(folder / summary.FEDERATION, (json.dumps(data, indent=1) + "\n").encode())
+    write_atomically(folder / summary.FEDERATION, (json.dumps(describe(federation)) + "\n").encode())
     write_atomically(folder / CONFIG, config.dumps(study).encode())

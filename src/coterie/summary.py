@@ -137,12 +137,24 @@ def _run_folders(path: Path) -> list[Path]:
     if (path / METRICS).is_file() or ((path / CONFIG).is_file() and path.name.startswith("seed-")):
         return [path]
     marks = [*path.rglob(METRICS), *path.rglob(f"seed-*/{CONFIG}")]
-    return sorted({mark.parent for mark in marks}, key=_folder_order)
+    folders = {mark.parent for mark in marks}
+    places = {study: _places(study) for study in {folder.parent.parent for folder in folders}}
+
+    def order(folder: Path) -> tuple[str, int, str, int]:
+        study, label, number = folder.parent.parent, folder.parent.name, folder.name.removeprefix("seed-")
+        place = places[study].get(label, len(places[study]))
+        return str(study), place, label, int(number) if number.isdigit() else -1
+
+    return sorted(folders, key=order)
 
 
-def _folder_order(folder: Path) -> tuple[str, int, str]:
-    number = folder.name.removeprefix("seed-")
-    return (str(folder.parent), int(number) if number.isdigit() else -1, folder.name)
+def _places(study: Path) -> dict[str, int]:
+    """The place of each method in the study's own configuration; nothing where there is none."""
+    try:
+        methods = tomllib.loads((study / CONFIG).read_text("utf-8")).get("methods", [])
+    except (OSError, ValueError):
+        return {}
+    return {str(method.get("label", method.get("kind"))): place for place, method in enumerate(methods)}
 
 
 def read_run(folder: Path) -> StoredRun | Problem:

@@ -141,3 +141,9 @@ def test_the_file_says_null_for_what_diverged(tmp_path, write_run, final_rows):
     write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=rows)
     stored = json.loads(summary.write_summary(tmp_path / "s").read_text())
     assert stored["rows"][0]["mean"] is None
+
+
+def test_methods_come_in_the_order_of_the_study(small):
+    """The study says Local before DAC; what it does not name comes last."""
+    (small / "config.toml").write_text('[[methods]]\nkind = "local"\nlabel = "Local"\n')
+    assert [run.label for run in summary.find_runs([small])[0]] == ["Local", "Local", "DAC", "DAC"]
