@@ -4,12 +4,11 @@ A study says which experiment it repeats (`paper = "similarity/synthetic_concept
 row (`paper = "inv_loss/fedavg"`); the clusters and metrics of the papers are translated here.
 """
 
-from collections.abc import Sequence
+import csv
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
-
-import pandas as pd
 
 from coterie.errors import ConfigError, unknown
 
@@ -99,14 +98,14 @@ class Published:
 
 
 @lru_cache
-def table(source: str) -> pd.DataFrame:
+def table(source: str) -> tuple[dict[str, str], ...]:
     """Return all numbers of a paper as printed.
 
     Args:
         source: a name of SOURCES.
 
     Returns:
-        The columns experiment, method, aggregation, cluster, metric, mean, std (NaN where not given).
+        Rows with experiment, method, aggregation, cluster, metric, mean, std ("" where not given).
 
     Raises:
         ConfigError: for another name.
@@ -114,7 +113,7 @@ def table(source: str) -> pd.DataFrame:
     if source not in SOURCES:
         raise ConfigError(unknown("paper", source, SOURCES))
     with (resources.files(__name__) / f"{source}.csv").open(encoding="utf-8") as file:
-        return pd.read_csv(file).drop_duplicates(ignore_index=True)
+        return tuple(csv.DictReader(file))
 
 
 @lru_cache
@@ -132,11 +131,11 @@ def published(experiment: str) -> tuple[Published, ...]:
         (9.43, 0.33)
     """
     source, _, name = experiment.partition("/")
-    rows = table(source)
-    if name not in set(rows["experiment"]):
-        known = (f"{source}/{one}" for one in rows["experiment"].unique())
+    rows = [row for row in table(source) if row["experiment"] == name]
+    if not rows:
+        known = {f"{source}/{row['experiment']}" for row in table(source)}
         raise ConfigError(unknown("published experiment", experiment, known))
-    return tuple(_translate(row) for row in rows[rows["experiment"] == name].to_dict("records"))
+    return tuple(_translate(row) for row in rows)
 
 
 def notes(experiment: str) -> Sequence[str]:
@@ -149,9 +148,9 @@ def rows(experiment: str) -> list[str]:
     return list(dict.fromkeys(one.row for one in published(experiment)))
 
 
-def _translate(row: dict) -> Published:
+def _translate(row: Mapping[str, str]) -> Published:
     metric = {"test_accuracy": "accuracy", "test_mse": "mse"}.get(row["metric"], row["metric"])
     unit = 100 if metric in ("accuracy", "std_over_clusters") else 1
-    std = None if pd.isna(row["std"]) else float(row["std"]) / unit
+    std = float(row["std"]) / unit if row["std"] else None
     key = f"{row['method']}/{row['aggregation']}"
     return Published(key, _CLUSTERS[row["cluster"]], metric, float(row["mean"]) / unit, std)
