@@ -170,8 +170,7 @@ class DirichletPerClass(Shift):
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Share every class of every dataset."""
         _require_free(clients, self.kind)
-        if any(c.recipe.labels is not None for c in clients):
-            raise ConfigError(f"{self.kind} sets every client's classes; leave out the labels shift")
+        _require_whole_pool(clients, self.kind)
         out = list(clients)
         generator = streams(EVERYONE)
         for place, source in enumerate(sources):
@@ -226,8 +225,7 @@ class KFold(Shift):
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Set every client's class counts."""
         _require_free(clients, self.kind)
-        if any(c.recipe.labels is not None for c in clients):
-            raise ConfigError(f"{self.kind} sets every client's classes; leave out the labels shift")
+        _require_whole_pool(clients, self.kind)
         for source in sources:
             require(self.folds <= source.classes, "folds", self.folds, f"at most the {source.classes} classes")
         require(self.folds <= len(clients), "folds", self.folds, f"at most the {len(clients)} clients")
@@ -299,6 +297,13 @@ def _require_free(clients: Clients, kind: str) -> None:
         raise ConfigError(
             f"{kind} comes after a shift that has set every client's classes; put it first or leave it out"
         )
+
+
+def _require_whole_pool(clients: Clients, kind: str) -> None:
+    if any(c.recipe.labels is not None for c in clients):
+        raise ConfigError(f"{kind} sets every client's classes; leave out the labels shift")
+    if any(c.group is not None for c in clients):
+        raise ConfigError(f"{kind} draws from the whole pool; leave out the natural groups")
 
 
 def _present(source: Source) -> Int[np.ndarray, " classes"]:

@@ -23,7 +23,7 @@ def source(classes: int = 10, per_class: int = 40, tests: int = 6, name: str = "
     def draw(size: int) -> Samples:
         y = torch.from_numpy(generator.permutation(np.repeat(np.arange(classes), size)))
         x = torch.from_numpy(generator.integers(0, 256, (len(y), 1, side, side), dtype=np.uint8))
-        return Samples(x, y, {"row": torch.arange(len(y))})
+        return Samples(x, y, {"part": torch.arange(len(y)) % 8})
 
     return Source(name, draw(per_class), draw(tests), classes)
 
@@ -336,6 +336,8 @@ def test_what_is_left_over_goes_around_the_end():
         ([{"kind": "k-fold", "folds": 11}], "at most the 10 classes"),
         ([{"kind": "k-fold"}, {"kind": "labels", "groups": [[0]]}], "comes after a shift that has set every client's"),
         ([{"kind": "labels", "groups": [[0]]}, {"kind": "k-fold"}], "leave out the labels shift"),
+        ([{"kind": "k-fold"}, {"kind": "natural", "column": "part"}], "k-fold draws from the whole pool"),
+        ([{"kind": "quantity", "concentration_per_client": 1}, {"kind": "natural", "column": "part"}], "cannot change"),
         ([{"kind": "regression-targets"}], "toy is not a regression problem"),
         ([{"kind": "visual", "domains": ["fog"]}], "domains is .*expected a list .of 'clean' or 'noise' or 'blur'"),
     ],
