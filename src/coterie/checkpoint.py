@@ -188,6 +188,8 @@ def _write(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, SafetensorError):  # the library hides what the system said in its text
+            raise OSError(f"{path}: {error}") from error
         raise

@@ -286,9 +286,6 @@ def main() -> NoReturn:
     except _Usage as error:
         typer.echo(f"coterie: {error.format_message()}; see `coterie --help`".replace("\n", " "), err=True)
         sys.exit(2)
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except CoterieError as error:
         typer.echo(f"coterie: {error}".replace("\n", " "), err=True)
         sys.exit(2)
