@@ -324,8 +324,8 @@ def read(board: Message, own: Int[Tensor, " clients"], peers: Int[Tensor, "clien
     assert board.ids is not None
     place = torch.full((population + 1,), -1, dtype=torch.int64)
     place[board.ids] = torch.arange(len(board))
-    index = place[peers]  # -1 reads the last entry, which stays -1
-    mask = index >= 0
+    index = place[peers]
+    mask = (index >= 0) & (peers >= 0)
     return Inbox(
         table=board.params,
         index=index.clamp(min=0),

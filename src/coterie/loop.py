@@ -19,6 +19,9 @@ from coterie.sequential import sequential_round
 from coterie.settings import Settings
 from coterie.task import Task
 
+# Of a round's report, kept as metrics.
+_KEPT = ("loss", "passes", "extra_models", "extra_floats", "extra_bytes", "bytes_down", "bytes_up")
+
 
 @dataclass(frozen=True)
 class Tracker:
@@ -217,8 +220,7 @@ class Loop:
     def _record_info(self, index: int, ids: Tensor, info: Info) -> None:
         if not len(ids):
             return
-        names = ("loss", "passes", "extra_models", "extra_floats", "bytes_down", "bytes_up")
-        kept = {name: info[name] for name in names if name in info}
+        kept = {name: info[name] for name in _KEPT if name in info}
         if kept:
             self.record.add_metrics(index, ids, "train", "current", kept)
         if "diverged" in info and bool(info["diverged"].any()):

@@ -7,7 +7,7 @@ that relabelling the clients relabels the choice and hosting them elsewhere chan
 import math
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 
@@ -81,6 +81,76 @@ def within(
         tensor([[ 1, -1]])
     """
     return torch.where((peers >= 0) & allowed.gather(1, peers.clamp(min=0)), peers, -1)
+
+
+def lowest(
+    scores: Float[Tensor, "clients peers"],
+    peers: Int[Tensor, "clients peers"],
+    count: int,
+    mask: Bool[Tensor, "clients peers"],
+) -> Bool[Tensor, "clients peers"]:
+    """Choose the slots with the `count` lowest scores among those that arrived; ties go to the lowest id.
+
+    Args:
+        scores: NaN counts as the highest.
+        peers: the id in each slot.
+        count: how many; fewer where fewer arrived.
+        mask: which slots arrived.
+
+    Example:
+        >>> lowest(torch.tensor([[0.5, 0.5, 0.1]]), torch.tensor([[7, 3, 4]]), 2, torch.ones(1, 3, dtype=torch.bool))
+        tensor([[False,  True,  True]])
+    """
+    cost = torch.nan_to_num(scores.double(), nan=torch.inf)
+    best = _ranked((~mask).to(torch.int8), cost, peers)[:, :count]
+    return torch.zeros_like(mask).scatter(1, best, True) & mask
+
+
+def best(
+    scores: Float[Tensor, "clients slots"],
+    slots: Int[Tensor, "clients slots"],
+    count: int,
+    mask: Bool[Tensor, "clients slots"],
+    stays: Bool[Tensor, "clients slots"],
+) -> Int[Tensor, "clients peers"]:
+    """Return the ids with the `count` highest scores among those that arrived; ties go to the lowest id.
+
+    Args:
+        scores: of each slot.
+        slots: ids; -1 for an empty slot.
+        count: how many.
+        mask: which slots arrived.
+        stays: who fills the places left, although silent.
+
+    Returns:
+        Ids, best first; -1 behind the last.
+    """
+    silent = torch.where(stays & (slots >= 0), 1, 2)
+    rank = torch.where(mask, 0, silent)
+    order = _ranked(rank, -torch.nan_to_num(scores.double(), nan=-torch.inf), slots)[:, :count]
+    ids = torch.where(rank.gather(1, order) < 2, slots.gather(1, order), -1)
+    return torch.nn.functional.pad(ids, (0, count - ids.shape[1]), value=-1)
+
+
+def _ranked(*keys: Shaped[Tensor, "clients slots"]) -> Int[Tensor, "clients slots"]:
+    """Return the slots of each row in ascending order of the first key, then of the next, and so on."""
+    order = torch.arange(keys[0].shape[1], device=keys[0].device).expand(keys[0].shape)
+    for key in reversed(keys):
+        order = order.gather(1, torch.argsort(key.gather(1, order), dim=1, stable=True))
+    return order
+
+
+def listed(chosen: Bool[Tensor, "clients population"]) -> Int[Tensor, "clients peers"]:
+    """Return the chosen members of each row as ids in ascending order, -1 behind the last: the inverse of `among`.
+
+    Example:
+        >>> listed(torch.tensor([[False, True, True], [True, False, False]]))
+        tensor([[ 1,  2],
+                [ 0, -1]])
+    """
+    width = int(chosen.sum(1).max()) if len(chosen) else 0
+    order = torch.argsort((~chosen).to(torch.int8), dim=1, stable=True)[:, :width]
+    return torch.where(chosen.gather(1, order), order, -1)
 
 
 def others(ids: Int[Tensor, " clients"], population: int) -> Bool[Tensor, "clients population"]:
@@ -187,8 +257,7 @@ def two_hop(
     Returns:
         The estimates, and for whom there is one.
     """
-    by_id = torch.argsort(peers, dim=1, stable=True)
-    order = by_id.gather(1, torch.argsort(preference.gather(1, by_id), dim=1, descending=True, stable=True))
+    order = _ranked(-preference, peers)
     estimate = torch.zeros(known.shape, dtype=torch.float64)
     found = torch.zeros_like(known)
     for slot in order.T:

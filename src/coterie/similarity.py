@@ -99,7 +99,8 @@ def cosine(
     products = _sums((own, clients, origin), (table, senders, origins), torch.mul)
     norms = _norms(own, clients, origin) * _norms(table, senders, origins)
     out = torch.zeros(mask.shape, dtype=torch.float64)
-    out[clients, slots] = torch.where(norms > 0, products / norms.clamp(min=_ZERO**2), 0).clamp(-1, 1)
+    values = torch.where(norms > 0, products / norms.clamp(min=_ZERO**2), 0)
+    out[clients, slots] = torch.nan_to_num(values, nan=0.0).clamp(-1, 1)
     return out
 
 

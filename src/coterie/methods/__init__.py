@@ -2,6 +2,7 @@
 
 from coterie.methods.base import Method
 from coterie.methods.cfl import Cfl
+from coterie.methods.dac import Dac, DacNoTwoHop, DacVar
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FairAvg, FedAvg, FedAvgM
 from coterie.methods.fedgwc import FedGwc
@@ -12,6 +13,9 @@ from coterie.methods.ifca import Ifca
 from coterie.methods.local import Local
 from coterie.methods.oneshot import OneShot
 from coterie.methods.oracle import Oracle
+from coterie.methods.panm_grad import PanmGrad
+from coterie.methods.panm_loss import PanmLoss
+from coterie.methods.pens import Pens
 from coterie.methods.random_gossip import Random
 from coterie.methods.sosicfl import SosicFl, SosicFlAll, SosicFlPlus
 
@@ -22,6 +26,12 @@ METHODS: dict[str, type[Method]] = {
         Random,
         Oracle,
         FixTopology,
+        Dac,
+        DacVar,
+        DacNoTwoHop,
+        Pens,
+        PanmLoss,
+        PanmGrad,
         FedAvg,
         FedAvgM,
         FedProx,

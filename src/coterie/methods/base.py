@@ -9,7 +9,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final, get_args, get_origin
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -27,8 +27,8 @@ Info = Mapping[str, Tensor]
 
 Names with a meaning to the record: `peers` (ids read), `arrived`, `weights` (mixing weight of each slot),
 `own_weight`, `bytes`, `loss` (training), `label` (found cluster), `passes` (forward passes of one sample),
-`extra_models`, `extra_floats` (traffic beside the pulled models), `diverged`, `trained` (the models before the
-exchange that ends a round, which are the ones to judge).
+`extra_models`, `extra_floats` (traffic beside the pulled models, in `bytes` or not), `extra_bytes` (received outside
+the slots), `diverged`, `trained` (the models before the exchange that ends a round, which are the ones to judge).
 """
 
 Order = Literal["exchange_first", "train_first"]
@@ -258,6 +258,14 @@ def check_positive(method: Method, **fields: float) -> None:
     """Check that hyperparameters are at least 1; for `__post_init__`."""
     for name, value in fields.items():
         require(value >= 1, f"{method.kind}.{name}", value, "at least 1")
+
+
+def check_choices(method: Method) -> None:
+    """Check that fields which take one of a few words have one of them; for `__post_init__`."""
+    for item in dataclasses.fields(method):
+        if get_origin(item.type) is Literal:
+            valid, value = get_args(item.type), getattr(method, item.name)
+            require(value in valid, f"{method.kind}.{item.name}", value, f"one of {', '.join(map(str, valid))}")
 
 
 def no_peers(clients: int) -> Int[Tensor, "clients peers"]:

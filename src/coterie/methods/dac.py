@@ -1,0 +1,186 @@
+"""DAC: gossip with peers drawn by how similar they were found to be, over four similarities and three aggregations."""
+
+import math
+import warnings
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, final
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from coterie import aggregation, selection
+from coterie.errors import require
+from coterie.exchange import Message
+from coterie.methods import measuring
+from coterie.methods.acquaintance import Acquaintance
+from coterie.methods.base import Info, PeerMethod, Round, State, check_choices, check_positive, mixing
+from coterie.rng import Rng
+from coterie.task import Task
+
+
+@dataclass(frozen=True)
+class Dac(PeerMethod):
+    r"""Decentralised adaptive clustering.
+
+    Every client remembers a similarity to each member of the population and draws peers with $p_{ij} \propto
+    e^{\tau s_{ij}}$. Those it reads it measures; of those that its peers measured it takes over an estimate.
+
+    Args:
+        num_peers: peers read each round ($m$); clamped to population - 1.
+        tau: inverse temperature $\tau$ (with a schedule: its limit).
+        similarity: "inv_loss", 1 over the loss of the peer's model on the own data; "inv_l2", 1 over the distance of
+            the models; "cos_weight" and "cos_grad", the cosine of the models or of their updates since the start.
+        aggregation: "fedavg"; "fedsim", by this round's similarities; "fedsim_prior", by the probabilities with which
+            the peers were drawn, as the similarity paper's code does.
+        two_hop: estimate similarities to members never read from what peers say of them.
+        two_hop_pick: whom to believe, the "most" similar peer, or the "least" as one published code does.
+        two_hop_relay: peers pass on what they measured themselves ("direct") or estimates too ("any").
+        two_hop_scope: ask this round's peers ("current"), or all ever read ("history": one more exchange).
+        unknown: members never heard of enter the softmax with similarity 0 ("zero") or get the floor only ("floor").
+        drop_nonpositive: treat similarities of 0 and below as unknown.
+        loss_direction: "pull", the loss of $w_j$ on the own data; "push", of $w_i$ on the peer's, who answers (three
+            exchanges).
+        tau_schedule: "constant"; "var", $1 + (\tau - 1) \tanh(bt/2)$; "reference", $1 + \tau \tanh(bt/2)$, as published
+            code does; "entropy", each client's own $\tau$ at which its probabilities have `entropy` bits.
+        b: steepness of the schedules.
+        entropy: bits, for tau_schedule = "entropy".
+        scaling: "none", or "minmax": similarities known scaled to [0, 1] before the softmax.
+        eps: $\varepsilon$ of the inverse similarities.
+        eps_p: floor $\varepsilon_p$ of the probabilities.
+
+    References:
+        Listo Zec et al. 2022 (DAC); Listo Zec et al. 2024 (similarities and FedSim).
+    """
+
+    kind: ClassVar[str] = "dac"
+    summary: ClassVar[str] = "average with peers drawn by how similar they were found to be"
+    references: ClassVar[tuple[str, ...]] = (
+        "Listo Zec, Ekblom, Willbo, Mogren, Girdzijauskas, Decentralized adaptive clustering of deep nets is "
+        "beneficial for client collaboration, 2022, https://arxiv.org/abs/2206.08839",
+        "Listo Zec, Hagander, Ihre-Thomason, Girdzijauskas, On the effects of similarity metrics in decentralized deep "
+        "learning under distributional shift, 2024, https://arxiv.org/abs/2409.10720",
+    )
+    num_peers: int = 5
+    tau: float = 30.0
+    similarity: measuring.Metric = "inv_loss"
+    aggregation: Literal["fedavg", "fedsim", "fedsim_prior"] = "fedavg"
+    two_hop: bool = True
+    two_hop_pick: Literal["most", "least"] = "most"
+    two_hop_relay: Literal["direct", "any"] = "direct"
+    two_hop_scope: Literal["current", "history"] = "current"
+    unknown: Literal["zero", "floor"] = "zero"
+    drop_nonpositive: bool = False
+    loss_direction: Literal["pull", "push"] = "pull"
+    tau_schedule: Literal["constant", "var", "reference", "entropy"] = "constant"
+    b: float = 0.2
+    entropy: float = 2.0
+    scaling: Literal["none", "minmax"] = "none"
+    eps: float = 1e-6
+    eps_p: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_positive(self, num_peers=self.num_peers)
+        check_choices(self)
+        for name in ("tau", "b", "entropy", "eps", "eps_p"):
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"{self.kind}.{name}", value, "a number from 0")
+        push_fits = self.loss_direction == "pull" or self.similarity == "inv_loss"
+        require(push_fits, f"{self.kind}.loss_direction", self.loss_direction, "'pull' unless similarity = 'inv_loss'")
+
+    @property
+    def exchanges(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """One; two more for the answers of a push, one more to ask earlier peers."""
+        return 1 + 2 * (self.loss_direction == "push") + (self.two_hop and self.two_hop_scope == "history")
+
+    def memory(self, task: Task, rng: Rng) -> Acquaintance:
+        """Know nobody."""
+        apart = task.init_mode == "per_client" and self.similarity != "inv_loss"
+        if apart:
+            text = f"{self.kind}: {self.similarity} says little while clients start from different models (per_client)"
+            warnings.warn(text, stacklevel=2)
+        columns = task.layout.trainable if apart and self.similarity == "cos_grad" else 0
+        return Acquaintance.none(task.population, task.origin(rng)[:, :columns].clone())
+
+    def message(self, task: Task, state: State) -> Message:
+        """Publish the model and, for estimates at second hand, the similarities to vouch for."""
+        fields = {"samples": task.samples}
+        if state.memory.origin.shape[1]:
+            fields["origin"] = state.memory.origin
+        if self.two_hop and self.two_hop_scope == "current":
+            fields |= self.vouched(state)
+        return Message(state.params, fields)
+
+    def vouched(self, state: State) -> dict[str, Tensor]:
+        """Return what peers may pass on."""
+        dropped, dtype = self.drop_nonpositive, state.params.dtype
+        return state.memory.vouched(self.two_hop_relay, drop_nonpositive=dropped, dtype=dtype)
+
+    def tau_at(self, round: int) -> float:
+        """Return the inverse temperature of a round."""
+        rise = math.tanh(self.b * round / 2)
+        return {"var": 1 + (self.tau - 1) * rise, "reference": 1 + self.tau * rise}.get(self.tau_schedule, self.tau)
+
+    def probability(self, ids: Int[Tensor, " clients"], memory: Acquaintance, round: int) -> Tensor:
+        """Return with which probabilities peers are drawn after a round ($p_{ij}$): clients x population."""
+        usable = memory.usable(drop_nonpositive=self.drop_nonpositive)
+        similarity = torch.where(usable, memory.similarity, 0)
+        if self.scaling == "minmax":
+            similarity = selection.min_max(similarity, usable)
+        considered = usable if self.unknown == "floor" else torch.ones_like(usable)
+        tau = self.tau_at(round)
+        if self.tau_schedule == "entropy":
+            tau = selection.entropy_tau(similarity, considered, ids, self.entropy)
+        return selection.probabilities(similarity, tau, considered, ids, floor=self.eps_p)
+
+    def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
+        """Draw by similarity, pull, measure, average, remember."""
+        probability = self.probability(rnd.ids, state.memory, max(rnd.index - 1, 0))
+        noise = rnd.rng.gumbel("peers", rnd.ids, rnd.task.population)
+        peers = selection.sample(probability.log(), noise, self.num_peers, rnd.candidates)
+        ask = measuring.push if self.loss_direction == "push" else measuring.pull
+        measured = ask(rnd, state, self.message(rnd.task, state), peers, self.similarity, self.eps)
+        inbox = measured.inbox
+        if self.aggregation == "fedavg":
+            weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
+        elif self.aggregation == "fedsim":
+            weights, own_weight = aggregation.fedsim(measured.similarity, inbox.mask)
+        else:
+            weights, own_weight = aggregation.fedsim_prior(probability, peers, inbox.mask)
+        mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
+        memory, cost = self.remember(rnd, state, measured)
+        return replace(state, params=mixed, memory=memory), {**mixing(inbox, weights, own_weight), **cost}
+
+    def remember(self, rnd: Round, state: State, measured: measuring.Measured) -> tuple[Acquaintance, Info]:
+        """Take note of what was measured and what peers said of others; return that and what it all cost."""
+        inbox, cost = measured.inbox, dict(measured.cost)
+        memory = state.memory.measured(inbox.peers, measured.similarity, inbox.mask)
+        if not self.two_hop:
+            return memory, cost
+        zero = torch.zeros_like(rnd.ids)
+        if self.two_hop_scope == "history":
+            relays = selection.listed((memory.count > 0) & rnd.candidates)
+            inbox = rnd.exchange.pull(Message(state.params[:, :0], self.vouched(state)), relays)
+            cost["extra_bytes"] = cost.get("extra_bytes", zero) + inbox.bytes.sum(1)
+        cost["extra_floats"] = cost.get("extra_floats", zero) + inbox.mask.sum(1) * rnd.task.population
+        return memory.told(rnd.ids, inbox, self.two_hop_pick), cost
+
+
+@final
+@dataclass(frozen=True)
+class DacVar(Dac):
+    """DAC with an inverse temperature that rises from 1 to `tau`; see `Dac`."""
+
+    kind: ClassVar[str] = "dac-var"
+    summary: ClassVar[str] = "DAC that explores first: the inverse temperature rises with the rounds"
+    tau_schedule: Literal["constant", "var", "reference", "entropy"] = "var"
+
+
+@final
+@dataclass(frozen=True)
+class DacNoTwoHop(Dac):
+    """DAC without estimates at second hand; see `Dac`."""
+
+    kind: ClassVar[str] = "dac-no-two-hop"
+    summary: ClassVar[str] = "DAC that knows only whom it has read itself"
+    two_hop: bool = False

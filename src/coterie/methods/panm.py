@@ -1,0 +1,142 @@
+"""PANM: neighbours found by keeping the most similar of a few candidates, then by a mixture of two Gaussians."""
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from coterie import aggregation, mixture, selection
+from coterie.exchange import Inbox, Message
+from coterie.methods.base import Info, Order, PeerMethod, Round, State, check_choices, check_positive, mixing
+from coterie.rng import Rng
+from coterie.task import Task
+
+
+@final
+@dataclass(frozen=True)
+class PanmMemory:
+    """What each client remembers.
+
+    Args:
+        neighbours: the list $N_i$ of stage one; -1 behind the last.
+        bag: the bag $B_i$ of stage two.
+        update: $g_i$, the change of the trained parameters in the last local training; without columns for PANMLoss.
+        origin: $w^0$ where it has to be told to others; else without columns.
+    """
+
+    neighbours: Int[Tensor, "clients neighbours"]
+    bag: Bool[Tensor, "clients population"]
+    update: Float[Tensor, "clients update"]
+    origin: Float[Tensor, "clients origin"]
+
+
+@dataclass(frozen=True)
+class Panm(PeerMethod):
+    r"""Personalised adaptive neighbour matching.
+
+    Stage one: read $l$ candidates drawn uniformly and the $k$ neighbours of before, keep the $k$ most similar as the
+    new neighbours and average with them. Stage two starts with them as a bag; every `interval` rounds $l$ members of
+    the bag and $l$ others are scored, a mixture of two Gaussians tells neighbours from strangers, and the bag is
+    corrected; every round $k$ members of the bag, drawn uniformly, are averaged with.
+
+    Args:
+        num_peers: neighbours averaged with ($k$).
+        num_candidates: candidates scored in a round ($l$).
+        stage_one_rounds: length of stage one ($T_1$).
+        interval: rounds between two corrections of the bag ($\tau_{em}$).
+        em: "hard" or "soft" assignment in the steps of EM.
+        component: whose Gaussian is the neighbours': the one with the "larger" mean, or the "first", the bag's.
+        monotone: count everybody at or above that mean as a neighbour.
+    """
+
+    references: ClassVar[tuple[str, ...]] = (
+        "Li, Wu, Towards effective clustered federated learning: a peer-to-peer framework with adaptive neighbor "
+        "matching, 2022, https://arxiv.org/abs/2203.12285",
+    )
+    exchanges: ClassVar[int] = 2
+    order: ClassVar[Order] = "train_first"
+    num_peers: int = 5
+    num_candidates: int = 10
+    stage_one_rounds: int = 100
+    interval: int = 10
+    em: mixture.Em = "hard"
+    component: mixture.Component = "larger"
+    monotone: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive(self, num_peers=self.num_peers, num_candidates=self.num_candidates)
+        check_positive(self, stage_one_rounds=self.stage_one_rounds, interval=self.interval)
+        check_choices(self)
+
+    @abstractmethod
+    def score(self, rnd: Round, state: State, inbox: Inbox) -> tuple[Float[Tensor, "clients peers"], Info]:
+        """Return the similarity of each slot, and what finding it out cost."""
+
+    def remembered(self, task: Task) -> tuple[int, int]:
+        """Return how many parameters of the last update and of the first model a client remembers to tell others."""
+        return 0, 0
+
+    def memory(self, task: Task, rng: Rng) -> PanmMemory:
+        """Know nobody."""
+        update, origin = self.remembered(task)
+        start = task.origin(rng)
+        nobody = torch.zeros(len(task.ids), task.population, dtype=torch.bool)
+        list_size = min(self.num_peers, max(0, task.population - 1))
+        none = torch.full((len(task.ids), list_size), -1)
+        return PanmMemory(none, nobody, torch.zeros_like(start[:, :update]), start[:, :origin].clone())
+
+    def message(self, task: Task, state: State) -> Message:
+        """Publish the model and what the score needs beside it."""
+        extras = {"update": state.memory.update, "origin": state.memory.origin}
+        told = {name: value for name, value in extras.items() if value.shape[1]}
+        return Message(state.params, {"samples": task.samples, **told})
+
+    def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
+        """Pull whom to score and score them, match, pull the neighbours that are still to be read, average."""
+        memory, number = state.memory, rnd.index + 1
+        early = number <= self.stage_one_rounds
+        believed, candidates = self.examined(rnd, memory, early, number % self.interval == 0)
+        slots = torch.cat([believed, candidates], dim=1)
+        scored = rnd.exchange.pull(self.message(rnd.task, state), selection.within(slots, rnd.candidates))
+        scores, cost = self.score(rnd, state, scored)
+        first = (torch.arange(slots.shape[1]) < believed.shape[1]).expand_as(slots)
+        if early:
+            chosen = selection.best(scores, slots, memory.neighbours.shape[1], scored.mask, first)
+            memory = replace(memory, neighbours=chosen, bag=selection.among(chosen, rnd.task.population))
+            missing = chosen[:, :0]
+        else:
+            how = mixture.Split(self.em, self.component, self.monotone)
+            memory = replace(memory, bag=mixture.corrected(memory.bag, slots, scores, first, scored.mask, how))
+            noise = rnd.rng.gumbel("peers", rnd.ids, rnd.task.population)
+            chosen = selection.uniform(noise, self.num_peers, rnd.candidates & memory.bag)
+            read = selection.among(torch.where(scored.mask, slots, -1), rnd.task.population)
+            missing = selection.within(chosen, ~read)
+        rest = rnd.exchange.pull(Message(state.params, {"samples": rnd.task.samples}), missing)
+        wanted = selection.among(chosen, rnd.task.population).gather(1, slots.clamp(min=0)) & scored.mask
+        samples = torch.cat([scored.field("samples"), rest.field("samples")], dim=1)
+        keep = torch.cat([wanted, rest.mask], dim=1)
+        weights, own_weight = aggregation.fedavg(samples, rnd.task.samples, keep)
+        parts = weights.tensor_split([slots.shape[1]], dim=1)
+        mixed = scored.mix(parts[0], own=state.params, own_weight=own_weight)
+        mixed = rest.mix(parts[1], own=mixed, own_weight=torch.ones_like(own_weight))
+        report = mixing(scored, parts[0], own_weight)
+        report |= {
+            n: torch.cat([report[n], v], dim=1) for n, v in mixing(rest, parts[1], own_weight).items() if v.ndim > 1
+        }
+        return replace(state, params=mixed, memory=memory), {**report, **cost}
+
+    def examined(
+        self, rnd: Round, memory: PanmMemory, early: bool, due: bool
+    ) -> tuple[Int[Tensor, "clients believed"], Int[Tensor, "clients candidates"]]:
+        """Return whom to score: some believed to be neighbours, and candidates drawn from all others."""
+        if not early and not due:
+            return memory.neighbours[:, :0], memory.neighbours[:, :0]
+        noise = rnd.rng.gumbel("candidates", rnd.ids, rnd.task.population)
+        candidates = selection.uniform(noise, self.num_candidates, rnd.candidates & ~memory.bag)
+        if early:
+            return memory.neighbours, candidates
+        noise = rnd.rng.gumbel("believed", rnd.ids, rnd.task.population)
+        return selection.uniform(noise, self.num_candidates, rnd.candidates & memory.bag), candidates

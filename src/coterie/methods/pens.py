@@ -1,0 +1,99 @@
+"""PENS: gossip with those whose models did well on the own data more often than chance."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, final
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from coterie import aggregation, selection
+from coterie.errors import require
+from coterie.methods.base import Info, PeerMethod, Round, State, check_choices, check_positive, mixing
+from coterie.rng import Rng
+from coterie.task import Task
+
+
+@final
+@dataclass(frozen=True)
+class PensMemory:
+    """How often each client kept each member of the population in stage one ($q_{ij}$)."""
+
+    kept: Int[Tensor, "clients population"]
+
+
+@final
+@dataclass(frozen=True)
+class Pens(PeerMethod):
+    r"""Performance-based neighbour selection.
+
+    Stage one: read `num_sampled` peers drawn uniformly, keep the `num_kept` whose models have the lowest loss on the
+    own training data, average with those. Stage two: gossip with the members kept more often than a threshold. A
+    client without any trains alone.
+
+    Args:
+        num_sampled: peers read each round of stage one ($n_s$); clamped to population - 1.
+        num_kept: how many of them are kept and averaged with ($m$).
+        num_peers: peers read each round of stage two.
+        stage_one_rounds: length of stage one ($T_1$).
+        threshold: strict lower bound on the number of times kept: "expected", $m T_1 / (K - 1)$, what chance gives;
+            "dac_repo", $m T_1 / K$; "pens_repo", $m T_1 / (K - 1) - 1$, among those kept at least once.
+
+    References:
+        Onoszko et al., Decentralized federated learning of deep neural networks on non-iid data, 2021.
+    """
+
+    kind: ClassVar[str] = "pens"
+    summary: ClassVar[str] = "average with those whose models had a low loss on the own data more often than chance"
+    references: ClassVar[tuple[str, ...]] = (
+        "Onoszko, Karlsson, Mogren, Listo Zec, Decentralized federated learning of deep neural networks on non-iid "
+        "data, 2021, https://arxiv.org/abs/2107.08517",
+    )
+    num_sampled: int = 10
+    num_kept: int = 2
+    num_peers: int = 5
+    stage_one_rounds: int = 20
+    threshold: Literal["expected", "dac_repo", "pens_repo"] = "expected"
+
+    def __post_init__(self) -> None:
+        check_positive(self, num_kept=self.num_kept, num_peers=self.num_peers)
+        check_choices(self)
+        require(self.stage_one_rounds >= 0, "pens.stage_one_rounds", self.stage_one_rounds, "0 or more")
+        fits = self.num_sampled >= self.num_kept
+        require(fits, "pens.num_sampled", self.num_sampled, f"at least num_kept = {self.num_kept}")
+
+    def memory(self, task: Task, rng: Rng) -> PensMemory:
+        """Have kept nobody."""
+        return PensMemory(torch.zeros(len(task.ids), task.population, dtype=torch.int64))
+
+    def bound(self, population: int) -> float:
+        r"""Return the threshold $\theta$ for a population of that size."""
+        chances = population if self.threshold == "dac_repo" else max(1, population - 1)
+        return self.num_kept * self.stage_one_rounds / chances - (self.threshold == "pens_repo")
+
+    def neighbours(self, kept: Int[Tensor, "clients population"]) -> Bool[Tensor, "clients population"]:
+        """Return with whom each client gossips in stage two."""
+        return (kept > self.bound(kept.shape[1])) & (kept > 0)
+
+    def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
+        """Draw, pull, in stage one score and keep the best, average."""
+        memory: PensMemory = state.memory
+        noise = rnd.rng.gumbel("peers", rnd.ids, rnd.task.population)
+        message = self.message(rnd.task, state)
+        cost: dict[str, Tensor] = {}
+        if rnd.index < self.stage_one_rounds:
+            peers = selection.uniform(noise, self.num_sampled, rnd.candidates)
+            inbox = rnd.exchange.pull(message, peers)
+            keep = selection.lowest(rnd.task.score(inbox).cpu(), peers, self.num_kept, inbox.mask)
+            rows, slots = keep.nonzero(as_tuple=True)
+            kept = memory.kept.clone()
+            kept[rows, peers[rows, slots]] += 1
+            memory = PensMemory(kept)
+            cost["passes"] = inbox.mask.sum(1) * rnd.task.counts("train")
+        else:
+            peers = selection.uniform(noise, self.num_peers, rnd.candidates & self.neighbours(memory.kept))
+            inbox = rnd.exchange.pull(message, peers)
+            keep = inbox.mask
+        weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, keep)
+        mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
+        return replace(state, params=mixed, memory=memory), {**mixing(inbox, weights, own_weight), **cost}

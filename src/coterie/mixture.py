@@ -1,0 +1,123 @@
+"""A two-component Gaussian mixture on each client's few scores, to tell neighbours from strangers (PANM's NAEM)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from coterie import selection
+
+_ITERATIONS = 100
+_SETTLED = 1e-9  # soft EM ends when no responsibility moves by more
+
+Em = Literal["hard", "soft"]
+Component = Literal["larger", "first"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the mixture is fitted and read.
+
+    Args:
+        em: "hard": every score belongs to one component in each step; "soft": to both, in proportion, until the end.
+        component: which component is the neighbours': the one with the "larger" mean, or the "first".
+        monotone: count every score at or above that component's mean too.
+    """
+
+    em: Em = "hard"
+    component: Component = "larger"
+    monotone: bool = False
+
+
+def neighbours(
+    scores: Float[Tensor, "clients peers"],
+    first: Bool[Tensor, "clients peers"],
+    mask: Bool[Tensor, "clients peers"],
+    how: Split,
+) -> tuple[Bool[Tensor, "clients peers"], Bool[Tensor, " clients"]]:
+    r"""Split each client's scores into neighbours and others by EM over two Gaussians.
+
+    Component 0 starts with the peers believed to be neighbours, component 1 with the others. Each has a weight
+    $\beta_r = n_r / |M|$, a mean and a population standard deviation, the latter at least 0.01 of that of all scores
+    and 1e-8, so that the split does not depend on the scores' scale or offset.
+
+    Args:
+        scores: similarities; larger is more alike.
+        first: who starts in component 0 (PANM: those from the bag, $S$); the others are candidates ($C$).
+        mask: which slots arrived; the others play no part.
+        how: the options.
+
+    Returns:
+        Who is a neighbour, and for which clients the split is usable: not where one of the sides was empty at the
+        start, or component 0 became empty.
+
+    References:
+        Li, Wu, Towards effective clustered federated learning, 2022, https://arxiv.org/abs/2203.12285
+    """
+    scores = torch.where(mask, scores.double(), 0)
+    number = mask.sum(1).clamp(min=1)
+    floor = (0.01 * _moments(scores, mask.double(), number)[1]).clamp(min=1e-8)
+    share = (first & mask).double()
+    start = (share.sum(1) > 0) & ((mask.double() - share).sum(1) > 0)
+    running = start.clone()
+    for _ in range(_ITERATIONS):
+        new = torch.where(mask, _assign(scores, share, mask, number, floor, how.em), 0)
+        moved = ((new - share).abs() > _SETTLED).any(1)
+        share = torch.where(running[:, None], new, share)
+        running = running & moved & (share.sum(1) > 0) & ((mask.double() - share).sum(1) > 0)
+        if not bool(running.any()):
+            break
+    inside = share > 0.5
+    usable = start & inside.any(1)
+    zero, one = inside.double(), (mask & ~inside).double()
+    mean_zero, mean_one = (_moments(scores, part, part.sum(1).clamp(min=1))[0] for part in (zero, one))
+    switch = (one.sum(1) > 0) & (mean_one > mean_zero) & torch.tensor(how.component == "larger")
+    chosen = torch.where(switch[:, None], mask & ~inside, inside)
+    if how.monotone:
+        chosen = chosen | (mask & (scores >= torch.where(switch, mean_one, mean_zero)[:, None]))
+    return chosen & usable[:, None], usable
+
+
+def corrected(
+    bag: Bool[Tensor, "clients population"],
+    slots: Int[Tensor, "clients peers"],
+    scores: Float[Tensor, "clients peers"],
+    first: Bool[Tensor, "clients peers"],
+    mask: Bool[Tensor, "clients peers"],
+    how: Split,
+) -> Bool[Tensor, "clients population"]:
+    r"""Correct each client's bag of neighbours: $B \leftarrow H \cup (B \setminus S)$.
+
+    Args:
+        bag: $B$; it never becomes empty.
+        slots: ids of those scored.
+        scores: their similarities.
+        first: which of them are from the bag ($S$).
+        mask: which of them arrived; a member of the bag that did not stays in it.
+        how: the options of the split that finds $H$.
+    """
+    neighbour, usable = neighbours(scores, first, mask, how)
+    examined = selection.among(torch.where(first & mask, slots, -1), bag.shape[1])
+    found = selection.among(torch.where(neighbour, slots, -1), bag.shape[1])
+    return torch.where(usable[:, None], found | (bag & ~examined), bag)
+
+
+def _moments(scores: Tensor, share: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and population standard deviation of each row, weighted by `share`, whose sum is `number`."""
+    mean = (share * scores).sum(1) / number
+    variance = (share * (scores - mean[:, None]).square()).sum(1) / number
+    return mean, variance.sqrt()
+
+
+def _assign(scores: Tensor, share: Tensor, mask: Tensor, number: Tensor, floor: Tensor, em: Em) -> Tensor:
+    """Return each score's share in component 0 after one step of EM from the shares before."""
+    log_odds = torch.zeros_like(scores)
+    for part, sign in ((share, 1), (mask.double() - share, -1)):
+        size = part.sum(1)
+        mean, deviation = _moments(scores, part, size.clamp(min=torch.finfo(torch.float64).tiny))
+        deviation = torch.maximum(deviation, floor)
+        likelihood = -0.5 * ((scores - mean[:, None]) / deviation[:, None]).square() - deviation.log()[:, None]
+        log_odds = log_odds + sign * ((size / number).log()[:, None] + likelihood)
+    return (log_odds > 0).double() if em == "hard" else torch.sigmoid(log_odds)
