@@ -8,7 +8,13 @@ from typing import Any
 
 _HOME = {
     "METHODS": "coterie.methods",
+    "Dac": "coterie.methods.dac",
+    "DacNoTwoHop": "coterie.methods.dac",
+    "DacVar": "coterie.methods.dac",
     "FixTopology": "coterie.methods.fix_topology",
+    "PanmGrad": "coterie.methods.panm_grad",
+    "PanmLoss": "coterie.methods.panm_loss",
+    "Pens": "coterie.methods.pens",
     "Local": "coterie.methods.local",
     "LocalTraining": "coterie.task",
     "Oracle": "coterie.methods.oracle",
