@@ -21,7 +21,7 @@ LAYERS = (
     ("run", "record", "settings", "checkpoint", "sequential", "loop", "net", "testing"),
     ("overrides", "config", "catalogue", "fanout", "ledger", "graph", "cluster", "papers", "summary"),
     ("gallery", "payload", "report"),
-    ("study", "compare", "tune"),
+    ("study", "compare", "sheets", "tune"),
     ("display",),
     ("cli", "__main__"),
 )  # fmt: skip

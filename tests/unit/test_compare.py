@@ -1,0 +1,153 @@
+"""Comparisons of stored studies: beside the paper, beside each other, at equal bytes."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from coterie import compare, config, papers, sheets
+from coterie.cli import app
+from coterie.errors import ConfigError, DataError
+from coterie.record import write_atomically
+
+STUDY = """
+name = "mine"
+paper = "similarity/synthetic_concept_3c"
+seeds = 2
+[data]
+dataset = "synthetic-regression"
+[[methods]]
+kind = "oracle"
+label = "Oracle"
+paper = "oracle/fedavg"
+[[methods]]
+kind = "local"
+label = "Alone"
+paper = "local/none"
+[[methods]]
+kind = "random"
+label = "Random"
+paper = "random/fedavg"
+"""
+
+
+def write_study(folder, text=STUDY, **means):
+    """A stored study with these means over clients, each ± 1 over two seeds."""
+    folder.mkdir(parents=True)
+    study = config.loads(text)
+    write_atomically(folder / "config.toml", config.dumps(study).encode())
+    rows = [
+        {"method": label, "label": label, "cluster": "all", "metric": "mse", "mean": mean, "std": 1.0, "seeds": 2}
+        for label, mean in means.items()
+    ]
+    (folder / "summary.json").write_text(json.dumps({"study": "mine", "rows": rows, "timing": []}))
+    return folder
+
+
+def test_the_rule_is_twice_the_deviation_of_the_difference_or_one_point():
+    assert compare.allowed("accuracy", 0.003, 0.004) == pytest.approx(0.01)
+    assert compare.allowed("accuracy", 0.03, 0.04) == pytest.approx(0.1)
+    assert compare.allowed("mse", 0.3, None) == pytest.approx(0.6)
+
+
+def test_numbers_stand_beside_the_published_ones(tmp_path):
+    folder = write_study(tmp_path / "mine", Oracle=9.5, Alone=35.0, Random=100.0)
+    found = compare.with_paper(compare.read(folder))
+    lines = {(line.label, line.cluster): line for line in found.lines}
+    oracle, alone = lines["Oracle", "all"], lines["Alone", "all"]
+    assert (oracle.paper, oracle.paper_std, oracle.within) == (9.43, 0.33, True)
+    assert oracle.difference == pytest.approx(0.07)
+    assert (alone.paper, alone.within) == (30.26, False)  # 4.74 > 2 sqrt(1 + 1.73^2) = 4.0
+    assert lines["Random", "all"].within, "1494.84 ± 1973 is an order of magnitude"
+    assert found.notes == papers.notes("similarity/synthetic_concept_3c")
+
+
+def test_the_orderings_of_the_paper_are_checked(tmp_path):
+    """The paper: oracle 9.43 below local 30.26 below random 1494.84 (which is not above local, so not in the chain)."""
+    good = compare.with_paper(compare.read(write_study(tmp_path / "a", Oracle=9, Alone=30, Random=100)))
+    assert [(o.better, o.worse, o.kept) for o in good.chain] == [("oracle", "random", True)]
+    assert [(o.better, o.worse, o.kept) for o in good.pairs] == [("oracle/fedavg", "local/none", True)]
+    bad = compare.with_paper(compare.read(write_study(tmp_path / "b", Oracle=40, Alone=30, Random=20)))
+    assert [o.kept for o in bad.chain] == [False]
+    assert [o.kept for o in bad.pairs] == [False]
+
+
+def test_a_study_without_published_numbers_says_so(tmp_path):
+    text = STUDY.replace('paper = "similarity/synthetic_concept_3c"', "")
+    with pytest.raises(ConfigError, match="'mine' names no published experiment"):
+        compare.with_paper(compare.read(write_study(tmp_path / "mine", text, Oracle=9)))
+
+
+def test_a_folder_without_a_study_is_refused(tmp_path):
+    with pytest.raises(DataError, match="holds no study"):
+        compare.read(tmp_path)
+    with pytest.raises(DataError, match="no finished run"):
+        compare.read(write_study(tmp_path / "mine"))
+
+
+def test_studies_side_by_side_keep_their_gaps(tmp_path):
+    a = compare.read(write_study(tmp_path / "a", Oracle=9, Random=100))
+    b = compare.read(write_study(tmp_path / "b", Oracle=8))
+    sheet = sheets.side_by_side([a, b])
+    assert sheet.rows[0] == ("Oracle", "9.00 ± 1.00", "8.00 ± 1.00")
+    assert sheet.rows[2] == ("Random", "100.00 ± 1.00", "")
+    assert str(b.folder) in sheet.head, "two studies of one name are told apart by their folders"
+
+
+def write_run(folder, label, per_round, values, extra=0.0):
+    """One run of two clients that each receive `per_round` bytes a round."""
+    folder = folder / label / "seed-0"
+    folder.mkdir(parents=True)
+    text = f'name = "bytes"\nseeds = [0]\n[data]\ndataset = "digits"\n[[methods]]\nkind = "random"\nlabel = "{label}"\n'
+    (folder / "config.toml").write_text(text)
+    (folder / "provenance.json").write_text(json.dumps({"done": True}))
+    metrics, edges = [], []
+    for number, value in enumerate(values):
+        for client in (0, 1):
+            row = {"round": number, "client": client, "cluster": 0, "split": "validation", "model": "current"}
+            metrics += [row | {"metric": "accuracy", "value": value}, row | {"metric": "loss", "value": 1 - value}]
+            if extra:
+                metrics.append(row | {"split": "train", "metric": "extra_bytes", "value": extra})
+            if per_round:
+                edges.append(
+                    {"round": number, "reader": client, "read": 1 - client, "purpose": "mix", "weight": 0.5,
+                     "bytes": per_round}
+                )  # fmt: skip
+    columns = ["round", "reader", "read", "purpose", "weight", "bytes"]
+    pd.DataFrame(metrics).to_parquet(folder / "metrics.parquet")
+    pd.DataFrame(edges, columns=columns).to_parquet(folder / "edges.parquet")
+
+
+def test_methods_are_ranked_when_they_have_received_the_same(tmp_path):
+    """Thrifty has 4 x 10 bytes in all; by then the dear one, of 10 + 10 bytes a round, has had two rounds."""
+    write_run(tmp_path, "thrifty", 10, [0.1, 0.3, 0.2, 0.5])
+    write_run(tmp_path, "dear", 10, [0.2, 0.4, 0.8, 0.9], extra=10)
+    write_run(tmp_path, "alone", 0, [0.3, 0.6, 0.1, 0.1])
+    found = compare.at_equal_bytes(tmp_path)
+    assert (found.budget, found.split, found.metric) == (40, "validation", "accuracy")
+    assert [(row.label, row.rounds, row.received, row.value) for row in found.rows] == [
+        ("alone", 4, 0, pytest.approx(0.6)),  # its best model by validation loss
+        ("thrifty", 4, 40, pytest.approx(0.5)),
+        ("dear", 2, 40, pytest.approx(0.4)),
+    ]
+
+
+def test_the_command_prints_tables_and_json(tmp_path):
+    folder = write_study(tmp_path / "mine", Oracle=9.5, Alone=35.0, Random=100.0)
+    shown = CliRunner().invoke(app, ["compare", str(folder), "--paper"])
+    assert shown.exit_code == 0, shown.output
+    assert "Oracle" in shown.output
+    assert "9.43 ± 0.33" in shown.output
+    told = CliRunner().invoke(app, ["compare", str(folder), "--paper", "--json"])
+    content = json.loads(told.output)[0]
+    assert content["lines"][0]["paper"] == 9.43
+    assert np.isclose(content["lines"][0]["difference"], 0.07)
+    beside = CliRunner().invoke(app, ["compare", str(folder), str(folder)])
+    assert beside.exit_code == 0, beside.output
+
+
+def test_a_markdown_table_has_one_line_a_row():
+    sheet = sheets.Sheet("t", ("a", "b"), [("x|y", "1")], "foot")
+    assert sheets.markdown(sheet) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 |\n\nfoot\n"
