@@ -7,7 +7,7 @@ Each check raises AssertionError with a sentence that says which promise is brok
 """
 
 from coterie.testing.exchanges import check_exchange
-from coterie.testing.methods import check_method, run_grouped
+from coterie.testing.methods import check_method, follow, run_grouped
 from coterie.testing.tiny import tiny_federation, tiny_settings
 
-__all__ = ["check_exchange", "check_method", "run_grouped", "tiny_federation", "tiny_settings"]
+__all__ = ["check_exchange", "check_method", "follow", "run_grouped", "tiny_federation", "tiny_settings"]

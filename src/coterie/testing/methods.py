@@ -137,6 +137,28 @@ def run_grouped(
     return params[torch.argsort(ids)]
 
 
+def follow(
+    method: Method,
+    *,
+    federation: Federation | None = None,
+    model: ModelSource = "linear",
+    settings: Settings | None = None,
+    seed: int = 3,
+) -> Loop:
+    """Run a method over a whole federation in this process and return its loop, with everything it remembers.
+
+    Args:
+        method: the method.
+        federation: the data; a tiny one by default.
+        model: what to train.
+        settings: of the run.
+        seed: of the run.
+    """
+    loop = _Maker(federation or tiny_federation(), method, model, settings or tiny_settings()).loop(rng=Rng(seed))
+    _finish(loop)
+    return loop
+
+
 # ---------------------------------------------------------------- the promises of a method
 
 

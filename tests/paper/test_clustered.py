@@ -1,0 +1,295 @@
+"""IFCA, FeSEM, CFL and one-shot clustering: what they reduce to, and the groups they find."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from coterie import testing
+from coterie.exchange import Message
+from coterie.federation import Federation, TestSet
+from coterie.loop import Loop
+from coterie.methods.base import Method
+from coterie.methods.cfl import Cfl
+from coterie.methods.fedavg import FairAvg, FedAvg
+from coterie.methods.fesem import Centres, FeSem
+from coterie.methods.ifca import Ifca, Models, _choose_candidates
+from coterie.methods.oneshot import OneShot
+from coterie.methods.server import Desk
+from coterie.models import Layout
+from coterie.rng import Rng
+from coterie.task import LocalTraining
+
+pytestmark = pytest.mark.paper
+
+
+def follow(method: Method, federation: Federation | None = None, model: Any = "linear", **settings: Any) -> Loop:
+    """Run a method to its end."""
+    return testing.follow(method, federation=federation, model=model, settings=testing.tiny_settings(**settings))
+
+
+def regressions(directions: Tensor, clients: int, *, noise: float = 0.0) -> Federation:
+    """Client i has targets y = x . w with w the direction i modulo their number; 20 samples in the plane."""
+    stream = Rng(0).generator("regressions")
+    x = torch.from_numpy(stream.normal(size=(clients, 20, 2)))
+    truth = torch.arange(clients) % len(directions)
+    y = torch.einsum("cnd,cd->cn", x, directions[truth]) + noise * torch.from_numpy(stream.normal(size=(clients, 20)))
+    test = TestSet(x[0], y[0][:, None], "first")
+    zeros = torch.zeros(clients, dtype=torch.int64)
+    split = torch.zeros(clients, 20, dtype=torch.int64)
+    split[:, 16:] = 1
+    return Federation(x, y[:, :, None], split, (test,), zeros, torch.arange(clients), clients, 0)
+
+
+def slope() -> nn.Module:
+    """y = x . w, from w = 0 unless it is drawn."""
+    return nn.Linear(2, 1, bias=False)
+
+
+def angles(*degrees: float) -> Tensor:
+    """Unit vectors."""
+    radians = torch.tensor(degrees, dtype=torch.float64) * math.pi / 180
+    return torch.stack([radians.cos(), radians.sin()], dim=1)
+
+
+def same_groups(label: Tensor, truth: Tensor) -> bool:
+    """Whether two groupings are one."""
+    return torch.equal(label[:, None] == label, truth[:, None] == truth)
+
+
+DESCENT = LocalTraining(epochs=5, batch_size=20, optimizer="sgd", lr=0.1)
+
+# ---------------------------------------------------------------- IFCA
+
+
+def test_ifca_with_one_cluster_is_fedavg():
+    """C = 1, for averaging models and for averaging gradients with equal samples."""
+    plain = follow(FedAvg()).state.shared.models
+    assert torch.equal(follow(Ifca(clusters=1)).state.shared.models, plain)
+    by_gradients = follow(Ifca(clusters=1, averaging_of="gradients")).state.shared.models
+    torch.testing.assert_close(by_gradients, plain, rtol=0, atol=1e-12)
+
+
+def test_ifca_breaks_ties_towards_the_first_cluster_and_keeps_empty_ones():
+    """With two equal models everybody takes cluster 0, and cluster 1 stays as it was, bit for bit."""
+    loop = follow(Ifca(clusters=2), rounds=0)
+    models = loop.state.shared.models[:1].expand(2, -1).clone()
+    loop.state = dataclasses.replace(loop.state, shared=dataclasses.replace(loop.state.shared, models=models))
+    loop.settings = dataclasses.replace(loop.settings, rounds=1)
+    loop.step()
+    after = loop.state.shared.models
+    assert torch.equal(after[1], models[1])
+    assert not torch.equal(after[0], models[0])
+
+
+def test_ifca_divides_gradients_by_all_participants():
+    """Two of six clients chose cluster 1: it moves by 2/6 of their mean update; a lone group of one can be skipped."""
+    layout = Layout(nn.Linear(2, 1), torch.float64)
+    desk, old = Desk(0, Rng(0).at(0), layout, 6), torch.zeros(2, 3, dtype=torch.float64)
+    params = torch.arange(18, dtype=torch.float64).reshape(6, 3)
+    fields = {"label": torch.tensor([0, 1, 0, 0, 1, 0]), "samples": torch.arange(1.0, 7.0)}
+    message = Message(params, fields, torch.arange(6))
+    shared = dataclasses.replace(follow(Ifca(clusters=2), rounds=0).state.shared, models=old)
+    moved = Ifca(clusters=2, averaging_of="gradients", step=0.5).merge(desk, shared, message).models
+    torch.testing.assert_close(moved[1], 0.5 * params[[1, 4]].sum(0) / 6)
+    skipped = Ifca(clusters=2, min_group=3).merge(desk, shared, message).models
+    assert torch.equal(skipped[1], old[1])
+    assert not torch.equal(skipped[0], old[0])
+
+
+def test_ifca_can_share_all_but_the_last_layer():
+    """The first layer is the mean over everybody in every cluster, the last one only over its own clients."""
+    layout = Layout(nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1)), torch.float64)
+    params = torch.tensor([[1.0, 10.0, 100.0], [3.0, 30.0, 300.0]], dtype=torch.float64)
+    message = Message(params, {"label": torch.tensor([0, 1]), "samples": torch.tensor([1.0, 1.0])}, torch.arange(2))
+    shared = dataclasses.replace(follow(Ifca(clusters=2), rounds=0).state.shared, models=torch.zeros_like(params))
+    merged = Ifca(clusters=2, share_representation=True).merge(Desk(0, Rng(0), layout, 2), shared, message)
+    assert merged.models.tolist() == [[2.0, 10.0, 100.0], [2.0, 30.0, 300.0]]
+
+
+def test_ifca_recovers_a_mixture_of_regressions():
+    """Two opposite slopes: from balanced first models the groups are exact and the models are the slopes."""
+    federation = regressions(angles(20, 200), 8)
+    loop = follow(Ifca(clusters=2, start="resample", resample_share=0.4), federation, slope, local=DESCENT, rounds=12)
+    served, info = loop.method.served(loop._context(11, torch.arange(8), torch.arange(8)), loop.state)
+    assert same_groups(info["label"], torch.arange(8) % 2)
+    torch.testing.assert_close(served, angles(20, 200)[torch.arange(8) % 2], rtol=0, atol=1e-3)
+
+
+def test_ifca_resamples_until_clusters_attract_their_share():
+    """The first set leaves a cluster empty, the second is balanced, the third too: the second is kept."""
+    method = Ifca(clusters=2, start="resample", candidates=3, resample_share=0.5)
+    loop = follow(method, rounds=0)
+    assert loop.state.shared.models.shape == (2, 15)
+    candidates = Models(torch.arange(6.0).reshape(6, 1))
+    votes = torch.tensor([[0, 0, 1], [0, 1, 0]])
+    message = Message(torch.zeros(2, 0), {"label": votes}, torch.arange(2))
+    kept, _ = _choose_candidates(method, Desk(-1, Rng(0), loop.task.layout, 2), candidates, message)
+    assert kept.models.flatten().tolist() == [2.0, 3.0]
+    lopsided = Message(torch.zeros(2, 0), {"label": torch.zeros(2, 3, dtype=torch.int64)}, torch.arange(2))
+    kept, _ = _choose_candidates(method, Desk(-1, Rng(0), loop.task.layout, 2), candidates, lopsided)
+    assert kept.models.flatten().tolist() == [0.0, 1.0]
+
+
+def test_ifca_can_start_with_random_groups():
+    """While groups are random, each cluster is the FedAvg of its own; afterwards the loss decides."""
+    method = Ifca(clusters=2, start="random_groups", group_rounds=1)
+    loop = follow(method, rounds=1)
+    order = Rng(3).generator("ifca.groups").permutation(6)
+    group = torch.from_numpy(order) % 2
+    start = loop.task.fresh(Rng(3), 2)
+    trained, _ = loop.task.train(start[group], Rng(3).at(0), loop.settings.local)
+    for cluster in range(2):
+        expected = trained[group == cluster].mean(0)
+        torch.testing.assert_close(loop.state.shared.models[cluster], expected, rtol=0, atol=1e-12)
+
+
+# ---------------------------------------------------------------- FeSEM
+
+
+def test_fesem_with_one_centre_averages():
+    """C = 1 is FairAvg, or FedAvg with weights by samples."""
+    assert torch.equal(follow(FeSem(clusters=1)).state.shared.models, follow(FairAvg()).state.shared.models)
+    assert torch.equal(
+        follow(FeSem(clusters=1, weights="samples")).state.shared.models, follow(FedAvg()).state.shared.models
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_both_steps_of_fesem_lower_the_objective(seed: int):
+    """The mean squared distance to one's centre never rises, in the E-step and in the M-step."""
+    layout = Layout(nn.Linear(3, 1), torch.float64)
+    points = torch.from_numpy(Rng(seed).generator("points").normal(size=(12, 4)))
+    label = torch.from_numpy(Rng(seed).generator("label").integers(0, 3, 12))
+    centres = torch.from_numpy(Rng(seed).generator("centres").normal(size=(3, 4)))
+
+    def objective(centres: Tensor, label: Tensor) -> float:
+        return float((points - centres[label]).square().sum(1).mean())
+
+    shared = Centres(centres, centres[:, :0], label, torch.zeros(12, dtype=torch.bool))
+    message = Message(points, {"samples": torch.ones(12, dtype=torch.float64)}, torch.arange(12))
+    merged = FeSem(clusters=3).merge(Desk(0, Rng(0), layout, 12), shared, message)
+    before, between = objective(centres, label), objective(centres, merged.label)
+    assert objective(merged.models, merged.label) <= between <= before
+    frozen = FeSem(clusters=3, recluster_every=2).merge(Desk(1, Rng(0), layout, 12), shared, message)
+    assert torch.equal(frozen.label, label)
+
+
+def test_fesem_can_compare_last_layers():
+    """The first layer says centre 1, the last one centre 0."""
+    layout = Layout(nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)), torch.float64)
+    centres = torch.tensor([[0.0, 0.0], [10.0, 5.0]], dtype=torch.float64)
+    shared = Centres(centres, centres[:, :0], torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool))
+    message = Message(
+        torch.tensor([[9.0, 1.0]], dtype=torch.float64),
+        {"samples": torch.ones(1, dtype=torch.float64)},
+        torch.arange(1),
+    )
+    desk = Desk(0, Rng(0), layout, 1)
+    assert FeSem(clusters=2).merge(desk, shared, message).label.tolist() == [1]
+    assert FeSem(clusters=2, features="last_layer").merge(desk, shared, message).label.tolist() == [0]
+
+
+def test_strangers_are_served_by_the_largest_cluster():
+    """Clients 0 to 2 were seen in cluster 1, client 3 in cluster 0; client 4 was not: it is served cluster 1."""
+    models = torch.tensor([[0.0], [1.0]])
+    seen = torch.tensor([True, True, True, True, False])
+    shared = Centres(models, models[:, :0].double(), torch.tensor([1, 1, 1, 0, 0]), seen)
+    message = Message(torch.zeros(5, 0), {}, torch.arange(5))
+    method, desk = FeSem(clusters=2), Desk(0, Rng(0), Layout(nn.Linear(1, 1)), 5)
+    assert method.deliver(desk, shared, message)[1].index[:, 0].tolist() == [1, 1, 1, 0, 1]
+    assert method.offer(desk, shared, message)[1].index[:, 0].tolist() == [1, 1, 1, 0, 0]
+
+
+def test_first_memberships_are_balanced():
+    """Seven clients in three clusters: 3, 2 and 2."""
+    loop = follow(FeSem(clusters=3), testing.tiny_federation(num_clients=7), rounds=0)
+    assert sorted(torch.bincount(loop.state.shared.label).tolist()) == [2, 2, 3]
+
+
+# ---------------------------------------------------------------- CFL
+
+SPLITTER = Cfl(eps1=0.02, eps2=0.1, warmup_rounds=3)
+
+
+def test_cfl_splits_two_opposite_groups_exactly():
+    """The mean of two opposite slopes is stationary while no client is content: one split, the planted one."""
+    loop = follow(SPLITTER, regressions(angles(0, 180), 8), slope, local=DESCENT, rounds=25)
+    assert same_groups(loop.state.shared.label, torch.arange(8) % 2)
+    torch.testing.assert_close(
+        loop.state.shared.models[loop.state.shared.label], angles(0, 180)[torch.arange(8) % 2], rtol=0, atol=1e-2
+    )
+
+
+@pytest.mark.parametrize("participation", ["full", "partial"])
+def test_a_second_split_keeps_global_ids(participation: str):
+    """Three interleaved groups need two splits; positions inside the first child are not client ids."""
+    method = dataclasses.replace(SPLITTER, participation=participation)  # type: ignore[arg-type]
+    loop = follow(method, regressions(angles(0, 100, 220), 12), slope, local=DESCENT, rounds=60)
+    assert same_groups(loop.state.shared.label, torch.arange(12) % 3)
+
+
+def test_cfl_does_not_split_one_group():
+    """All clients are content at the optimum: the largest update vanishes with the mean."""
+    loop = follow(SPLITTER, regressions(angles(30), 8), slope, local=DESCENT, rounds=25)
+    assert len(loop.state.shared.models) == 1
+
+
+@pytest.mark.parametrize(
+    "changes", [{"warmup_rounds": 99}, {"eps1": 0.0}, {"eps2": 9.0}, {"min_cluster_size": 5}, {"gamma_max": 1.0}]
+)
+def test_every_condition_of_a_split_counts(changes: dict[str, Any]):
+    """Each alone keeps one cluster: too early, mean too large, updates too small, parts too small, cut too weak."""
+    method = dataclasses.replace(SPLITTER, **changes)
+    assert len(follow(method, regressions(angles(0, 180), 8), slope, local=DESCENT, rounds=25).state.shared.models) == 1
+
+
+def test_cfl_accepts_a_clear_cut():
+    """Opposite groups have cosine -1 across: any gamma below sqrt((1 + 1) / 2) = 1 accepts."""
+    method = dataclasses.replace(SPLITTER, gamma_max=0.9, linkage="complete")
+    loop = follow(method, regressions(angles(0, 180), 8), slope, local=DESCENT, rounds=25)
+    assert same_groups(loop.state.shared.label, torch.arange(8) % 2)
+
+
+def test_children_start_from_the_parents_model():
+    """In the round of the split neither child is averaged: both have the model the parent had before it."""
+    federation, before = regressions(angles(0, 180), 8), None
+    for rounds in range(3, 26):
+        shared = follow(SPLITTER, federation, slope, local=DESCENT, rounds=rounds).state.shared
+        if len(shared.models) == 2:
+            assert before is not None
+            assert torch.equal(shared.models, before.expand(2, -1))
+            return
+        before = shared.models
+    raise AssertionError("no split happened")
+
+
+def test_partial_participation_waits_for_every_member():
+    """With half of the clients a round, everybody's last update must be known and, if asked, young enough."""
+    federation = regressions(angles(0, 180), 8)
+    method = dataclasses.replace(SPLITTER, eps1=9.0, eps2=0.0, participation="partial", warmup_rounds=0)
+    first = follow(method, federation, slope, local=DESCENT, rounds=1, participation=0.5)
+    assert len(first.state.shared.models) == 1
+    assert int((first.state.shared.since >= 0).sum()) == 4
+    later = follow(method, federation, slope, local=DESCENT, rounds=15, participation=0.5)
+    assert len(later.state.shared.models) > 1
+    strict = dataclasses.replace(method, max_age=0)
+    assert len(follow(strict, federation, slope, local=DESCENT, rounds=15, participation=0.5).state.shared.models) == 1
+
+
+# ---------------------------------------------------------------- one-shot
+
+
+def test_one_shot_clusters_once_and_everybody():
+    """Before: FedAvg. In the round of the clustering everybody takes part, and the groups are the planted ones."""
+    federation = regressions(angles(0, 180), 8)
+    loop = follow(OneShot(clusters=2, warmup_rounds=3), federation, slope, local=DESCENT, rounds=2, participation=0.5)
+    plain = follow(FedAvg(), federation, slope, local=DESCENT, rounds=2, participation=0.5)
+    assert torch.equal(loop.state.shared.models, plain.state.shared.models)
+    whole = follow(OneShot(clusters=2, warmup_rounds=3), federation, slope, local=DESCENT, rounds=8, participation=0.5)
+    assert same_groups(whole.state.shared.label, torch.arange(8) % 2)
+    sizes = whole.record.metrics.query("metric == 'bytes_up'").groupby("round").size()
+    assert sizes.tolist() == [4, 4, 8, 4, 4, 4, 4, 4]

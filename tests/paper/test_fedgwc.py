@@ -1,0 +1,339 @@
+"""FedGWC: identities of its rewards and interactions, its clock, its splits, and the authors' settings."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.cluster import SpectralClustering
+from sklearn.manifold import SpectralEmbedding
+from sklearn.metrics import davies_bouldin_score
+from torch import Tensor, nn
+
+from coterie import clustering, testing
+from coterie.errors import ConfigError
+from coterie.exchange import Message
+from coterie.loop import Loop
+from coterie.methods.fedavg import FairAvg, FedAvg, FedAvgM
+from coterie.methods.fedgwc import PRESETS, FedGwc, Interactions
+from coterie.methods.fedprox import FedProx
+from coterie.methods.presets import resolve
+from coterie.methods.server import Desk
+from coterie.models import Layout
+from coterie.rng import Rng
+from coterie.task import LocalTraining
+
+pytestmark = pytest.mark.paper
+LAYOUT = Layout(nn.Linear(1, 1, bias=False), torch.float64)
+
+
+def begin(method: FedGwc, population: int, *, models: int = 1) -> Interactions:
+    """The server's state before anything happened, with one parameter."""
+    level = 1 / population**2 if method.start == "uniform" else 0.0
+    return Interactions(
+        models=torch.arange(float(models), dtype=torch.float64)[:, None],
+        velocity=torch.zeros(models, 0 if method.averaging.plain else 1, dtype=torch.float64),
+        label=torch.zeros(population, dtype=torch.int64),
+        matrix=torch.full((population, population), level, dtype=torch.float64),
+        sampled=torch.zeros(population, dtype=torch.int64),
+        pairs=torch.zeros(population, population, dtype=torch.int32),
+        mse=torch.ones(models, dtype=torch.float64),
+        patience=torch.zeros(models, dtype=torch.int64),
+    )
+
+
+def merge(method: FedGwc, shared: Interactions, ids: Tensor, losses: Tensor, index: int = 0) -> Interactions:
+    """One round in which the clients `ids` report these losses and return the model 0."""
+    fields = {"samples": torch.arange(1.0, len(ids) + 1, dtype=torch.float64), "losses": losses}
+    message = Message(torch.zeros(len(ids), 1, dtype=torch.float64), fields, ids)
+    return method.merge(Desk(index, Rng(0).at(index), LAYOUT, len(shared.label)), shared, message)
+
+
+def play(
+    method: FedGwc, rounds: int, population: int = 20, *, gap: float = 0.0, participation: float = 0.3
+) -> list[Interactions]:
+    """Rounds of iid losses around two levels `gap` apart; the state after each."""
+    shared, states = begin(method, population), []
+    truth = torch.arange(population) % 2
+    for index in range(rounds):
+        rng = Rng(1).at(index)
+        ids = method.cohort(shared, rng, population, participation)
+        losses = torch.from_numpy(rng.generator("losses").normal(size=(len(ids), 5))) + gap * truth[ids, None]
+        shared = merge(method, shared, ids, losses, index)
+        states.append(shared)
+    return states
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.sets(st.integers(0, 7), min_size=2), min_size=1, max_size=12), st.floats(0.05, 0.5))
+def test_interactions_are_bounded_by_how_often_pairs_met(cohorts: list[set[int]], alpha: float):
+    """0 <= P_kj <= 1 - (1 - alpha)^N_kj; pairs that never met are 0; a round changes P only on P x P."""
+    method, population = FedGwc(alpha=alpha, eps=1e-300), 8
+    shared = begin(method, population)
+    for index, cohort in enumerate(cohorts):
+        ids = torch.tensor(sorted(cohort))
+        losses = torch.from_numpy(Rng(0).at(index).generator("losses").normal(size=(len(ids), 3)))
+        after = merge(method, shared, ids, losses, index)
+        outside = torch.ones(population, population, dtype=torch.bool)
+        outside[ids[:, None], ids[None, :]] = False
+        assert torch.equal(after.matrix[outside], shared.matrix[outside])
+        step = (after.matrix - (1 - alpha) * shared.matrix)[ids[:, None], ids[None, :]] / alpha
+        rewards = clustering.gaussian_rewards(losses)
+        torch.testing.assert_close(step, rewards[:, None].expand_as(step), rtol=0, atol=1e-12)
+        shared = after
+    bound = 1 - (1 - alpha) ** shared.pairs.double()
+    assert bool((shared.matrix >= 0).all())
+    assert bool((shared.matrix <= bound + 1e-12).all())
+    assert torch.equal(shared.pairs.diagonal().long(), shared.sampled)
+
+
+def test_constant_rewards_fill_the_matrix_geometrically():
+    """Equal losses have reward 1: P_kj = 1 - (1 - alpha)^N_kj, and the diagonal is the running mean of the reward."""
+    method, shared = FedGwc(alpha=0.2, eps=1e-300), begin(FedGwc(), 4)
+    for cohort in ([0, 1], [0, 1, 2], [1, 3], [0, 1]):
+        shared = merge(method, shared, torch.tensor(cohort), torch.full((len(cohort), 2), 0.7, dtype=torch.float64))
+    torch.testing.assert_close(shared.matrix, 1 - 0.8 ** shared.pairs.double())
+    assert shared.sampled.tolist() == [3, 4, 1, 1]
+
+
+def test_running_rewards_are_unbiased_with_the_stated_variance():
+    """E[gamma] = mu and Var(gamma) = alpha / (2 - alpha) Var(omega) for 4,000 clients after 120 rounds."""
+    alpha, stream = 0.1, Rng(0).generator("rewards")
+    gamma = torch.zeros(4000, dtype=torch.float64)
+    for _ in range(120):
+        gamma = (1 - alpha) * gamma + alpha * torch.from_numpy(stream.beta(2, 3, 4000))
+    small = clustering.interact(torch.zeros(1, 1, dtype=torch.float64), torch.tensor([0]), torch.tensor([0.4]), alpha)
+    assert float(small[0, 0]) == pytest.approx(0.04)
+    variance = alpha / (2 - alpha) * 0.04  # Beta(2, 3): mean 0.4, variance 0.04
+    assert float(gamma.mean()) == pytest.approx(0.4, abs=4 * math.sqrt(variance / 4000) + 0.9**120)
+    assert float(gamma.var()) == pytest.approx(variance, rel=4 * math.sqrt(2 / 4000))
+
+
+def test_the_clock_cannot_strike_before_round_110():
+    """At alpha = 0.1 the running mean of the change starts at 1 and falls by 0.9 a round at best: 0.9^110 < 1e-5."""
+    method = FedGwc(eps=1e-5, patience=1, min_pair_updates=0.0)
+    shared, ids, equal = begin(method, 12), torch.arange(12), torch.zeros(12, 3, dtype=torch.float64)
+    shared = dataclasses.replace(shared, matrix=torch.ones_like(shared.matrix))  # nothing changes any more
+    struck = None
+    for index in range(120):
+        after = merge(method, shared, ids, equal, index)
+        if struck is None and after.mse[0] > shared.mse[0]:
+            struck = index + 1
+        shared = after
+    assert struck == math.ceil(math.log(1e-5) / math.log(0.9)) == 110
+
+
+def test_a_refused_split_winds_the_clock_again():
+    """No part of noise has ten members: mse is back at 1 and patience at 0, and the cluster stays whole."""
+    states = play(FedGwc(eps=1.0, patience=2, min_pair_updates=0.0, min_cluster_size=10), 12)
+    assert [int(s.patience[0]) for s in states[:4]] == [1, 0, 1, 0]
+    assert [float(s.mse[0]) for s in states if int(s.patience[0]) == 0] == [1.0] * 6
+    assert all(len(s.models) == 1 for s in states)
+
+
+def test_pairs_must_have_met_before_a_split():
+    """With the guard the clock runs on, but nothing is tried before pairs met once on average."""
+    method = FedGwc(eps=1.0, patience=1, min_pair_updates=1.0)
+    for state in play(method, 20, participation=0.5):
+        met = state.pairs.double()
+        mean = float(met.sum() - met.diagonal().sum()) / (20 * 19)
+        assert (int(state.patience[0]) == 0) == (mean >= 1)
+
+
+def planted(method: FedGwc) -> Interactions:
+    """A state about to split: P has two planted blocks of ten, interleaved."""
+    truth = torch.arange(20) % 2
+    matrix = 0.2 + 0.5 * (truth[:, None] == truth).double()
+    noise = torch.from_numpy(Rng(0).generator("noise").normal(size=(20, 20)))
+    shared = begin(method, 20)
+    return dataclasses.replace(shared, matrix=matrix + 0.01 * noise, models=torch.full((1, 1), 5.0).double())
+
+
+@pytest.mark.parametrize("aggregator", ["fedavg", "fedavgm", "fedprox", "fairavg"])
+def test_a_split_copies_everything_to_disjoint_children(aggregator: str):
+    """Two planted blocks: both children have the parent's merged model and velocity, new clocks, and their own
+    blocks of P; together they are everybody."""
+    method = FedGwc(aggregator=aggregator, eps=1.0, patience=1, min_pair_updates=0.0, beta=2.0)  # type: ignore[arg-type]
+    shared = planted(method)
+    ids = torch.arange(6)
+    after = merge(method, shared, ids, torch.zeros(6, 3, dtype=torch.float64))
+    assert after.label.tolist() == [0, 1] * 10
+    assert after.models.flatten().tolist() == [0.0, 0.0]  # all that came back was 0
+    assert after.mse.tolist() == [1.0, 1.0]
+    assert after.patience.tolist() == [0, 0]
+    if aggregator == "fedavgm":
+        assert after.velocity.tolist() == [[5.0], [5.0]]  # d = 5 - 0
+        apart = merge(method, after, torch.tensor([0, 2, 4]), torch.zeros(3, 3, dtype=torch.float64))
+        assert apart.velocity[1].tolist() == [5.0]
+        assert apart.velocity[0].tolist() == [0.9 * 5.0 + 0.0]
+
+
+def test_children_are_sampled_and_merged_apart():
+    """Each cluster has its own cohort, at least three, and moves only by its own clients; the sum is reported."""
+    method = FedGwc(min_pair_updates=0.0)
+    shared = dataclasses.replace(begin(method, 40, models=2), label=(torch.arange(40) < 30).long())
+    ids = method.cohort(shared, Rng(0).at(0), 40, 0.2)
+    assert sorted(torch.bincount(shared.label[ids]).tolist()) == [3, 6]  # max(0.2 * 10, 3) and 0.2 * 30
+    by_count = FedGwc(clients_per_round=5).cohort(shared, Rng(0).at(0), 40, 0.2)
+    assert torch.bincount(shared.label[by_count]).tolist() == [5, 5]
+    ones = (shared.label[ids] == 1).nonzero().flatten()
+    after = merge(method, shared, ids[ones], torch.zeros(len(ones), 2, dtype=torch.float64))
+    assert after.models.flatten().tolist() == [0.0, 0.0]
+    assert int(after.sampled.sum()) == len(ones)
+
+
+def test_small_clusters_are_left_whole():
+    """Five members cannot give two parts of three: the planted block of 2 + 3 is not tried."""
+    truth = torch.tensor([0, 0, 1, 1, 1])
+    method = FedGwc(eps=1.0, patience=1, min_pair_updates=0.0, beta=4.0)
+    shared = dataclasses.replace(begin(method, 5), matrix=0.2 + 0.6 * (truth[:, None] == truth).double())
+    assert len(merge(method, shared, torch.arange(5), torch.zeros(5, 2, dtype=torch.float64)).models) == 1
+
+
+def test_exploring_keeps_participation_even():
+    """Over 1,000 rounds with 10 of 100 clients, counts stay within 8 of each other; without it they spread."""
+    spread = {}
+    for explore in (True, False):
+        method = FedGwc(explore=explore)
+        shared = begin(method, 100)
+        for index in range(1000):
+            ids = method.cohort(shared, Rng(0).at(index), 100, 0.1)
+            assert len(ids) == 10
+            shared = dataclasses.replace(shared, sampled=shared.sampled.index_add(0, ids, torch.ones_like(ids)))
+        spread[explore] = int(shared.sampled.max() - shared.sampled.min())
+    assert spread[True] <= 8
+    assert spread[False] > 30
+
+
+def test_unexplored_cohorts_are_those_of_fedavg():
+    """While there is one cluster and no preference, everybody's participants are FedAvg's."""
+    method = FedGwc(explore=False)
+    for index in range(5):
+        rng = Rng(2).at(index)
+        assert torch.equal(method.cohort(begin(method, 50), rng, 50, 0.1), FedAvg().cohort(None, rng, 50, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "alone"),
+    [("fedavg", FedAvg()), ("fedavgm", FedAvgM()), ("fedprox", FedProx()), ("fairavg", FairAvg())],
+)
+def test_unclustered_fedgwc_is_its_aggregator(aggregator: str, alone: Any):
+    """Until it splits, the model is the aggregator's, bit for bit."""
+    method = FedGwc(aggregator=aggregator)  # type: ignore[arg-type]
+    ours, plain = (testing.follow(m, settings=testing.tiny_settings()) for m in (method, alone))
+    assert torch.equal(ours.state.shared.models, plain.state.shared.models)
+    assert float(ours.state.shared.matrix.min()) > 0
+
+
+def test_losses_are_padded_to_a_common_length():
+    """Epochs: the first `trace` losses, NaN behind a client's last; steps: one each."""
+
+    def sent(method: FedGwc, **changes: Any) -> Tensor:
+        setup = testing.tiny_settings(rounds=1, **changes)
+        loop: Loop = testing.follow(method, settings=dataclasses.replace(setup, rounds=0))
+        rnd = dataclasses.replace(loop._context(0, torch.arange(6), torch.arange(6)))
+        _, info = rnd.task.train(loop.task.init(Rng(3)), rnd.rng, rnd.local)
+        return method.report(rnd, info)["losses"]
+
+    three = sent(FedGwc(trace=5))  # 12 samples in batches of 5: three steps
+    assert three.shape == (6, 5)
+    assert bool(torch.isfinite(three[:, :3]).all())
+    assert bool(torch.isnan(three[:, 3:]).all())
+    assert sent(FedGwc(trace=2)).shape == (6, 2)
+    assert sent(FedGwc(), local=LocalTraining(steps=4, batch_size=5, optimizer="sgd")).shape == (6, 4)
+
+
+def test_step_sizes_of_the_running_means():
+    """Constant 0.1; |P| / K_c = 6 / 20; 0.2 (1 + 3)^-0.75."""
+    assert FedGwc()._alpha(7, 6, 20) == 0.1
+    assert FedGwc(alpha_rule="local_rate")._alpha(7, 6, 20) == 0.3
+    assert FedGwc(alpha_rule="decay", alpha=0.2, kappa=0.75)._alpha(3, 6, 20) == pytest.approx(0.2 * 4**-0.75)
+
+
+def test_presets_fill_what_is_not_given():
+    """A field that is given wins over the preset; an unknown preset is refused with the nearest name."""
+    assert FedGwc(preset="paper").upv_axis == "row"
+    assert FedGwc(preset="paper", upv_axis="column").upv_axis == "column"
+    assert FedGwc(preset="released").clients_per_round == 10
+    with pytest.raises(ConfigError, match=r"unknown fedgwc\.preset 'papers'; did you mean 'paper'"):
+        resolve(SimpleNamespace(kind="fedgwc", preset="papers"), PRESETS)
+    with pytest.raises(ConfigError, match=r"fedgwc\.alpha is 1\.0; expected above 0 and below 1"):
+        FedGwc(alpha=1.0)
+
+
+def released_trace(rounds: int, population: int, cohort: int) -> tuple[np.ndarray, float, np.ndarray]:
+    """The authors' settings written out once more, with loops: P, its running change, and the affinity at the end.
+
+    Weighted biased variance, rewards divided by their sum, P from 1/K^2, alpha = |P| / K, change over the sampled
+    part, columns of P scaled to [0, 1], no diagonal.
+    """
+    matrix, mse, alpha = np.full((population, population), 1 / population**2), 1.0, cohort / population
+    for index in range(rounds):
+        ids, losses, samples = recorded(index, population, cohort)
+        weights = samples / samples.sum()
+        rewards = np.zeros(cohort)
+        for s in range(losses.shape[1]):
+            mean = (weights * losses[:, s]).sum()
+            variance = (weights * (losses[:, s] - mean) ** 2).sum()
+            rewards += np.exp(-((losses[:, s] - mean) ** 2) / (2 * variance)) / losses.shape[1]
+        rewards /= rewards.sum()
+        old = matrix.copy()
+        for a, k in enumerate(ids):
+            for j in ids:
+                matrix[k, j] = (1 - alpha) * old[k, j] + alpha * rewards[a]
+        mse = (1 - alpha) * mse + alpha * np.mean([(matrix[k, j] - old[k, j]) ** 2 for k in ids for j in ids])
+    scaled = (matrix - matrix.min()) / (matrix.max() - matrix.min())
+    affinity = np.zeros_like(matrix)
+    for k in range(population):
+        for j in range(population):
+            others = [i for i in range(population) if i not in (k, j)]
+            if k != j:
+                affinity[k, j] = math.exp(-0.5 * sum((scaled[i, k] - scaled[i, j]) ** 2 for i in others))
+    return matrix, mse, affinity
+
+
+def recorded(index: int, population: int, cohort: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The participants of a round, their losses at one of two levels, and their samples."""
+    stream = Rng(5).at(index).generator("recorded")
+    ids = np.sort(stream.permutation(population)[:cohort])
+    return ids, stream.normal(size=(cohort, 4)) + 4.0 * (ids % 2)[:, None], np.arange(1.0, cohort + 1)
+
+
+def test_the_released_preset_is_the_authors_code():
+    """The same P, running change, affinity and split on a recorded trace of 60 rounds."""
+    rounds, population, cohort = 60, 40, 10
+    matrix, mse, affinity = released_trace(rounds, population, cohort)
+    never = FedGwc(preset="released", eps=1e-300)
+    shared = begin(never, population)
+    for index in range(rounds):
+        ids, losses, _ = recorded(index, population, cohort)
+        shared = merge(never, shared, torch.from_numpy(ids), torch.from_numpy(losses), index)
+    np.testing.assert_allclose(shared.matrix.numpy(), matrix, atol=1e-14)
+    assert float(shared.mse[0]) == pytest.approx(mse)
+    ours = clustering.affinity(shared.matrix, 0.5, minmax=True, diagonal=0.0).numpy()
+    np.testing.assert_allclose(ours, affinity, atol=1e-12)
+    found = {}
+    for n in range(2, min(4, population // cohort) + 1):
+        label = SpectralClustering(n, affinity="precomputed", assign_labels="cluster_qr", random_state=0)
+        space = SpectralEmbedding(n_components=n, affinity="precomputed", random_state=0).fit_transform(affinity)
+        groups = label.fit_predict(affinity)
+        found[n] = (davies_bouldin_score(space, groups), groups)
+    best = min(found, key=lambda n: found[n][0])
+    now = FedGwc(preset="released", eps=1.0, patience=1)
+    after = merge(now, shared, torch.from_numpy(ids), torch.from_numpy(losses), rounds)
+    expected = torch.from_numpy(found[best][1]) if found[best][0] < 1 else torch.zeros(population, dtype=torch.int64)
+    assert torch.equal(after.label[:, None] == after.label, expected[:, None] == expected)
+
+
+def test_fedgwc_finds_two_loss_levels_by_itself():
+    """End to end on the server: 40 clients at two loss levels; the clock strikes and the split is the planted one."""
+    method = FedGwc(eps=3e-5, min_pair_updates=1.0, explore=False)
+    states = play(method, 700, 40, gap=4.0, participation=0.25)
+    final = states[-1]
+    truth = torch.arange(40) % 2
+    assert torch.equal(final.label[:, None] == final.label, truth[:, None] == truth)
