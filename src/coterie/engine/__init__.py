@@ -1,7 +1,8 @@
 """How the population is trained: engines that compute the same numbers at different speeds.
 
-`loop` runs one client after another and takes any module; `vmap` runs a block of clients as one batched program.
-`make` chooses and tries the engine once, so that a module which cannot be batched is found before the run starts.
+`loop` runs one client after another and takes any module; `vmap` runs a block of clients as one batched program;
+`compiled` writes the whole step of a plain stack of layers as a native program. `make` chooses and tries the engine
+once, so that a module which cannot be batched or compiled is found before the run starts.
 """
 
 import warnings
@@ -10,15 +11,22 @@ import torch
 from torch import Tensor
 
 from coterie.engine.base import Engine, Objective
+from coterie.engine.compiled import CompiledEngine
+from coterie.engine.compiler import CompilerError
 from coterie.engine.loop import LoopEngine
+from coterie.engine.native import use_threads
 from coterie.engine.optim import LocalTraining, RowOptimizer
+from coterie.engine.stack import NotAStackError
 from coterie.engine.vmap import VmapEngine
 from coterie.errors import ConfigError, ModelError, unknown
 from coterie.models import Layout
 
-ENGINES: dict[str, type[Engine]] = {"loop": LoopEngine, "vmap": VmapEngine}
+ENGINES: dict[str, type[Engine]] = {"loop": LoopEngine, "vmap": VmapEngine, "compiled": CompiledEngine}
 
-__all__ = ["ENGINES", "Engine", "LocalTraining", "LoopEngine", "RowOptimizer", "VmapEngine", "default_block", "make"]
+__all__ = [
+    "ENGINES", "CompiledEngine", "Engine", "LocalTraining", "LoopEngine", "RowOptimizer", "VmapEngine",
+    "default_block", "make", "use_threads",
+]  # fmt: skip
 
 
 def make(name: str, layout: Layout, objective: Objective, x: Tensor, y: Tensor) -> Engine:
@@ -45,6 +53,11 @@ def make(name: str, layout: Layout, objective: Objective, x: Tensor, y: Tensor) 
         raise ModelError(f"the module cannot be trained on inputs of shape {shape}: {layer}: {error}") from error
     if name == "loop":
         return loop
+    if name == "compiled":
+        try:
+            return CompiledEngine(layout, objective, x, y)
+        except (NotAStackError, CompilerError) as error:
+            warnings.warn(f"the vmap engine is used: the module cannot be compiled: {error}", stacklevel=3)
     engine = VmapEngine(layout, objective)
     problem = _failure(engine, x, y)
     if problem is None:

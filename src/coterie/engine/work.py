@@ -16,7 +16,7 @@ Batch = tuple[Tensor, Tensor, Mapping[str, Tensor]]
 """Inputs, targets and values of the input buffers of some members of a block."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Samples:
     """Samples as they are stored; they are prepared batch by batch.
 

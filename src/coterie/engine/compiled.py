@@ -1,0 +1,86 @@
+"""The compiled engine: the whole step of a stack of layers as one native program."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from coterie.engine.base import Engine, Objective, cross_entropy, squared_error
+from coterie.engine.loop import LoopEngine
+from coterie.engine.native import NativeProgram
+from coterie.engine.optim import LocalTraining
+from coterie.engine.stack import NotAStackError
+from coterie.engine.vmap import VmapEngine
+from coterie.engine.work import Pairs, Samples, Training
+from coterie.models import Layout
+
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
+
+
+class CompiledEngine(VmapEngine):
+    """Trains and measures with the native program of a plain stack of layers, on a CPU.
+
+    The program is compared with the loop engine on the sample batch before it is used.
+
+    Args:
+        layout: of the module.
+        objective: cross-entropy or squared error.
+        x: a small batch of prepared inputs.
+        y: its targets.
+
+    Raises:
+        NotAStackError: when the module is none, or the program does not compute what the module does.
+        CompilerError: when it cannot be compiled.
+    """
+
+    name: ClassVar[str] = "compiled"
+
+    def __init__(
+        self,
+        layout: Layout,
+        objective: Objective,
+        x: Float[Tensor, "samples *features"],
+        y: Shaped[Tensor, "samples *targets"],
+    ) -> None:
+        super().__init__(layout, objective)
+        if objective not in (cross_entropy, squared_error):
+            raise NotAStackError("its objective is neither cross-entropy nor squared error")
+        if x.device.type != "cpu":
+            raise NotAStackError(f"native programs run on a CPU, not on {x.device.type}")
+        self.program = NativeProgram(layout, tuple(x.shape[1:]))
+        self._compare(x, y)
+
+    def _compare(self, x: Tensor, y: Tensor) -> None:
+        """Take one gradient step with the program and with the loop engine."""
+        layout = self.layout
+        classes = 0 if y.is_floating_point() else int(y.max()) + 1
+        row = layout.flatten_copy(layout.train_module)[None]
+        places = torch.arange(len(x))[None, None]
+        keys = (torch.ones(1, dtype=torch.int64), layout.keys) if layout.keys else None
+        work = Training(
+            Samples(x, y, classes, layout.dtype), places, torch.tensor([[len(x)]]),
+            LocalTraining(optimizer="sgd", lr=1.0), keys=keys,
+        )  # fmt: skip
+        results = []
+        engines: tuple[Engine, ...] = (self, LoopEngine(layout, self.objective))
+        for engine in engines:
+            rows = row.clone()
+            results.append((engine.train(rows, work, 1), rows - row))
+        for ours, theirs in zip(*results, strict=True):
+            limit = _TOLERANCE[layout.dtype] * max(1.0, float(theirs.abs().max()))
+            if bool(((ours - theirs).abs() > limit).any()):
+                raise NotAStackError("its native program does not compute what it does")
+
+    def train(
+        self, rows: Float[Tensor, "clients params"], work: Training, block: int
+    ) -> Float[Tensor, "clients steps"]:
+        """See `Engine.train`; `block` does not matter."""
+        return self.program.train(rows, work)
+
+    def measure(
+        self, table: Float[Tensor, "models params"], pairs: Pairs, inputs: Mapping[str, Tensor], block: int
+    ) -> dict[str, Float[Tensor, " pairs"]]:
+        """See `Engine.measure`; `block` does not matter."""
+        return self.program.measure(table, pairs)

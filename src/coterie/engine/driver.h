@@ -1,0 +1,165 @@
+// Training and measuring clients with the generated Net: gather of the batch, gradient, optimiser, step after step.
+
+#include <memory>
+
+struct Optimizer {
+  T *w, *first, *second, *g;  // parameters, moments, gradient of the earlier groups of a batch
+  const T* anchor;
+  T lr, scale, momentum, decay, prox;  // lr and scale with the bias corrections of this step
+  int64_t adam, trained;               // entries from `trained` on are frozen
+  bool begins, ends;                   // the first and the last group of a batch
+
+  // Take a piece of the gradient: keep it until the batch is complete, then update the parameters.
+  inline __attribute__((always_inline)) void put(int at, T* piece, int count) const {
+    if (!begins)
+      for (int i = 0; i < count; i++) piece[i] += g[at + i];
+    if (!ends) {
+      for (int i = 0; i < count; i++) g[at + i] = piece[i];
+      return;
+    }
+    if (at >= trained) return;
+    T* weight = w + at;
+    if (anchor)
+      for (int i = 0; i < count; i++) piece[i] += prox * (weight[i] - anchor[at + i]);
+    if (decay != 0)
+      for (int i = 0; i < count; i++) piece[i] += decay * weight[i];
+    if (adam) {
+      T *m = first + at, *v = second + at;
+      for (int i = 0; i < count; i++) {
+        m[i] += T(1 - 0.9) * (piece[i] - m[i]);
+        v[i] = T(0.999) * v[i] + T(1 - 0.999) * (piece[i] * piece[i]);
+        weight[i] -= lr * (m[i] / (std::sqrt(v[i]) / scale + T(1e-8)));
+      }
+    } else if (momentum != 0) {
+      T* m = first + at;
+      for (int i = 0; i < count; i++) weight[i] -= lr * (m[i] = momentum * m[i] + piece[i]);
+    } else {
+      for (int i = 0; i < count; i++) weight[i] -= lr * piece[i];
+    }
+  }
+};
+
+// Samples as they are stored: bytes that are looked up in `values` (256 for each channel), or numbers.
+struct Store {
+  const void* x;
+  const T* values;
+  const int64_t* classes;
+  const T* targets;
+  int64_t bytes;
+};
+
+struct Training {
+  Store store;
+  T* rows;
+  const T* anchor;
+  const int64_t *places, *length, *keys;
+  T* losses;
+  int64_t row, anchor_row, steps, width, trained, adam;
+  double lr, momentum, decay, prox;
+};
+
+struct Measuring {
+  Store store;
+  const T* table;
+  const int64_t *places, *count, *models, *sets;
+  double *loss, *score;
+  int64_t row, width;
+};
+
+// Put up to N samples into the input of the net; what is left of a V repeats the first of them.
+static void gather(const Store& store, const int64_t* places, int n, V* x) {
+  int64_t at[N];
+  for (int b = 0; b < N; b++) at[b] = places[b < n ? b : 0] * Input::C * Input::H * Input::W;
+  for (int c = 0; c < Input::C; c++)
+    for (int h = 0; h < Input::H; h++)
+      for (int t = 0; t < Input::W; t++) {
+        const int from = (c * Input::H + h) * Input::W + t;
+        T* to = (T*)(x + c * Input::PLANE + h * Input::ROW + t);
+        if (store.bytes)
+          UNROLL for (int b = 0; b < N; b++) to[b] = store.values[c * 256 + ((const uint8_t*)store.x)[at[b] + from]];
+        else
+          UNROLL for (int b = 0; b < N; b++) to[b] = ((const T*)store.x)[at[b] + from];
+      }
+}
+
+// The loss of sample b, its accuracy or squared error, and (when g) the gradient of loss / size.
+static T judge(const Store& store, int64_t place, int b, const V* outputs, V* g, int size, double* score) {
+  const T* z = (const T*)outputs + b;
+  T* to = g ? (T*)g + b : nullptr;
+  if (store.classes) {
+    const int64_t label = store.classes[place];
+    int best = 0;
+    for (int k = 1; k < OUTPUTS; k++)
+      if (z[k * N] > z[best * N] || (z[k * N] != z[k * N] && z[best * N] == z[best * N])) best = k;
+    *score = best == label;
+    T e[OUTPUTS], total = 0;
+    for (int k = 0; k < OUTPUTS; k++) total += e[k] = std::exp(z[k * N] - z[best * N]);
+    if (to)
+      for (int k = 0; k < OUTPUTS; k++) to[k * N] = (e[k] / total - T(k == label)) / size;
+    return std::log(total) + z[best * N] - z[label * N];
+  }
+  T loss = 0;
+  for (int k = 0; k < OUTPUTS; k++) {
+    T error = z[k * N] - store.targets[place * OUTPUTS + k];
+    loss += error * error;
+    if (to) to[k * N] = 2 * error / OUTPUTS / size;
+  }
+  *score = loss / OUTPUTS;
+  return loss / OUTPUTS;
+}
+
+static void train_one(const Training& job, int64_t client, Net& net, T* moments) {
+  memset(moments, 0, 2 * PARAMS * sizeof(T));
+  Optimizer step{};
+  step.w = job.rows + client * job.row;
+  step.first = moments, step.second = moments + PARAMS, step.g = moments + 2 * PARAMS;
+  step.anchor = job.anchor ? job.anchor + client * job.anchor_row : nullptr;
+  step.momentum = job.momentum, step.decay = job.decay, step.prox = job.prox;
+  step.adam = job.adam, step.trained = job.trained;
+  double decay1 = 1, decay2 = 1;
+  for (int64_t s = 0; s < job.steps; s++) {
+    const int size = job.length[client * job.steps + s];
+    const int64_t* places = job.places + (client * job.steps + s) * job.width;
+    decay1 *= 0.9, decay2 *= 0.999;
+    step.lr = job.adam ? job.lr / (1 - decay1) : job.lr, step.scale = std::sqrt(1 - decay2);
+    if (!size) continue;
+    const uint64_t key = job.keys ? job.keys[client] + uint64_t(s) * 0x1F123BB5159A55E5u : 0;
+    T loss = 0;
+    for (int from = 0; from < size; from += N) {
+      const int n = size - from < N ? size - from : N;
+      double score;
+      gather(job.store, places + from, n, net.input());
+      net.forward<true>(step.w, key, from);
+      memset(net.output_gradient(), 0, OUTPUTS * sizeof(V));
+      for (int b = 0; b < n; b++)
+        loss += judge(job.store, places[from + b], b, net.output(), net.output_gradient(), size, &score);
+      step.begins = from == 0, step.ends = from + N >= size;
+      net.backward(step.w, step);
+    }
+    job.losses[client * job.steps + s] = loss / size;
+  }
+}
+
+extern "C" void train(const Training* job, int64_t first, int64_t last) {
+  auto net = std::make_unique<Net>();
+  std::unique_ptr<T[]> moments(new T[3 * PARAMS]);
+  for (int64_t client = first; client < last; client++) train_one(*job, client, *net, moments.get());
+}
+
+extern "C" void measure(const Measuring* job, int64_t first, int64_t last) {
+  auto net = std::make_unique<Net>();
+  for (int64_t pair = first; pair < last; pair++) {
+    const int64_t set = job->sets[pair], size = job->count[set], *places = job->places + set * job->width;
+    double loss = 0, total = 0, score;
+    for (int64_t from = 0; from < size; from += N) {
+      const int n = size - from < N ? size - from : N;
+      gather(job->store, places + from, n, net->input());
+      net->forward<false>(job->table + job->models[pair] * job->row, 0, 0);
+      for (int b = 0; b < n; b++) {
+        loss += judge(job->store, places[from + b], b, net->output(), nullptr, 1, &score);
+        total += score;
+      }
+    }
+    job->loss[pair] = loss / size, job->score[pair] = total / size;
+  }
+}

@@ -1,0 +1,167 @@
+"""Native programs: the whole local training of a stack of layers as one compiled C++ program, client by client.
+
+One call gathers the batch, normalises it, runs the layers forward and backward and updates the parameters, for every
+step of every client of a range. Clients share nothing, so threads take ranges of them and no result depends on how
+many threads there are, on the block or on who is hosted.
+"""
+
+import ctypes
+import math
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coterie.engine import compiler, program, stack
+from coterie.engine.work import Pairs, Samples, Training
+from coterie.models import Layout
+
+_threads = 0
+
+_POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+def use_threads(number: int) -> None:
+    """Say how many threads native programs of this process use; 0 for as many as PyTorch. No result depends on it."""
+    global _threads
+    _threads = number
+
+
+class _Store(ctypes.Structure):
+    _fields_ = (
+        ("x", _POINTER), ("values", _POINTER), ("classes", _POINTER), ("targets", _POINTER), ("bytes", _LONG),
+    )  # fmt: skip
+
+
+class _Training(ctypes.Structure):
+    _fields_ = (
+        ("store", _Store), ("rows", _POINTER), ("anchor", _POINTER), ("places", _POINTER), ("length", _POINTER),
+        ("keys", _POINTER), ("losses", _POINTER), ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG),
+        ("width", _LONG), ("trained", _LONG), ("adam", _LONG), ("lr", _DOUBLE), ("momentum", _DOUBLE),
+        ("decay", _DOUBLE), ("prox", _DOUBLE),
+    )  # fmt: skip
+
+
+class _Measuring(ctypes.Structure):
+    _fields_ = (
+        ("store", _Store), ("table", _POINTER), ("places", _POINTER), ("count", _POINTER), ("models", _POINTER),
+        ("sets", _POINTER), ("loss", _POINTER), ("score", _POINTER), ("row", _LONG), ("width", _LONG),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Samples in the form the program reads, with the tensors that own the memory."""
+
+    store: _Store
+    owners: tuple[Tensor | None, ...]
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.int64).contiguous()
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return a matrix whose rows are contiguous; rows may be shared."""
+    return tensor if tensor.stride(1) == 1 else tensor.contiguous()
+
+
+class NativeProgram:
+    """The compiled program of one stack.
+
+    Args:
+        layout: of a module that is a plain stack, on a CPU.
+        features: the shape of one input.
+
+    Attributes:
+        seconds: what compiling took; 0 when the program was in the cache.
+
+    Raises:
+        NotAStackError: when the module is none.
+        CompilerError: when it cannot be compiled.
+    """
+
+    def __init__(self, layout: Layout, features: tuple[int, ...]) -> None:
+        if layout.dtype not in (torch.float32, torch.float64):
+            raise stack.NotAStackError(f"numbers of type {layout.dtype} are not known here")
+        if len(layout.inputs) > len(layout.keys):
+            raise stack.NotAStackError("it has input buffers")
+        self.layout = layout
+        text = program.write(stack.layers(layout.train_module), layout, features)
+        self._library, self.seconds = compiler.load(text)
+        for name in ("train", "measure"):
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = (_POINTER, _LONG, _LONG), None
+        self._kept: weakref.WeakKeyDictionary[Samples, _Kept] = weakref.WeakKeyDictionary()
+
+    def _store(self, samples: Samples) -> _Store:
+        kept = self._kept.get(samples)
+        if kept is None:
+            kept = self._kept[samples] = self._keep(samples)
+        return kept.store
+
+    def _keep(self, samples: Samples) -> _Kept:
+        dtype = self.layout.dtype
+        values = None
+        if samples.x.dtype == torch.uint8:
+            x, channels = samples.x.contiguous(), samples.features[0]
+            every = torch.arange(256, dtype=torch.uint8).reshape(256, *(1 for _ in samples.features))
+            levels = Samples(every.expand(256, channels, *every.shape[2:]), every, 0, dtype, samples.mean, samples.std)
+            values = levels.inputs(torch.arange(256)).reshape(256, channels).T.contiguous()
+        else:
+            x = samples.x.to(dtype).contiguous()
+        classes = _whole(samples.y) if samples.classes else None
+        targets = None if samples.classes else samples.y.to(dtype).contiguous()
+        store = _Store(_at(x), _at(values), _at(classes), _at(targets), int(values is not None))
+        return _Kept(store, (None if x is samples.x else x, values, classes, targets))
+
+    def train(self, rows: Float[Tensor, "clients params"], work: Training) -> Float[Tensor, "clients steps"]:
+        """Train clients in place; see `Engine.train`."""
+        local = work.local
+        losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
+        places, length = _whole(work.places), _whole(work.length)
+        keys = None if work.keys is None else _whole(work.keys[0])
+        anchor = None if work.anchor is None or not work.prox else _rows(work.anchor)
+        inside = _rows(rows)
+        assert inside is rows
+        job = _Training(
+            self._store(work.samples), _at(rows), _at(anchor), _at(places), _at(length), _at(keys), _at(losses),
+            rows.stride(0), 0 if anchor is None else anchor.stride(0), work.steps, places.shape[2],
+            self.layout.trainable, int(local.optimizer == "adam"), local.lr, local.momentum, local.weight_decay,
+            work.prox,
+        )  # fmt: skip
+        self._run(self._library.train, job, len(rows))
+        return losses
+
+    def measure(self, table: Float[Tensor, "models params"], pairs: Pairs) -> dict[str, Float[Tensor, " pairs"]]:
+        """Return the mean of each metric for each pair; see `Engine.measure`."""
+        values = torch.empty(2, len(pairs.models), dtype=torch.float64)
+        table = _rows(table)
+        places, count, models, sets = (_whole(t) for t in (pairs.places, pairs.count, pairs.models, pairs.sets))
+        job = _Measuring(
+            self._store(pairs.samples), _at(table), _at(places), _at(count), _at(models), _at(sets), _at(values[0]),
+            _at(values[1]), table.stride(0), places.shape[1],
+        )  # fmt: skip
+        self._run(self._library.measure, job, len(pairs.models))
+        return dict(zip(pairs.metrics, values.to(self.layout.dtype), strict=True))
+
+    @staticmethod
+    def _run(function: Callable[..., None], job: ctypes.Structure, number: int) -> None:
+        """Run a function of the program over ranges of clients or pairs."""
+        threads = min(_threads or torch.get_num_threads(), number)
+        if threads <= 1:
+            function(ctypes.byref(job), 0, number)
+            return
+        size = math.ceil(number / (4 * threads))
+        with ThreadPoolExecutor(threads) as pool:
+            starts = range(0, number, size)
+            for done in [pool.submit(function, ctypes.byref(job), s, min(s + size, number)) for s in starts]:
+                done.result()

@@ -1,0 +1,184 @@
+"""Modules that are a plain stack of layers: recognised by tracing, described layer by layer.
+
+Most networks of the federated-learning literature are stacks: convolutions, pooling, ReLU, dropout, linear layers,
+each fed by the one before. For a stack the compiled engine can write the whole training step as one program.
+"""
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.proxy import TraceError
+from torch.nn import functional
+
+from coterie.engine.rewrites import strided
+from coterie.models import KeyedDropout
+
+
+class NotAStackError(Exception):
+    """The module is not a plain stack of layers that are known here; the text says why."""
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution with stride 1: names of its tensors, size of its kernel, zeros added around the input."""
+
+    weight: str
+    bias: str | None
+    outputs: int
+    kernel: tuple[int, int]
+    padding: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class MaxPool:
+    """Max-pooling over windows that do not overlap."""
+
+    size: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer."""
+
+    weight: str
+    bias: str | None
+    outputs: int
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Keyed dropout; see `models.KeyedDropout`."""
+
+    p: float
+    channels: bool
+    layer: int
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An elementwise function: "relu" or "tanh"."""
+
+    kind: str
+
+
+@dataclass(frozen=True)
+class Flatten:
+    """All axes but the first become one."""
+
+
+Layer = Convolution | MaxPool | Linear | Dropout | Activation | Flatten
+
+_ACTIVATIONS: dict[Any, str] = {
+    nn.ReLU: "relu", nn.Tanh: "tanh", torch.relu: "relu", torch.relu_: "relu", functional.relu: "relu",
+    functional.relu_: "relu", torch.tanh: "tanh", functional.tanh: "tanh", "relu": "relu", "relu_": "relu",
+    "tanh": "tanh",
+}  # fmt: skip
+_TRACE_ERRORS = (TraceError, TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError)
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, KeyedDropout) or super().is_leaf_module(m, module_qualified_name)
+
+
+def layers(module: nn.Module) -> list[Layer]:
+    """Return the layers of a module that is a plain stack.
+
+    Raises:
+        NotAStackError: when it is not one, or has a layer that is not known here.
+    """
+    try:
+        graph = _Tracer().trace(module)
+    except _TRACE_ERRORS as error:
+        raise NotAStackError(f"its forward cannot be traced: {error}") from error
+    modules = dict(module.named_modules())
+    found: list[Layer] = []
+    used: set[str] = set()
+    before: fx.Node | None = None
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if before is not None:
+                raise NotAStackError("it takes more than one input")
+            before = node
+        elif node.op == "output":
+            if node.args[0] is not before:
+                raise NotAStackError("it does not return its last layer's output")
+        elif _is_size(node):
+            continue
+        elif node.args[:1] != (before,) or before is None:
+            raise NotAStackError(f"{node.target} does not take the output of the layer before it alone")
+        else:
+            layer = _from_module(modules[str(node.target)], str(node.target)) if node.op == "call_module" else None
+            layer = layer or _from_call(node)
+            for name in (getattr(layer, "weight", None), getattr(layer, "bias", None)):
+                if name in used:
+                    raise NotAStackError(f"{name} is used more than once")
+                used |= {name} if name else set()
+            found += [] if isinstance(layer, Dropout) and layer.p == 0 else [layer]
+            before = node
+    return found
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Return whether a node is the number of samples: x.size(0), x.shape[0]."""
+    if node.op == "call_method" and node.target == "size":
+        return node.args[1:] == (0,)
+    if node.op == "call_function" and node.target is getattr:
+        return node.args[1:] == ("shape",)
+    return node.op == "call_function" and node.target is operator.getitem and node.args[1:] == (0,)
+
+
+def _from_module(part: nn.Module, path: str) -> Layer | None:
+    kind = type(part)
+    if isinstance(part, nn.Conv2d) and kind is nn.Conv2d:
+        if part.stride != (1, 1) or part.dilation != (1, 1) or part.groups != 1 or part.padding_mode != "zeros":
+            raise NotAStackError(f"{path} is a convolution with stride, dilation, groups or padding of another mode")
+        kernel = (part.kernel_size[0], part.kernel_size[1])
+        padding = (part.padding[0], part.padding[1]) if not isinstance(part.padding, str) else None
+        if padding is None or padding[0] >= kernel[0] or padding[1] >= kernel[1]:
+            raise NotAStackError(f"{path} is a convolution with padding {part.padding}")
+        bias = None if part.bias is None else f"{path}.bias"
+        return Convolution(f"{path}.weight", bias, part.out_channels, kernel, padding)
+    if isinstance(part, nn.Linear) and kind is nn.Linear:
+        return Linear(f"{path}.weight", None if part.bias is None else f"{path}.bias", part.out_features)
+    if isinstance(part, nn.MaxPool2d):
+        pool = strided(part)
+        if pool is None:
+            raise NotAStackError(f"{path} is a pooling with windows that overlap or are padded")
+        return MaxPool((pool.height, pool.width))
+    if isinstance(part, KeyedDropout):
+        return Dropout(part.p, part.channels, part.layer)
+    if kind in _ACTIVATIONS:
+        return Activation(_ACTIVATIONS[kind])
+    if isinstance(part, nn.Flatten) and (part.start_dim, part.end_dim) == (1, -1):
+        return Flatten()
+    if isinstance(part, nn.Identity):
+        return Dropout(0.0, False, 0)
+    raise NotAStackError(f"{path or 'it'} is of a kind that is not known here ({kind.__name__})")
+
+
+def _from_call(node: fx.Node) -> Layer:
+    target = node.target
+    if target in _ACTIVATIONS:
+        return Activation(_ACTIVATIONS[target])
+    arguments = {**dict(enumerate(node.args[1:])), **node.kwargs}
+    if target is functional.max_pool2d or target is torch.max_pool2d:
+        known = {0, 1, "kernel_size", "stride"}
+        extra = {key: value for key, value in arguments.items() if key not in known and value not in (0, 1, False)}
+        kernel = arguments.get(0, arguments.get("kernel_size"))
+        stride = arguments.get(1, arguments.get("stride"))
+        pool = strided(nn.MaxPool2d(kernel, stride)) if not extra else None  # type: ignore[arg-type]
+        if pool is None:
+            raise NotAStackError("it has a pooling with windows that overlap or are padded")
+        return MaxPool((pool.height, pool.width))
+    if target is torch.flatten or target == "flatten":
+        if arguments.get(0, arguments.get("start_dim")) == 1 and arguments.get(1, arguments.get("end_dim", -1)) == -1:
+            return Flatten()
+    elif target in ("view", "reshape") and len(node.args) == 3:
+        samples, rest = node.args[1:]
+        if (isinstance(samples, fx.Node) or samples == -1) and isinstance(rest, int) and (samples, rest) != (-1, -1):
+            return Flatten()
+    raise NotAStackError(f"{target} is not known here")

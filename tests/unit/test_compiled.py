@@ -1,0 +1,213 @@
+"""Native programs compute what the loop engine does, whatever the block, the threads and who is hosted."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from coterie import engine as engines
+from coterie.engine import compiler
+from coterie.engine.base import cross_entropy, squared_error
+from coterie.engine.compiled import CompiledEngine
+from coterie.engine.loop import LoopEngine
+from coterie.engine.stack import (
+    Activation,
+    Convolution,
+    Dropout,
+    Flatten,
+    Linear,
+    MaxPool,
+    NotAStackError,
+    layers,
+)
+from coterie.engine.work import Pairs, Samples, Training
+from coterie.models import Layout, build
+from coterie.task import LocalTraining
+
+
+def stack_of_everything():
+    """Padding, kernels and windows that are not square, no bias, tanh, both kinds of dropout, rows left over."""
+    return nn.Sequential(
+        nn.Conv2d(2, 5, 3, padding=1, bias=False), nn.ReLU(), nn.Conv2d(5, 7, (3, 2), padding=(0, 1)), nn.Tanh(),
+        nn.MaxPool2d((2, 3)), nn.Dropout2d(0.3), nn.Conv2d(7, 4, 2), nn.ReLU(), nn.MaxPool2d(1), nn.Dropout(0.2),
+        nn.Flatten(), nn.Linear(4 * 3 * 2, 9), nn.Tanh(), nn.Linear(9, 3, bias=False),
+    )  # fmt: skip
+
+
+def samples(features, classes, dtype, number=40, uint8=False):
+    stream = torch.Generator().manual_seed(1)
+    x = torch.randn(number, *features, generator=stream)
+    if uint8:
+        x = torch.randint(0, 256, (number, *features), generator=stream, dtype=torch.uint8)
+    y = torch.randn(number, 2, generator=stream)
+    if classes:
+        y = torch.randint(0, classes, (number,), generator=stream)
+    mean = tuple(0.1 * c + 0.3 for c in range(features[0])) if uint8 else ()
+    return Samples(x, y, classes, dtype, mean, tuple(m / 2 for m in mean))
+
+
+def training(layout, data, local, clients=3, steps=4, prox=0.0):
+    """Clients with full, smaller and missing batches."""
+    stream = torch.Generator().manual_seed(2)
+    rows = layout.flatten_copy(layout.train_module).repeat(clients, 1)
+    rows = rows + 0.01 * torch.randn(rows.shape, generator=stream).to(rows)
+    length = torch.full((clients, steps), local.batch_size)
+    length[1, 2], length[0, 1], length[2, -1] = max(1, local.batch_size - 3), 1, 0
+    places = torch.randint(0, len(data), (clients, steps, local.batch_size), generator=stream)
+    keys = (torch.randint(0, 1 << 62, (clients,), generator=stream), layout.keys) if layout.keys else None
+    anchor = rows + 0.1 if prox else None
+    return rows, Training(data, places, length, local, anchor=anchor, prox=prox, keys=keys)
+
+
+def pairs(data):
+    places = torch.arange(len(data)).reshape(2, -1)
+    return Pairs(data, places, torch.tensor([20, 17]), torch.tensor([0, 1, 2, 1]), torch.tensor([0, 1, 1, 0]))
+
+
+def both(model, features, classes, dtype, local, prox=0.0, uint8=False):
+    """Train and measure with the loop engine and with the native program; return the largest differences."""
+    layout = Layout(model, dtype)
+    objective = cross_entropy if classes else squared_error
+    data = samples(features, classes, dtype, uint8=uint8)
+    x, y = data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+    results = []
+    for engine in (LoopEngine(layout, objective), CompiledEngine(layout, objective, x, y)):
+        rows, work = training(layout, data, local, prox=prox)
+        losses = engine.train(rows, work, 2)
+        values = engine.measure(rows, pairs(data), layout.zero_inputs(3), 2)
+        results.append((rows, losses, *values.values()))
+    assert torch.equal(results[0][1].isnan(), results[1][1].isnan())
+    scale = max(1.0, float(results[0][0].abs().max()))
+    return max(float((a - b).nan_to_num(0).abs().max()) for a, b in zip(*results, strict=True)) / scale
+
+
+@pytest.mark.parametrize(
+    ("local", "prox"),
+    [
+        (LocalTraining(lr=0.01, batch_size=8, weight_decay=0.02), 0.3),
+        (LocalTraining(lr=0.1, batch_size=19, optimizer="sgd", momentum=0.9), 0.0),
+    ],
+)
+def test_a_stack_of_every_layer_trains_as_the_loop_engine_does(local, prox):
+    """To 1e-10 in float64: optimisers, penalties, batches above and below 8 samples."""
+    assert both(stack_of_everything(), (2, 10, 9), 3, torch.float64, local, prox) < 1e-10
+
+
+def test_the_reference_network_agrees_in_float32_on_bytes_and_in_regression():
+    local = LocalTraining(lr=0.001)
+    assert both(build("cnn-b", (1, 8, 8), 4), (1, 8, 8), 4, torch.float32, local, uint8=True) < 1e-5
+    assert both(build("linear", (7,), 2), (7,), 0, torch.float64, LocalTraining(optimizer="sgd", lr=0.1)) < 1e-12
+
+
+def test_no_result_depends_on_threads_or_on_who_is_trained_beside():
+    layout = Layout(stack_of_everything(), torch.float64)
+    data = samples((2, 10, 9), 3, torch.float64)
+    engine = CompiledEngine(layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2)))
+    start, work = training(layout, data, LocalTraining(), clients=5)
+    together, alone = start.clone(), start.clone()
+    engines.use_threads(3)
+    try:
+        losses = engine.train(together, work, 5)
+    finally:
+        engines.use_threads(0)
+    for client in range(5):
+        part = slice(client, client + 1)
+        row = alone[part]
+        assert torch.equal(engine.train(row, work.part(part), 1).nan_to_num(0), losses[part].nan_to_num(0))
+    assert torch.equal(together, alone)
+
+
+def test_a_diverged_model_has_no_finite_loss_and_leaves_others_alone():
+    layout = Layout(stack_of_everything(), torch.float64)
+    data = samples((2, 10, 9), 3, torch.float64)
+    engine = CompiledEngine(layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2)))
+    rows, work = training(layout, data, LocalTraining())
+    rows[1, 3] = math.nan
+    losses = engine.train(rows, work, 3)
+    assert bool(losses[1].isnan().all())
+    assert bool(rows[[0, 2]].isfinite().all())
+    values = engine.measure(rows, pairs(data), {}, 3)
+    assert values["loss"].isnan().tolist() == [False, True, False, True]
+
+
+class Handwritten(nn.Module):
+    """A stack that is written as a forward function."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.head = nn.Linear(36, 5)
+
+    def forward(self, x):
+        h = functional.max_pool2d(torch.relu(self.conv(x)), 2)
+        return self.head(h.view(x.size(0), -1))
+
+
+def test_stacks_are_recognised_layer_by_layer():
+    conv = Convolution("conv.weight", "conv.bias", 4, (3, 3), (0, 0))
+    found = [conv, Activation("relu"), MaxPool((2, 2)), Flatten(), Linear("head.weight", "head.bias", 5)]
+    assert layers(Handwritten()) == found
+    net = Layout(build("mlp-c", (1, 4, 4), 3)).train_module
+    assert layers(net) == [Flatten(), Linear("1.weight", "1.bias", 512), Activation("relu"), Dropout(0.2, False, 1),
+                           Linear("4.weight", "4.bias", 3)]  # fmt: skip
+
+
+class Skip(nn.Linear):
+    def forward(self, input):
+        return input + super().forward(input)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (nn.Sequential(nn.Linear(3, 3), Skip(3, 3)), "not known here|alone"),
+        (nn.Sequential(nn.Conv2d(1, 2, 3, stride=2)), "stride"),
+        (nn.Sequential(nn.Linear(3, 3), nn.GELU()), "GELU"),
+        (nn.Sequential(nn.MaxPool2d(3, 2)), "overlap"),
+        (nn.Sequential(*[nn.Linear(3, 3)] * 2), "more than once"),
+    ],
+)
+def test_modules_that_are_no_plain_stacks_are_named(model, reason):
+    with pytest.raises(NotAStackError, match=reason):
+        layers(model)
+
+
+def test_without_a_compiler_or_for_other_modules_the_vmap_engine_runs_and_one_line_says_so(monkeypatch, cache):
+    layout = Layout(nn.Sequential(nn.Linear(3, 2)))
+    x, y = torch.randn(2, 3), torch.tensor([0, 1])
+
+    def none():
+        raise compiler.CompilerError("no C++ compiler was found")
+
+    monkeypatch.setattr(compiler, "compiler", none)
+    compiler.machine.cache_clear()
+    with pytest.warns(UserWarning, match=r"the vmap engine is used: the module cannot be compiled: no C\+\+") as lines:
+        assert engines.make("compiled", layout, cross_entropy, x, y).name == "vmap"
+    assert len(lines) == 1
+    compiler.machine.cache_clear()
+
+
+def test_programs_are_kept_and_a_failing_compiler_is_quoted(cache):
+    text = 'extern "C" int answer() { return 42; }'
+    first, again = compiler.load(text), compiler.load(text)
+    assert first[0].answer() == again[0].answer() == 42
+    assert first[1] > 0
+    assert again[1] == 0
+    with pytest.raises(compiler.CompilerError, match=r"the C\+\+ compiler failed: .*error"):
+        compiler.load("this is no program")
+
+
+def test_a_wrong_program_is_not_used(monkeypatch):
+    data = samples((7,), 3, torch.float64)
+    layout = Layout(nn.Sequential(nn.Flatten(), nn.Linear(7, 3)), torch.float64)
+    right = CompiledEngine.train
+
+    def wrong(self, rows, work, block):
+        return right(self, rows, replace(work, local=replace(work.local, lr=2.0)), block)
+
+    monkeypatch.setattr(CompiledEngine, "train", wrong)
+    with pytest.raises(NotAStackError, match="does not compute what it does"):
+        CompiledEngine(layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2)))
