@@ -194,8 +194,8 @@ def endpoint_slots(layout: Layout) -> list[Slot]:
     return [slot for slot in layout.slots if slot.name in names]
 
 
-def alpha_inputs(layout: Layout, alpha: Float[Tensor, "clients steps *shape"]) -> dict[str, Tensor]:
-    """Return the input buffers of a local training that mixes endpoints by `alpha`."""
+def alpha_inputs(layout: Layout, alpha: Float[Tensor, "*shape topics"]) -> dict[str, Tensor]:
+    """Return the input buffers that mix endpoints by `alpha`: for a call, or with clients and steps in front."""
     return {name: alpha for name in layout.inputs if name.rpartition(".")[2] == "alpha"}
 
 

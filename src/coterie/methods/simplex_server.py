@@ -193,11 +193,11 @@ class SimplexMethod(OneModel):
         if self.topics == "classes":
             classes = shared.counts.shape[1]
             require(topics == classes, f"{self.kind}.topics", "classes", f"endpoints = {classes}, as many as classes")
-            mixtures = shared.counts / shared.counts.sum(1, keepdim=True).clamp(min=1)
+            mixtures = shared.counts.double() / shared.counts.sum(1, keepdim=True).clamp(min=1)
         else:
             mixtures = simplex.topic_mixtures(shared.counts, topics, seed=int(stream.integers(1 << 31)))
         region, centres = simplex.cluster_points(
-            mixtures.double(), self.rules.regions, stream, metric=self.metric, center=self.center
+            mixtures, self.rules.regions, stream, metric=self.metric, center=self.center
         )
         return replace(shared, region=region, centres=centres, radius=self._radii(centres))
 

@@ -1,0 +1,400 @@
+"""SosicFL: endpoints, mixtures and regions; what it reduces to; what regions are good for."""
+
+import copy
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from coterie import heads, simplex, testing
+from coterie.errors import ConfigError, ModelError
+from coterie.exchange import Message
+from coterie.federation import Federation, TestSet
+from coterie.loop import Loop
+from coterie.methods.base import Method
+from coterie.methods.fedavg import FedAvg
+from coterie.methods.server import Desk
+from coterie.methods.sosicfl import SosicFl, SosicFlAll, SosicFlPlus
+from coterie.models import Layout
+from coterie.rng import Rng
+from coterie.task import LocalTraining, Task
+
+pytestmark = pytest.mark.paper
+SGD = LocalTraining(batch_size=20, optimizer="sgd", lr=0.2)
+
+
+def follow(method: Method, federation: Federation | None = None, model: Any = "linear", **settings: Any) -> Loop:
+    """Run a method to its end."""
+    return testing.follow(method, federation=federation, model=model, settings=testing.tiny_settings(**settings))
+
+
+def mlp() -> nn.Module:
+    """Two layers with a batch normalisation between."""
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def convolutional() -> nn.Module:
+    """Ends like SqueezeNet: a 1x1 convolution, ReLU, mean over the image."""
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
+
+
+def sequential() -> nn.Module:
+    """Two linear layers."""
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def drawn(factory: Any, endpoints: int) -> tuple[Layout, Tensor]:
+    """A layout and a row whose endpoints are drawn independently."""
+    with Rng(0).torch_globals("shape"):
+        layout = Layout(factory(), torch.float64)
+    row = torch.from_numpy(Rng(1).generator("row").normal(size=layout.size)) / 2
+    for slot in layout.slots:
+        if "running_var" in slot.name:
+            row[slot.start : slot.stop] = 1.0
+    assert endpoints in {slot.shape[0] for slot in heads.endpoint_slots(layout)}
+    return layout, row
+
+
+def outputs(layout: Layout, row: Tensor, alpha: Tensor, x: Tensor, *, training: bool = False) -> Tensor:
+    """Run a simplex model at a point of the simplex."""
+    inputs = heads.alpha_inputs(layout, alpha)
+    return layout.call({**layout.views(row), **inputs}, x, training=training)
+
+
+@pytest.mark.parametrize("plain", [sequential, convolutional])
+def test_a_corner_is_its_endpoint(plain: Any):
+    """w(e_m) is the plain model with endpoint m for its last layer, linear or a 1x1 convolution."""
+    factory = heads.simplex_head(plain, 3)
+    layout, row = drawn(factory, 3)
+    x = torch.from_numpy(Rng(2).generator("x").normal(size=(6, 4) if plain is sequential else (6, 2, 5, 5)))
+    views = layout.views(row)
+    for m in range(3):
+        module = plain().double()
+        named = dict(module.named_parameters())
+        with torch.no_grad():
+            for name, tensor in named.items():
+                tensor.copy_(views[name][m] if name.startswith("2.") else views[name])
+        torch.testing.assert_close(outputs(layout, row, torch.eye(3).double()[m], x), module(x))
+
+
+def test_equal_endpoints_make_the_position_irrelevant():
+    """With identical endpoints neither the outputs nor the update of the features depend on alpha."""
+    layout, row = drawn(heads.simplex_head(sequential, 2), 2)
+    for slot in heads.endpoint_slots(layout):
+        first = row[slot.start : slot.stop].reshape(slot.shape)[:1]
+        row[slot.start : slot.stop] = first.expand(slot.shape).reshape(-1)
+    x = torch.from_numpy(Rng(2).generator("x").normal(size=(6, 4)))
+    results = []
+    for alpha in (torch.tensor([0.1, 0.9]).double(), torch.tensor([0.7, 0.3]).double()):
+        leaf = row.clone().requires_grad_()
+        value = outputs(layout, leaf, alpha, x, training=True)
+        (gradient,) = torch.autograd.grad(value.square().sum(), leaf)
+        own = torch.cat([gradient[s.start : s.stop] for s in layout.slots if s.name.startswith("0.")])
+        results.append(torch.cat([value.detach().flatten(), own]))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("make", [lambda: heads.simplex_head(sequential, 3), lambda: heads.simplex_all(sequential, 3)])
+def test_gradients_of_endpoints_are_scaled_by_their_share(make: Any):
+    """Finite differences; and the gradient of endpoint m is alpha_m times that of the composed tensor."""
+    layout, row = drawn(make(), 3)
+    x = torch.from_numpy(Rng(2).generator("x").normal(size=(6, 4)))
+    alpha = torch.tensor([0.5, 0.3, 0.2]).double()
+
+    def loss(row: Tensor) -> Tensor:
+        return outputs(layout, row, alpha, x, training=True).square().mean()
+
+    leaf = row.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(leaf), leaf)
+    step = 1e-6
+    for place in range(0, layout.trainable, 7):
+        nudge = torch.zeros_like(row)
+        nudge[place] = step
+        numeric = float(loss(row + nudge) - loss(row - nudge)) / (2 * step)
+        assert float(gradient[place]) == pytest.approx(numeric, abs=1e-7)
+    for slot in heads.endpoint_slots(layout):
+        parts = gradient[slot.start : slot.stop].reshape(slot.shape)
+        whole = parts.sum(0)
+        for m in range(3):
+            torch.testing.assert_close(parts[m], alpha[m] * whole)
+
+
+def test_each_sample_can_have_its_own_mixture():
+    """Against one forward a sample, for both kinds of heads; a shorter batch uses the first mixtures."""
+    for plain, shape in ((sequential, (4,)), (convolutional, (2, 5, 5))):
+        for bias in (True, False):
+            layout, row = drawn(heads.simplex_head(plain, 3, bias=bias), 3)
+            x = torch.from_numpy(Rng(2).generator("x").normal(size=(4, *shape)))
+            alpha = torch.from_numpy(Rng(3).generator("alpha").dirichlet([1, 1, 1], 6))
+            single = torch.cat([outputs(layout, row, alpha[i], x[i : i + 1]) for i in range(4)])
+            torch.testing.assert_close(outputs(layout, row, alpha, x), single)
+
+
+def test_a_shared_bias_is_one_tensor():
+    """With simplex_bias off the bias is a plain parameter, and only the weight has endpoints."""
+    layout = Layout(heads.simplex_head(sequential, 4, bias=False)())
+    shapes = {slot.name: slot.shape for slot in layout.slots}
+    assert shapes["2.weight"] == (4, 3, 5)
+    assert shapes["2.bias"] == (3,)
+    assert [slot.name for slot in heads.endpoint_slots(layout)] == ["2.weight"]
+
+
+def test_endpoints_of_all_layers():
+    """Every trained tensor has endpoints, the affine part of the normalisation too; running statistics do not."""
+    layout = Layout(heads.simplex_all(mlp, 2)())
+    trained = [slot for slot in layout.slots if slot.stop <= layout.trainable]
+    assert {slot.name for slot in trained} == {slot.name for slot in heads.endpoint_slots(layout)}
+    assert all(slot.shape[0] == 2 for slot in trained)
+    assert sum(slot.stop - slot.start for slot in trained) == 2 * sum(p.numel() for p in mlp().parameters())
+    assert [slot.shape for slot in layout.slots if "running" in slot.name] == [(5,), (5,)]
+
+
+def test_only_heads_that_can_be_mixed_are_taken():
+    """A last layer of another kind, grouped convolutions and modules for SosicFL-All are refused with the reason."""
+    with pytest.raises(ModelError, match="the last layer is a BatchNorm1d; a simplex head takes Linear or Conv2d"):
+        heads.simplex_head(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), 2)
+    with pytest.raises(ModelError, match="convolutions without groups"):
+        heads.simplex_head(nn.Conv2d(2, 2, 1, groups=2), 2)
+    with pytest.raises(ModelError, match="found a module: pass its class"):
+        heads.simplex_all(mlp(), 2)
+
+
+def test_a_given_module_keeps_its_features_and_is_not_changed():
+    """A pretrained module: features as given, endpoints drawn; the module itself stays as it was."""
+    module = mlp().double()
+    before = copy.deepcopy(module.state_dict())
+    task = task_of(SosicFl(endpoints=3, regions=2), module, init="given")
+    row = SosicFl(endpoints=3, regions=2).start(task, Rng(0))
+    views = task.layout.views(row)
+    assert torch.equal(views["0.weight"], before["0.weight"])
+    assert float((views["3.weight"][0] - views["3.weight"][1]).abs().max()) > 0.01
+    assert float(views["3.bias"].abs().max()) == 0.0
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in before.items())
+    assert not torch.equal(SosicFl(endpoints=3, regions=2).start(task, Rng(1)), row)
+
+
+def task_of(method: Method, model: Any, federation: Federation | None = None, **settings: Any) -> Task:
+    """A task in float64 for a method's form of a model."""
+    federation = federation or testing.tiny_federation()
+    return Task(federation.host(federation.ids), method.model(model), dtype=torch.float64, **settings)
+
+
+@pytest.mark.parametrize("kind", [SosicFl, SosicFlAll])
+def test_one_endpoint_is_fedavg(kind: type[SosicFl]):
+    """M = 1 with the model's own first draw: the same served models, bit for bit."""
+    method = kind(endpoints=1, regions=1, endpoint_start="model", assignment="labels", topics="lda")
+    ours = follow(method, model=sequential)
+    plain = follow(FedAvg(), model=sequential)
+    order = [slot.name.replace(".parametrizations", "").replace(".original", "") for slot in ours.task.layout.slots]
+    model = ours.state.shared.models[0]
+    views = {name: model[s.start : s.stop] for name, s in zip(order, ours.task.layout.slots, strict=True)}
+    expected = plain.task.layout.views(plain.state.shared.models[0])
+    for name, value in expected.items():
+        torch.testing.assert_close(views[name], value.flatten(), rtol=0, atol=1e-13)
+
+
+def test_late_start_never_is_plain_simplex_learning():
+    """tau = T and M = 2: FedAvg on a line of models, written out by hand with the clients' own draws."""
+    rounds, method = 3, SosicFl(endpoints=2, regions=2, late_start=3)
+    federation = testing.tiny_federation()
+    loop = follow(method, federation, local=SGD, rounds=rounds)
+    start = method.start(loop.task, Rng(3))
+    endpoints, bias = start[:24].reshape(2, 3, 4), start[24:].reshape(2, 3)
+    for index in range(rounds):
+        returned = []
+        for client in range(6):
+            alpha = Rng(3).at(index).generator("alpha", client).uniform(0.0, 1.0, 1)
+            mixture = torch.tensor([alpha[0], 1 - alpha[0]])
+            x, y = federation.x[client, :12], federation.y[client, :12]
+            w = torch.einsum("m,mij->ij", mixture, endpoints).requires_grad_()
+            b = (mixture @ bias).requires_grad_()
+            loss = functional.cross_entropy(x @ w.T + b, y)
+            gw, gb = torch.autograd.grad(loss, [w, b])
+            returned.append((endpoints - 0.2 * mixture[:, None, None] * gw, bias - 0.2 * mixture[:, None] * gb))
+        endpoints, bias = (torch.stack(parts).mean(0) for parts in zip(*returned, strict=True))
+    expected = torch.cat([endpoints.flatten(), bias.flatten()])
+    torch.testing.assert_close(loop.state.shared.models[0], expected, rtol=0, atol=1e-12)
+
+
+def test_the_head_step_is_scaled():
+    """One SGD step at the barycentre moves the composed head by 1/M of a plain head's step; scale M undoes that."""
+    moves = {}
+    for scale in (1.0, 4.0):
+        method = SosicFl(endpoints=4, regions=1, late_start=9, head_lr_scale=scale, endpoint_start="model")
+        task = task_of(method, sequential)
+        start = method.start(task, Rng(0)).expand(6, -1)
+        alpha = heads.alpha_inputs(task.layout, torch.full((6, 1, 4), 0.25, dtype=torch.float64))
+        after, _ = task.train(start, Rng(0).at(0), dataclasses.replace(SGD, steps=1), inputs=alpha)
+        slot = next(s for s in task.layout.slots if s.name == "2.weight")
+        moved = (after - start)[:, slot.start : slot.stop].reshape(6, 4, -1).mean(1) * math.sqrt(scale)
+        moves[scale] = moved
+    torch.testing.assert_close(moves[4.0], 4 * moves[1.0])
+
+
+def test_composed_models_no_longer_depend_on_their_position():
+    """compose(alpha) computes what the simplex computes at alpha, wherever it is asked."""
+    for factory in (heads.simplex_head(mlp, 3), heads.simplex_all(mlp, 3)):
+        layout, row = drawn(factory, 3)
+        x = torch.from_numpy(Rng(2).generator("x").normal(size=(6, 4)))
+        alpha = torch.tensor([0.6, 0.3, 0.1]).double()
+        fixed = heads.compose(layout, row[None], alpha[None, None])[0]
+        expected = outputs(layout, row, alpha, x)
+        torch.testing.assert_close(outputs(layout, fixed, torch.tensor([0.0, 0.0, 1.0]).double(), x), expected)
+
+
+def test_predictions_can_be_averaged_over_draws():
+    """With test samples the served model predicts the mean of the probabilities at its draws."""
+    layout, row = drawn(heads.simplex_head(sequential, 4, ensemble=True), 4)
+    alpha = torch.from_numpy(Rng(3).generator("alpha").dirichlet([1] * 4, 2))
+    x = torch.from_numpy(Rng(2).generator("x").normal(size=(6, 4)))
+    served = heads.compose(layout, row[None], alpha[None])[0]
+    single = [outputs(layout, row, a, x, training=True).softmax(1) for a in alpha]
+    ours = outputs(layout, served, torch.full((4,), 0.25).double(), x).exp()
+    torch.testing.assert_close(ours, torch.stack(single).mean(0))
+
+
+def label_skewed(clients: int = 12, classes: int = 4) -> Federation:
+    """Inputs say nothing of the labels; clients of group g have only the classes 2g and 2g + 1, in odds 3 to 1."""
+    stream = Rng(0).generator("skewed")
+    group = torch.arange(clients) % 2
+
+    def draw(g: int, number: int) -> tuple[Tensor, Tensor]:
+        labels = 2 * g + (stream.random(number) < 0.25).astype(int)
+        return torch.from_numpy(stream.normal(size=(number, 3))), torch.from_numpy(labels)
+
+    parts = [draw(int(g), 24) for g in group]
+    split = torch.zeros(clients, 24, dtype=torch.int64)
+    split[:, 20:] = 1
+    tests = tuple(TestSet(*draw(g, 200), f"group {g}") for g in range(2))
+    x, y = torch.stack([p[0] for p in parts]), torch.stack([p[1] for p in parts])
+    return Federation(x, y, split, tests, group, torch.arange(clients), clients, classes)
+
+
+def test_regions_fit_groups_that_one_model_cannot():
+    """FedAvg can only learn the mean of two label distributions; each group's region learns its own. Local loss
+    falls below what any single model can reach, and SosicFL+ fits the clients' data at least as well as SosicFL."""
+    federation = label_skewed()
+    local = LocalTraining(batch_size=20, optimizer="sgd", lr=0.5)
+    runs = {
+        method.kind: follow(method, federation, local=local, rounds=15)
+        for method in (FedAvg(), SosicFl(endpoints=2, regions=2), SosicFlPlus(endpoints=2, regions=2, lam=0.1))
+    }
+    loss, fit = {}, {}
+    for kind, loop in runs.items():
+        served, info = loop.method.served(loop._context(14, torch.arange(12), torch.arange(12)), loop.state)
+        loss[kind] = float(loop.task.evaluate(served)["loss"].mean())
+        fit[kind] = float(loop.task.loss(served, "train").mean())
+        if kind != "fedavg":
+            truth = torch.arange(12) % 2
+            assert torch.equal(info["label"][:, None] == info["label"], truth[:, None] == truth)
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    best_single = entropy + math.log(2)  # a model that does not know the group halves every probability
+    assert loss["fedavg"] > best_single - 0.02
+    assert loss["sosicfl"] < best_single - 0.2
+    assert fit["sosicfl-plus"] <= fit["sosicfl"]
+
+
+def test_regions_follow_the_counts_and_the_radius():
+    """Relative: rho times the mean distance of the simplex to the centres; absolute: rho. Centres sum to 1."""
+    relative = follow(SosicFl(endpoints=2, regions=2, radius=0.5), label_skewed(), rounds=0).state.shared
+    scale = simplex.mean_distance(relative.centres).mean()
+    torch.testing.assert_close(relative.radius, (0.5 * scale).expand(2).double())
+    absolute = follow(SosicFl(endpoints=2, regions=2, radius=0.5, radius_rule="absolute"), label_skewed(), rounds=0)
+    assert absolute.state.shared.radius.tolist() == [0.5, 0.5]
+    classes = SosicFl(endpoints=4, regions=2, topics="classes", center="mean", metric="hilbert")
+    centres = follow(classes, label_skewed(), rounds=0).state.shared.centres
+    counts = relative.counts.double()
+    for group in range(2):
+        expected = (counts / counts.sum(1, keepdim=True))[torch.arange(12) % 2 == group].mean(0)
+        assert float((centres - expected).abs().sum(1).min()) < 1e-12
+
+
+def test_regions_wait_for_the_late_start():
+    """Before tau there is one region, the whole simplex; from round tau on, the groups'."""
+    for rounds, regions in ((1, 1), (2, 2)):
+        shared = follow(SosicFl(endpoints=2, regions=2, late_start=2), label_skewed(), rounds=rounds).state.shared
+        assert len(shared.centres) == regions
+        assert (float(shared.radius[0]) == 2.0) == (regions == 1)
+
+
+def test_floco_places_each_client_by_its_gradient():
+    """In round tau everybody takes part; afterwards each client has a region of its own, near its group's."""
+    method = SosicFl(endpoints=2, assignment="gradient", late_start=1, radius_rule="absolute", radius=0.1)
+    loop = follow(method, label_skewed(), local=SGD, rounds=3, participation=0.5)
+    shared, truth = loop.state.shared, torch.arange(12) % 2
+    assert shared.centres.shape == (12, 2)
+    assert torch.equal(shared.region, torch.arange(12))
+    assert shared.radius.tolist() == [0.1] * 12
+    assert (shared.centres[truth == 0, 0] > 0.5).unique().numel() == 1
+    assert float(shared.centres[truth == 0, 0].mean() - shared.centres[truth == 1, 0].mean()) ** 2 > 0.1
+    sizes = loop.record.metrics.query("metric == 'bytes_up'").groupby("round").size()
+    assert sizes.tolist() == [6, 12, 6]
+
+
+def test_updates_have_the_sign_of_the_model_sent_minus_returned():
+    """Placing uses theta^t - theta_k: the other sign gives other points."""
+    method = SosicFl(endpoints=2, assignment="gradient", late_start=1)
+    loop = follow(method, label_skewed(), rounds=0)
+    shared = loop.state.shared
+    noise = torch.from_numpy(Rng(0).generator("noise").normal(size=(12, loop.task.layout.size)))
+    message = Message(shared.models + noise, {"samples": torch.ones(12, dtype=torch.float64)}, torch.arange(12))
+    merged = method.merge(Desk(1, Rng(0).at(1), loop.task.layout, 12), shared, message)
+    slots = heads.endpoint_slots(loop.task.layout)
+    columns = torch.cat([torch.arange(s.start, s.stop) for s in slots])
+    torch.testing.assert_close(merged.centres, simplex.gradient_points(-noise[:, columns], 2))
+
+
+def test_traffic_of_a_simplex():
+    """Down: the features, M heads and the region (M + 1 floats); up: the same without the region, and n_k."""
+    loop = follow(SosicFl(endpoints=3, regions=2), model=sequential, rounds=1)
+    metrics = loop.record.metrics
+    size = (4 * 5 + 5) + 3 * (5 * 3 + 3)
+    assert loop.task.layout.size == size
+    assert metrics.query("metric == 'bytes_down'")["value"].tolist() == [8.0 * (size + 4)] * 6
+    assert metrics.query("metric == 'bytes_up'")["value"].tolist() == [8.0 * (size + 1)] * 6
+
+
+def test_personal_simplexes():
+    """lambda = 0 trains each alone; posthoc: the global model is final and personal ones start from it."""
+    alone = follow(SosicFlPlus(endpoints=2, regions=2, lam=0.0), label_skewed(), rounds=2)
+    plain = follow(SosicFl(endpoints=2, regions=2), label_skewed(), rounds=2)
+    assert torch.equal(alone.state.shared.models, plain.state.shared.models)
+    method = SosicFlPlus(endpoints=2, regions=2, posthoc_from=2, lam=0.0)
+    before, after = (follow(method, label_skewed(), rounds=rounds) for rounds in (2, 3))
+    assert torch.equal(before.state.shared.models, after.state.shared.models)
+    assert not before.state.memory.started.any()
+    rnd = before._context(1, torch.arange(12), torch.arange(12))
+    assert torch.equal(
+        method.served(rnd, before.state)[0], SosicFl(endpoints=2, regions=2).served(rnd, before.state)[0]
+    )
+    assert bool(after.state.memory.started.all())
+    assert float((after.state.memory.model - before.state.shared.models).norm()) > 0
+
+
+def test_engines_agree_on_simplex_models():
+    """Loop and vmap, for a head and for all layers, with running statistics."""
+    for method in (SosicFl(endpoints=3, regions=2), SosicFlAll(endpoints=3, regions=2)):
+        results = []
+        for engine in ("loop", "vmap"):
+            settings = testing.tiny_settings(engine=engine, rounds=2)
+            results.append(testing.follow(method, model=mlp, settings=settings).state.shared.models)
+        torch.testing.assert_close(*results, rtol=0, atol=1e-10)
+
+
+def test_settings_are_checked():
+    """One line each: what was found, what is possible."""
+    with pytest.raises(ConfigError, match=r"test_samples is 3; expected a divisor of endpoints = 4"):
+        SosicFl(endpoints=4, test_samples=3)
+    with pytest.raises(ConfigError, match=r"late_start is 0; expected at least 1 with assignment = 'gradient'"):
+        SosicFl(assignment="gradient")
+    with pytest.raises(ConfigError, match=r"sosicfl-all\.test_samples is 2; expected 1"):
+        SosicFlAll(test_samples=2)
+    with pytest.raises(ConfigError, match="endpoints is 10; expected at most the 3 classes"):
+        follow(SosicFl(regions=2), rounds=1)
+    assert SosicFl(preset="released").late_start == 250

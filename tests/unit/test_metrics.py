@@ -1,0 +1,180 @@
+"""Metrics, worked by hand; undefined ones are NaN with a reason."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import balanced_accuracy_score
+from torch import Tensor
+
+from coterie import metrics
+from coterie.rng import Rng
+
+
+def stream(seed: int = 0):
+    return Rng(seed).generator("test")
+
+
+def test_balanced_accuracy_agrees_with_scikit_learn():
+    """On random predictions over four classes, all of which occur."""
+    labels = torch.arange(40) % 4
+    predicted = torch.from_numpy(stream().integers(0, 4, 40))
+    assert metrics.balanced_accuracy(predicted, labels) == pytest.approx(balanced_accuracy_score(labels, predicted))
+
+
+def test_balanced_accuracy_of_simple_predictors():
+    """Uniform classes: it is the accuracy. A constant predictor scores 1 / |Y_k|, over the classes that occur."""
+    labels = torch.arange(12) % 3
+    predicted = torch.from_numpy(stream().integers(0, 3, 12))
+    accuracy = float((predicted == labels).double().mean())
+    assert metrics.balanced_accuracy(predicted, labels) == pytest.approx(accuracy)
+    few = torch.tensor([5, 5, 5, 7])
+    assert metrics.balanced_accuracy(torch.full((4,), 5), few) == 0.5
+
+
+def test_train_prior_accuracy_by_hand():
+    """x = (3/4, 1/4): class 0 has 1 of 2 right, class 1 has 2 of 2: (0.75 + 0.5) / (1.5 + 0.5) = 0.625."""
+    predicted, labels = torch.tensor([0, 1, 1, 1]), torch.tensor([0, 0, 1, 1])
+    assert metrics.train_prior_accuracy(predicted, labels, torch.tensor([3, 1])) == pytest.approx(0.625)
+    assert metrics.train_prior_accuracy(predicted, labels, torch.tensor([0.75, 0.25])) == pytest.approx(0.625)
+
+
+def test_federated_reductions():
+    """Values 1, 0, 0.5 with 1, 3, 4 samples: means 0.5, 3/8, and (2 * 1/4 + 1 * 1/2) / 3 over clusters {0, 1}, {2}."""
+    values, samples = torch.tensor([1.0, 0.0, 0.5]), torch.tensor([1, 3, 4])
+    label = torch.tensor([0, 0, 1])
+    assert metrics.federated(values, samples) == 0.5
+    assert metrics.federated(values, samples, how="sample_weighted") == 0.375
+    assert metrics.federated(values, samples, label, how="cluster_then_client") == pytest.approx(1 / 3)
+    equal = torch.full((3,), 7)
+    assert metrics.federated(values, equal, label, how="cluster_then_client") == pytest.approx(0.5)
+
+
+def two_levels(clients: int = 10, classes: int = 8) -> tuple[Tensor, Tensor]:
+    """Half of the clients have one class each, half all classes evenly."""
+    counts = torch.full((clients, classes), 4)
+    half = clients // 2
+    counts[:half] = 0
+    counts[torch.arange(half), torch.arange(half) % classes] = 32
+    return counts, (torch.arange(clients) >= half).long()
+
+
+def test_two_levels_of_heterogeneity_are_separated():
+    """Single classes (whichever) against uniform labels: WAS is 1 and WADB is 0."""
+    counts, label = two_levels()
+    assert metrics.was(counts, label) == pytest.approx(1.0)
+    assert metrics.wadb(counts, label) == pytest.approx(0.0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1000))
+def test_levels_are_all_that_counts(seed: int):
+    """Neither relabelling each client's classes, nor the names of clusters, nor the number of samples matter."""
+    draw = stream(seed)
+    counts = torch.from_numpy(draw.integers(1, 20, (9, 5)))
+    label = torch.arange(9) % 3
+    shuffled = torch.stack([row[torch.from_numpy(draw.permutation(5))] for row in counts])
+    for metric in (metrics.was, metrics.wadb):
+        value = metric(counts, label)
+        assert metric(shuffled, label) == pytest.approx(value)
+        assert metric(counts, torch.tensor([5, 0, 2])[label]) == pytest.approx(value)
+        assert metric(3 * counts, label) == pytest.approx(value)
+
+
+def test_was_by_hand():
+    """Sorted frequencies on a line at 0, 0.1 | 0.5 (times a factor): s = (0.5-0.1)/0.5, (0.4-0.1)/0.4, singleton 0."""
+    counts = torch.tensor([[50, 50], [60, 40], [100, 0]])
+    value = metrics.was(counts, torch.tensor([0, 0, 1]))
+    assert value == pytest.approx((0.8 + 0.75 + 0.0) / 3)
+
+
+@pytest.mark.parametrize("label", [[0, 0, 0], [0, 1, 2]])
+def test_scores_need_between_two_clusters_and_all_but_one(label: list[int]):
+    """One cluster, or one a client: NaN with the reason."""
+    counts = torch.tensor([[1, 2], [3, 4], [9, 1]])
+    for metric in (metrics.was, metrics.wadb):
+        with pytest.warns(metrics.Undefined, match=rf"at least 2 clusters .* found {len(set(label))}"):
+            assert math.isnan(metric(counts, torch.tensor(label)))
+
+
+def test_coinciding_centroids_are_not_perfect():
+    """scikit-learn's index is 0 for them."""
+    counts = torch.tensor([[3, 1], [1, 3], [3, 1], [1, 3]])
+    with pytest.warns(metrics.Undefined, match="centroids of two clusters coincide"):
+        assert math.isnan(metrics.wadb(counts, torch.tensor([0, 0, 1, 1])))
+
+
+@pytest.mark.parametrize(("a", "b"), [(50, 0), (40, 10), (25, 25), (30, 5)])
+def test_rand_of_two_clusters_over_fifty_fifty(a: int, b: int):
+    """With a and b members of cluster 1 from each half: (2450 + (a - b)^2) / 4950; never below 0.4949."""
+    truth = (torch.arange(100) >= 50).long()
+    label = torch.zeros(100, dtype=torch.int64)
+    label[:a] = 1
+    label[50 : 50 + b] = 1
+    if a + b == 50:
+        assert metrics.rand(truth, label) == pytest.approx((2450 + (a - b) ** 2) / 4950)
+    assert metrics.rand(truth, label) >= 0.4949
+
+
+def test_rand_of_one_cluster():
+    """Pairs of one planted group are kept together, the others are not: 0.4949 for 50/50, 1/3 for 40/30/30."""
+    halves, thirds = (torch.arange(100) >= 50).long(), torch.bucketize(torch.arange(100), torch.tensor([39, 69]))
+    one = torch.zeros(100, dtype=torch.int64)
+    assert metrics.rand(halves, one) == pytest.approx(2450 / 4950)
+    assert metrics.rand(thirds, one) == pytest.approx((780 + 435 + 435) / 4950)
+    assert metrics.adjusted_rand(halves, one) == 0.0
+    assert metrics.adjusted_rand(halves, 1 - halves) == 1.0
+    with pytest.warns(metrics.Undefined, match="no pairs"):
+        assert math.isnan(metrics.rand(one[:1], one[:1]))
+    with pytest.warns(metrics.Undefined, match="no pairs"):
+        assert math.isnan(metrics.adjusted_rand(one[:1], one[:1]))
+
+
+def test_final_and_largest_accuracy():
+    """Both are named, and evaluations that did not happen do not count."""
+    assert metrics.acc_final([0.1, 0.9, 0.5]) == 0.5
+    assert metrics.acc_max([0.1, math.nan, 0.9, 0.5]) == 0.9
+    for metric in (metrics.acc_final, metrics.acc_max):
+        with pytest.warns(metrics.Undefined, match="nothing was evaluated"):
+            assert math.isnan(metric([]))
+
+
+def test_time_to_accuracy():
+    """A method that is the baseline has ratio 1; one twice as fast 2; one that never gets there 0 (time infinite)."""
+    rounds, base = [10, 20, 30, 40], [0.1, 0.2, 0.3, 0.3]
+    assert metrics.time_to_accuracy(rounds, base, 0.3) == 30
+    assert metrics.tta_ratio(rounds, base, rounds, base) == 1.0
+    assert metrics.tta_ratio(rounds, [0.1, 0.35, 0.3, 0.3], rounds, base) == 1.5
+    assert metrics.time_to_accuracy(rounds, [0.1] * 4, 0.3) == math.inf
+    assert metrics.tta_ratio(rounds, [0.1] * 4, rounds, base) == 0.0
+    with pytest.warns(metrics.Undefined, match="the target is undefined"):
+        assert math.isnan(metrics.time_to_accuracy(rounds, base, math.nan))
+
+
+def test_ratios_at_round_zero():
+    """Both at once is 1; a method that starts where the baseline ends has no ratio."""
+    assert metrics.tta_ratio([0, 1], [0.5, 0.5], [0, 1], [0.5, 0.5]) == 1.0
+    with pytest.warns(metrics.Undefined, match="round 0"):
+        assert math.isnan(metrics.tta_ratio([0, 1], [0.6, 0.6], [0, 1], [0.4, 0.5]))
+
+
+def test_total_variance():
+    """Updates (0, 0) and (2, 4): each 1 + 4 from the mean. Equal updates vary by 0; a constant changes nothing."""
+    updates = torch.tensor([[0.0, 0.0], [2.0, 4.0]])
+    assert metrics.total_variance(updates) == 5.0
+    assert metrics.total_variance(updates + 7) == 5.0
+    assert metrics.total_variance(updates[:1].expand(4, 2)) == 0.0
+    with pytest.warns(metrics.Undefined, match="no updates"):
+        assert math.isnan(metrics.total_variance(updates[:0]))
+
+
+def test_no_samples_have_no_accuracy():
+    """An empty test split, and one without a class of the training data."""
+    with pytest.warns(metrics.Undefined, match="no samples"):
+        assert math.isnan(
+            metrics.balanced_accuracy(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+        )
+    with pytest.warns(metrics.Undefined, match="no test sample has a class"):
+        assert math.isnan(metrics.train_prior_accuracy(torch.tensor([1]), torch.tensor([1]), torch.tensor([4, 0])))
