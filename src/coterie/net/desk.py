@@ -1,8 +1,8 @@
 """The desk: what a node has published, and who is waiting for what it has not published yet.
 
-It answers from memory, holds questions about a round that is still to come, and is bounded everywhere: two rounds are
-kept, each asker has few questions open, and old ones are answered that nothing will come. It knows nothing of the
-network; every transport serves from one.
+It answers from memory, holds questions about a round that is still to come, and is bounded everywhere: the last few
+rounds are kept, each asker has few questions open, and old ones are answered that nothing will come. It knows nothing
+of the network; every transport serves from one.
 """
 
 import threading
@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from coterie.errors import TransportError
 from coterie.net.wire import Address, Parcel
 
-KEEP = 2  # rounds with messages: a reader one round behind still gets the message of its own round
+KEEP = 8  # rounds with messages: a slower reader still gets the message of its own round
+KEEP_BYTES = 256 * 1024 * 1024  # two rounds are kept, whatever their size
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Desk:
         """Keep a message (or why there is none) and answer those who wait for it.
 
         Args:
-            address: where it belongs. Of older rounds only the last one with messages is kept.
+            address: where it belongs. Of older rounds only the last few are kept.
             what: the message.
             to: the only node that may have it; "" for every member.
         """
@@ -79,8 +80,7 @@ class Desk:
             self._kept[address] = (to, what)
             if address.round > self._newest:
                 self._newest = address.round
-                rounds = sorted({a.round for a in self._kept})[-KEEP:]
-                self._kept = {a: what for a, what in self._kept.items() if a.round in rounds}
+                self._forget()
             answers = self._settle()
         _give(answers)
 
@@ -142,6 +142,16 @@ class Desk:
         """How many messages are kept and how many questions are open."""
         with self._change:
             return len(self._kept), len(self._waiting)
+
+    def _forget(self) -> None:
+        rounds = sorted({a.round for a in self._kept}, reverse=True)
+        sizes = {r: sum(w.size for a, (_, w) in self._kept.items() if a.round == r and isinstance(w, Parcel))
+                 for r in rounds}  # fmt: skip
+        kept, total = set(rounds[:2]), 0
+        for round in rounds[:KEEP]:
+            total += sizes[round]
+            kept |= {round} if total <= KEEP_BYTES else set()
+        self._kept = {a: what for a, what in self._kept.items() if a.round in kept}
 
     def _open(self, asker: str) -> int:
         return sum(1 for name, _ in self._waiting if name == asker) + self._sending.get(asker, 0)

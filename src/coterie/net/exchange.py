@@ -17,10 +17,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie.errors import ExchangeError, TransportError
-from coterie.exchange import Inbox, InMemory, Message, PeersMissing, Reply, Rule, nbytes_row, read
+from coterie.exchange import Inbox, InMemory, Message, PeersMissing, Reply, Rule, check_peers, nbytes_row, read
 from coterie.net.desk import Missing
 from coterie.net.payload import Template
-from coterie.net.post import Post, RoundMissed
+from coterie.net.post import Post, RoundMissed, gaps
 from coterie.net.transport import Delivery
 from coterie.net.wire import Address
 from coterie.rng import Rng
@@ -42,6 +42,7 @@ class RemoteExchange:
         self.server = post.roster.server == self.name
         self.ids = torch.tensor(post.roster.member(self.name).clients, dtype=torch.int64)
         self._away: frozenset[str] = frozenset()
+        self._odd: frozenset[str] = frozenset()
         self._seen: frozenset[str] = frozenset()
         self._own = InMemory(self.ids, post.roster.population)
         self.begin(Rng(0))
@@ -62,16 +63,21 @@ class RemoteExchange:
         """Say which clients take part in this round."""
         self._own.enter(ids)
 
-    def away(self, names: Iterable[str]) -> None:
-        """Note members that did not answer at the start; they are asked again once their token is seen."""
-        self._away = frozenset(names)
+    def away(self, names: Iterable[str], *, for_good: Iterable[str] = ()) -> None:
+        """Note members that did not answer at the start.
+
+        Args:
+            names: they are asked again once their token is seen.
+            for_good: they run something else and are never asked.
+        """
+        self._away, self._odd = frozenset(names), frozenset(for_good)
 
     def _unreachable(self) -> set[int]:
         """The clients of members that are known to be away, now."""
         alive = self.post.transport.alive()
         self._seen |= alive
         self._away = (self._away | self._seen) - alive
-        return {client for client, name in self.post.host_of.items() if name in self._away}
+        return {client for client, name in self.post.host_of.items() if name in self._away | self._odd}
 
     def reachable(self) -> Bool[Tensor, " population"]:
         """Return which clients can be asked in this round, as far as was known at its beginning."""
@@ -91,11 +97,11 @@ class RemoteExchange:
 
     # ------------------------------------------------------------------ asking
 
-    def _template(self, message: Message) -> Template:
+    def _template(self, message: Message, address: Address) -> Template:
         """How a message like this one looks when it comes from another client."""
         tensors = {"params": message.params, **{f"field.{n}": v for n, v in message.fields.items()}}
         rows = {name: torch.empty(t.shape[1:], dtype=t.dtype, device="meta") for name, t in tensors.items()}
-        return Template.of(rows, halved=frozenset({"params"}))
+        return Template.of(rows, halved=frozenset({"params"}), gaps=gaps(rows, address))
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Publish the message of the hosted clients and ask the chosen peers for theirs: see `Exchange.pull`.
@@ -105,7 +111,7 @@ class RemoteExchange:
         """
         started, number = time.monotonic(), self._next()
         own, message = self._own.active, replace(message, ids=self._own.active)
-        read(message, own, peers, self.roster.population)  # refuses impossible ids before anything is sent
+        check_peers(own, peers, self.roster.population)
         board = self._own.board(message)
         for row, client in enumerate(own.tolist()):
             self.post.publish(self._tensors(message, row), self._at(number, client))
@@ -114,9 +120,15 @@ class RemoteExchange:
         if not self._until:
             self._until = started + self.post.deadline()
         left = max(0.0, self._until - time.monotonic()) if number == 0 else self.post.deadline()
-        lost = self._ask(wanted, number, self._template(message), left)
+        lost = self._ask(wanted, number, self._template(message, self._at(number, -1)), left)
         self.post.traffic.seconds += time.monotonic() - started
-        again = number == 0 and lost and self._redraws < self.post.terms.redraws and time.monotonic() < self._until
+        again = (
+            number == 0
+            and self._rng.round >= 0
+            and lost
+            and self._redraws < self.post.terms.redraws
+            and time.monotonic() < self._until
+        )
         self.post.journal({
             "event": "redraw" if again else "pull", "round": self._rng.round, "exchange": number,
             "readers": own.tolist(), "asked": wanted, "missing": {str(c): why for c, why in lost.items()},
@@ -182,9 +194,8 @@ class RemoteExchange:
         everybody = torch.arange(self.roster.population)
         expected = set((everybody if self._expected is None else self._expected).tolist())
         others = sorted(expected - set(self.ids.tolist()))
-        found = self.post.gather(
-            [replace(address, client=c) for c in others], self._template(message), self.post.deadline()
-        )
+        template = self._template(message, address)
+        found = self.post.gather([replace(address, client=c) for c in others], template, self.post.deadline())
         whole = self._whole(message, [d if isinstance(d, Delivery) else None for _, d in sorted(found.items())])
         assert whole.ids is not None
         lost = {str(c): m.reason for c, m in found.items() if isinstance(m, Missing)}

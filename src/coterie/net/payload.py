@@ -54,6 +54,7 @@ class Template:
         free: tensors whose name starts with this may come besides (a server's extras); "" for none.
         lead: the first axis of those.
         halved: the tensors that travel as float16 under the codec "safetensors-f16".
+        gaps: the tensors that may hold NaN, where it stands for "no value here"; infinity never.
         max_bytes: the payload's largest length.
     """
 
@@ -61,21 +62,29 @@ class Template:
     free: str = ""
     lead: str = ""
     halved: frozenset[str] = frozenset()
+    gaps: frozenset[str] = frozenset()
     max_bytes: int = 1 << 30
 
     @staticmethod
-    def of(tensors: Mapping[str, Tensor], halved: frozenset[str] = frozenset()) -> "Template":
+    def of(
+        tensors: Mapping[str, Tensor], halved: frozenset[str] = frozenset(), gaps: frozenset[str] = frozenset()
+    ) -> "Template":
         """Return the template of messages that look exactly like this one."""
         shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
-        return Template(shapes, halved=halved, max_bytes=sum(t.nbytes for t in tensors.values()) + MAX_HEADER + 8)
+        return Template(
+            shapes, halved=halved, gaps=gaps, max_bytes=sum(t.nbytes for t in tensors.values()) + MAX_HEADER + 8
+        )
 
 
-def encode(tensors: Mapping[str, Tensor], *, half: frozenset[str] = frozenset()) -> bytes:
+def encode(
+    tensors: Mapping[str, Tensor], *, half: frozenset[str] = frozenset(), gaps: frozenset[str] = frozenset()
+) -> bytes:
     """Return tensors as safetensors bytes.
 
     Args:
         tensors: by name.
         half: the names that travel as float16.
+        gaps: the names that may hold NaN.
 
     Raises:
         Refused: when a value is not finite, or does not fit into half precision.
@@ -84,7 +93,7 @@ def encode(tensors: Mapping[str, Tensor], *, half: frozenset[str] = frozenset())
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
         tensor = tensor.half() if name in half else tensor.clone()
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if not _fit_to_use(tensor, name in gaps):
             raise Refused("not_finite", f"{name} holds NaN, infinity or values beyond its type on the wire")
         out[name] = tensor
     return save(out)
@@ -137,6 +146,8 @@ def decode(payload: bytearray, template: Template, *, half: bool = False) -> dic
             raise Refused("layout", f"{name} lies at {begin} to {end}; expected {count * dtype.itemsize} bytes")
         position = end
         out[name] = _tensor(name, payload, start + begin, dtype, shape, count)
+        if not _fit_to_use(out[name], name in template.gaps):
+            raise Refused("not_finite", f"{name} holds NaN or infinity")
         if half and name in template.halved:
             out[name] = out[name].to(template.tensors[name][0])
     if position != len(payload) - start:
@@ -154,10 +165,13 @@ def _tensor(name: str, payload: bytearray, at: int, dtype: torch.dtype, shape: t
         return (raw == 1).reshape(shape)
     if at % dtype.itemsize:
         raise Refused("layout", f"{name} is not aligned")
-    tensor = torch.frombuffer(payload, dtype=dtype, count=count, offset=at).reshape(shape)
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        raise Refused("not_finite", f"{name} holds NaN or infinity")
-    return tensor
+    return torch.frombuffer(payload, dtype=dtype, count=count, offset=at).reshape(shape)
+
+
+def _fit_to_use(tensor: Tensor, gaps: bool) -> bool:
+    if not tensor.is_floating_point():
+        return True
+    return not bool(torch.isinf(tensor).any()) if gaps else bool(torch.isfinite(tensor).all())
 
 
 def _header(payload: bytearray) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...], int, int]], int]:

@@ -64,14 +64,23 @@ class Traffic:
     Args:
         received: messages that arrived.
         bytes: their length on the wire.
-        seconds: time that rounds spent exchanging.
+        seconds: time that rounds spent exchanging, waiting for slower peers included.
+        transfer: time between asking and having, summed over messages.
         missing: how often a message did not arrive, by reason.
     """
 
     received: int = 0
     bytes: int = 0
     seconds: float = 0.0
+    transfer: float = 0.0
     missing: Counter[str] = field(default_factory=Counter)
+
+
+def gaps(tensors: Mapping[str, Tensor], address: Address) -> frozenset[str]:
+    """Return the tensors that may hold NaN: vectors of extras on their way to the server, which are padded with it."""
+    if address.kind != "request":
+        return frozenset()
+    return frozenset(name for name, tensor in tensors.items() if name.startswith("field.") and tensor.ndim)
 
 
 Journal = Callable[[Mapping[str, Any]], None]
@@ -118,9 +127,9 @@ class Post:
         self._closing = threading.Event()
 
     def close(self) -> None:
-        """Stop asking. The transport is closed by whom it belongs to."""
+        """Stop asking. The transport is closed by whom it belongs to, which ends the questions that are open."""
         self._closing.set()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def seal(self, tensors: Mapping[str, Tensor], address: Address, to: str = "") -> Parcel:
         """Encode and sign a message of this node.
@@ -139,6 +148,7 @@ class Post:
             sign=self._sign,
             to=to,
             half=half,
+            gaps=gaps(tensors, address),
             chunk=self.terms.chunk,
         )
 
@@ -164,6 +174,7 @@ class Post:
             self._newest[peer] = found.manifest.inc
             self.traffic.received += 1
             self.traffic.bytes += found.bytes
+            self.traffic.transfer += found.seconds
         else:
             self.traffic.missing[found.reason] += 1
             if found.reason == "gone" and found.round is not None:

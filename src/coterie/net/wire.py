@@ -154,6 +154,7 @@ def seal(
     sign: Callable[[bytes], bytes],
     to: str = "",
     half: frozenset[str] = frozenset(),
+    gaps: frozenset[str] = frozenset(),
     chunk: int = CHUNK,
 ) -> Parcel:
     """Encode and sign one message.
@@ -168,12 +169,13 @@ def seal(
         sign: returns a signature of 64 bytes (r then s, big-endian) by the sender's key.
         to: the only node it is meant for; "" for any member.
         half: names of tensors that travel as float16.
+        gaps: names of tensors that may hold NaN.
         chunk: bytes in a chunk, at most 524288.
 
     Raises:
         Refused: when a value is not finite, or does not fit into half precision.
     """
-    payload = encode(tensors, half=half)
+    payload = encode(tensors, half=half, gaps=gaps)
     manifest = Manifest(
         VERSION, run, peer, inc, address.round, address.exchange, address.client, address.kind, to,
         CODECS[1] if half else CODECS[0], len(payload), chunk, hashlib.sha256(payload).hexdigest(), schema,

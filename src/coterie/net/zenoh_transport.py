@@ -166,6 +166,7 @@ class ZenohTransport:
         self._head: Head | None = None
         self._alive: set[str] = set()
         self._token: Any = None
+        self._leaving = zenoh.CancellationToken()
         self._lock = threading.Lock()
         config = configuration(roster, name, identity, listen=listen, lease=lease)
         try:
@@ -240,6 +241,7 @@ class ZenohTransport:
                 zenoh.handlers.FifoChannel(16),
                 timeout=deadline,
                 consolidation=zenoh.ConsolidationMode.NONE,
+                cancellation_token=self._leaving,
             )
         except zenoh.ZError as error:
             yield None, Missing("unreachable", None, str(error)[:200])
@@ -346,6 +348,7 @@ class ZenohTransport:
             return
         if self._token is not None:
             self._token.undeclare()
+        self._leaving.cancel()
         self.desk.close()
         self._questions.undeclare()
         self._tokens.undeclare()

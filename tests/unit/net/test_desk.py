@@ -50,11 +50,19 @@ def test_a_question_waits_for_its_message(desk):
     assert ask(desk, "c", at(0)) == [parcel("m")]
 
 
-def test_the_round_before_is_kept_and_older_ones_are_gone(desk):
-    for round in (0, 1, 2):
+def test_the_last_eight_rounds_are_kept_and_older_ones_are_gone(desk):
+    for round in range(10):
         desk.publish(at(round), parcel(str(round)))
-    assert ask(desk, "b", at(1)) == [parcel("1")]
-    assert ask(desk, "b", at(0)) == [Missing("gone", 2)]
+    assert ask(desk, "b", at(2)) == [parcel("2")]
+    assert ask(desk, "b", at(1)) == [Missing("gone", 9)]
+    assert desk.load == (8, 0)
+
+
+def test_of_large_messages_fewer_rounds_are_kept_but_two_at_least(desk, monkeypatch):
+    """With room for 150 bytes: messages of 84 bytes leave room for one, so that two are kept all the same."""
+    monkeypatch.setattr("coterie.net.desk.KEEP_BYTES", 150)
+    for round in range(4):
+        desk.publish(at(round), parcel(str(round)))
     assert desk.load == (2, 0)
 
 

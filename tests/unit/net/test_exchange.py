@@ -254,9 +254,30 @@ def test_a_request_is_for_the_server_alone(network):
 
     everywhere((a, b, c), serve)
     request = replace(c._at(0, 1), kind="request")
-    assert c.post.fetch("n1", request, c._template(message(2)), 1.0).reason == "forbidden"
+    assert c.post.fetch("n1", request, c._template(message(2), request), 1.0).reason == "forbidden"
     answer = replace(c._at(0, 1), kind="reply")
-    assert c.post.fetch("n0", answer, c._template(message(2)), 1.0).reason == "forbidden"
+    assert c.post.fetch("n0", answer, c._template(message(2), answer), 1.0).reason == "forbidden"
+
+
+def test_traces_on_their_way_to_the_server_may_have_gaps_and_nothing_else(network):
+    """Loss traces of different lengths are padded with NaN; a model, a scalar or a peer's extra never holds it."""
+    _, (a, b), events = network(2)
+
+    def serve(exchange, samples=1.0, trace=torch.nan):
+        own = Message(torch.ones(1, 4), {"samples": torch.tensor([samples]), "trace": torch.tensor([[1.0, trace]])})
+        return exchange.serve(own, double, torch.zeros(()))
+
+    for round, (samples, arrived) in enumerate([(1.0, [0, 1]), (torch.nan, [0])]):
+        begin(a, round)
+        begin(b, round)
+        with ThreadPoolExecutor() as pool:
+            answers = [pool.submit(serve, a), pool.submit(serve, b, samples)]
+            answers[0].result()
+        assert next(e for e in reversed(events) if e["event"] == "serve")["arrived"] == arrived
+    begin(a, 2)
+    begin(b, 2)
+    publish(b, Message(torch.ones(1, 4), {"trace": torch.tensor([[torch.nan]])}))
+    assert not a.pull(Message(torch.ones(1, 4), {"trace": torch.ones(1, 1)}), torch.tensor([[1]])).mask.any()
 
 
 def test_everybody_learns_the_cohort_from_the_server(network):

@@ -1,0 +1,160 @@
+"""Heads: what a node says of itself when it is asked, signed; and the check that all nodes run the same thing."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from coterie.errors import PeerMismatch
+from coterie.methods.base import Method
+from coterie.models import Layout
+from coterie.net.payload import Refused, strict_json
+from coterie.net.roster import Roster
+from coterie.net.wire import SIGNATURE, VERSION, canonical
+from coterie.settings import Settings
+
+_DOMAIN = b"coterie head 1\n"
+_MAX = 64 * 1024
+_OWN_AFFAIR = ("engine", "block", "device", "checkpoint_seconds", "eval_every")
+STATES = ("starting", "running", "done")
+
+
+@dataclass(frozen=True)
+class Head:
+    """How a node is.
+
+    Args:
+        run: the run's id.
+        peer: who answers.
+        inc: its incarnation.
+        nonce: the asker's, so that an old answer cannot be replayed.
+        round: the round it is in; -1 for the warm-up.
+        state: "starting", "running" or "done".
+        protocol: version of the wire format.
+        study: hash of `settings`.
+        schema: hash of the model's tensors.
+        roster: version of the roster it has.
+        time: its clock, in seconds since 1970.
+        settings: all that must be equal everywhere, as plain values.
+    """
+
+    run: str
+    peer: str
+    inc: int
+    nonce: str
+    round: int
+    state: str
+    protocol: int
+    study: str
+    schema: str
+    roster: int
+    time: float
+    settings: dict
+
+    def seal(self, sign: Callable[[bytes], bytes]) -> bytes:
+        """Return the head as signed bytes."""
+        text = canonical(asdict(self))
+        return sign(_DOMAIN + text) + text
+
+
+def read(data: bytes, verify: Callable[[bytes, bytes], bool], *, run: str, peer: str, nonce: str) -> Head:
+    """Read a head and check that it is this member's and fresh.
+
+    Raises:
+        Refused: when it is not.
+    """
+    signature, text = data[:SIGNATURE], data[SIGNATURE:]
+    if len(text) > _MAX:
+        raise Refused("head", f"{len(text)} bytes; expected at most {_MAX}")
+    if not verify(signature, _DOMAIN + text):
+        raise Refused("signature", f"the head is not signed by {peer}'s key of the roster")
+    document = strict_json(text, "head")
+    if not isinstance(document, dict) or set(document) != {f.name for f in fields(Head)}:
+        raise Refused("head", "it has not the keys of a head")
+    for field in fields(Head):
+        if type(document[field.name]) is not field.type:
+            raise Refused("head", f"{field.name} is not of type {field.type}")
+    head = Head(**document)
+    if (head.run, head.peer, head.nonce) != (run, peer, nonce):
+        raise Refused("head", f"it is of {head.peer[:64]} in run {head.run[:64]}, or answers another question")
+    if head.state not in STATES or not -1 <= head.round < 1 << 31:
+        raise Refused("head", f"state {head.state[:20]!r} in round {head.round}")
+    return head
+
+
+def settings_of(method: Method, settings: Settings, seed: int, model: str, population: int) -> dict[str, Any]:
+    """Return all that must be equal on every node of a run, as a flat table of plain values.
+
+    Args:
+        method: with its hyperparameters.
+        settings: of the run; what only changes the speed or one node's files is left out.
+        seed: of all random streams.
+        model: what clients train, in words.
+        population: how many clients there are.
+    """
+    out: dict[str, Any] = {"method": method.kind, "seed": seed, "model": model, "population": population}
+    out |= _flat("method.", dataclasses.asdict(method))
+    out |= {k: v for k, v in _flat("", dataclasses.asdict(settings)).items() if k not in _OWN_AFFAIR}
+    return out
+
+
+def _flat(prefix: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            out |= _flat(f"{prefix}{key}.", value)
+        else:
+            out[prefix + key] = value if isinstance(value, str | int | float | bool | None) else str(value)
+    return out
+
+
+def study_hash(settings: Mapping[str, Any]) -> str:
+    """Return the hash of what must be equal everywhere."""
+    return hashlib.sha256(canonical(dict(settings))).hexdigest()
+
+
+def schema_hash(layout: Layout) -> str:
+    """Return the hash of a model's tensors: names, shapes, type, and which of them are trained."""
+    slots = [[slot.name, list(slot.shape)] for slot in layout.slots]
+    return hashlib.sha256(canonical([slots, str(layout.dtype), layout.trainable])).hexdigest()
+
+
+def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """Name the settings in which two nodes differ, with both values; "" when there are none."""
+    keys = [k for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k)]
+    told = [f"{k} is {theirs.get(k)!r} there and {mine.get(k)!r} here" for k in keys[:4]]
+    return "; ".join(told) + ("; and more" if len(keys) > 4 else "")
+
+
+def check_study(roster: Roster, settings: Mapping[str, Any], schema: str, others: Mapping[str, Head]) -> list[str]:
+    """Check that this node runs what the roster says, and return the members that do not.
+
+    The roster decides who is wrong: a node that differs from it stops, one that meets a node that differs goes on
+    without that one. With a roster that names no study, any difference stops a node.
+
+    Args:
+        roster: signed by the organiser.
+        settings: this node's, from `settings_of`.
+        schema: this node's, from `schema_hash`.
+        others: the heads of the members met.
+
+    Raises:
+        PeerMismatch: naming the settings and both values.
+    """
+    mine = study_hash(settings)
+    odd = [n for n, h in others.items() if h.study != mine or h.schema != schema or h.protocol != VERSION]
+    agree = [n for n, h in others.items() if roster.study and h.study == roster.study]
+    for what, found, expected in (("study", mine, roster.study), ("model schema", schema, roster.schema)):
+        if expected and found != expected:
+            name = next(iter(agree), "")
+            text = difference(settings, others[name].settings) if name else ""
+            raise PeerMismatch(
+                f"this node has {what} {found[:16]}, the roster of run {roster.run} has {expected[:16]}"
+                + (f"; compared with {name}: {text}" if text else "; use the study file of the roster")
+            )
+    if odd and not roster.study:
+        name = odd[0]
+        text = difference(settings, others[name].settings) or f"model schema {others[name].schema[:16]}"
+        raise PeerMismatch(f"{name} runs something else than {roster.run} here: {text}")
+    return odd

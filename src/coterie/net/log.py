@@ -1,0 +1,93 @@
+"""What a node tells its operator: one JSON line an event on stderr, and numbers for Prometheus on request."""
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+
+
+@dataclass
+class Log:
+    """Writes events as JSON lines. Keys and weights never occur in them.
+
+    Args:
+        node: who writes.
+        level: the least level that is written.
+        stream: where: has `write` and `flush`.
+        round: the round that is going on; kept up to date by the node.
+        clock: seconds since 1970.
+    """
+
+    node: str
+    level: str = "info"
+    stream: Any = field(default_factory=lambda: sys.stderr)
+    round: int = -1
+    clock: Callable[[], float] = time.time
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def __call__(self, event: str, *, level: str = "info", **details: Any) -> None:
+        """Write one event."""
+        if LEVELS[level] < LEVELS[self.level]:
+            return
+        line = {"time": round(self.clock(), 3), "level": level, "node": self.node, "round": self.round, "event": event}
+        text = json.dumps({**line, **details}, default=str)
+        with self._lock:
+            self.stream.write(text + "\n")
+            self.stream.flush()
+
+
+Sample = tuple[str, str, dict[str, str], float]
+"""(name, help, labels, value) of one number for Prometheus."""
+
+
+def exposition(samples: Iterable[Sample]) -> str:
+    """Return numbers in the text format of Prometheus."""
+    lines, seen = [], set()
+    for name, text, labels, value in samples:
+        if name not in seen:
+            seen.add(name)
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+        inner = ",".join(f'{key}="{value_}"' for key, value_ in sorted(labels.items()))
+        lines.append(f"{name}{{{inner}}} {value}" if inner else f"{name} {value}")
+    return "\n".join(lines) + "\n"
+
+
+class MetricsServer:
+    """Answers http://127.0.0.1:PORT/metrics; on loopback only.
+
+    Args:
+        port: where; 0 for any free one.
+        collect: returns the numbers, now.
+    """
+
+    def __init__(self, port: int, collect: Callable[[], Iterable[Sample]]) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                found = self.path == "/metrics"
+                body = exposition(collect()).encode() if found else b"see /metrics\n"
+                self.send_response(200 if found else 404)
+                self.send_header("Content-Type", "text/plain; version=0.0.4")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Write nothing: the log is for the run."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, name="coterie-metrics")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()

@@ -1,0 +1,359 @@
+"""Node: the run's own loop, with this node's clients and an exchange over the network.
+
+It meets the others, goes through the rounds, catches up when it fell behind, writes what a simulation writes (its own
+rows) after every round, and stays until the others have what they need of its last round. Killed at any moment, it
+goes on from its checkpoint as a new incarnation.
+"""
+
+import json
+import os
+import secrets
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie import checkpoint
+from coterie.errors import ConfigError, TransportError
+from coterie.federation import Federation
+from coterie.loop import Loop
+from coterie.methods.base import Method, Round
+from coterie.models import ModelSource, source
+from coterie.net import head as heads
+from coterie.net import identity as identities
+from coterie.net.desk import Missing
+from coterie.net.exchange import RemoteExchange
+from coterie.net.head import Head
+from coterie.net.log import Log, Sample
+from coterie.net.payload import Refused
+from coterie.net.post import Post, RoundMissed, Terms
+from coterie.net.roster import Roster
+from coterie.net.transport import Transport
+from coterie.net.wire import VERSION
+from coterie.record import Record, write_atomically
+from coterie.rng import Rng
+from coterie.settings import DTYPES, Settings
+from coterie.task import Task
+
+ARRIVALS = "arrivals.jsonl"
+_LEAST_DEADLINE = 30.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all nodes of a run have in common.
+
+    Args:
+        method: what happens in a round.
+        settings: how the run goes.
+        model: what clients train.
+        model_name: the model in words, the same on every node.
+        seed: of all random streams.
+    """
+
+    method: Method
+    settings: Settings
+    model: ModelSource
+    model_name: str
+    seed: int = 0
+
+    def task(self, federation: Federation, clusters: Tensor | None = None) -> Task:
+        """Return the task of a node's rows."""
+        settings = self.settings
+        return Task(
+            federation.host(federation.ids),
+            self.method.model(source(self.model, federation.features, federation.outputs)),
+            init=settings.init,
+            buffers=settings.buffers,
+            engine=settings.engine,
+            block=settings.block,
+            dtype=DTYPES[settings.dtype],
+            device=settings.device,
+            clusters=clusters,
+        )
+
+    def agreed(self, population: int) -> dict[str, Any]:
+        """Return what must be equal on every node."""
+        return heads.settings_of(self.method, self.settings, self.seed, self.model_name, population)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How a node waits for others.
+
+    Args:
+        start: seconds to wait at the start for members that do not answer yet.
+        linger: seconds to stay at the end for members that are not done and do not go on.
+        ask: seconds to wait for the answer to "how are you?".
+        poll: seconds between two such questions.
+    """
+
+    start: float = 60.0
+    linger: float = 120.0
+    ask: float = 2.0
+    poll: float = 0.5
+
+
+class NodeLoop(Loop):
+    """The run's loop, in which members that are away cannot be chosen."""
+
+    def _context(self, index: int, rows: Tensor, cohort: Tensor) -> Round:
+        rnd = super()._context(index, rows, cohort)
+        assert isinstance(self.exchange, RemoteExchange)
+        return rnd if self.method.server else replace(rnd, reachable=rnd.reachable & self.exchange.reachable())
+
+
+class Node:
+    """One member of a run.
+
+    Args:
+        plan: what all nodes have in common.
+        federation: this node's own rows, in a population of the roster's size.
+        roster: the members.
+        transport: how messages travel; closed by whom it belongs to.
+        sign: signs bytes with this node's key.
+        folder: of this node's run; a killed node goes on from its checkpoint there.
+        terms: deadlines and options of the exchange; a deadline of 0 is measured (see `deadline`).
+        patience: how it waits for others.
+        log: where events go.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        federation: Federation,
+        roster: Roster,
+        transport: Transport,
+        sign: Callable[[bytes], bytes],
+        folder: Path,
+        *,
+        terms: Terms | None = None,
+        patience: Patience | None = None,
+        log: Log | None = None,
+    ) -> None:
+        self.plan, self.roster, self.transport, self.folder = plan, roster, transport, folder
+        self.patience, self.log = patience or Patience(), log or Log(transport.name)
+        self._sign, self._stop, self._state = sign, threading.Event(), "starting"
+        self._check(federation)
+        clusters = torch.tensor(roster.clusters or [-1] * roster.population)
+        self.task = plan.task(federation, clusters[federation.ids] if "truth" in plan.method.needs else None)
+        self.schema, self.settings = heads.schema_hash(self.task.layout), plan.agreed(roster.population)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.incarnation = self._new_incarnation()
+        self._journal_file = (folder / ARRIVALS).open("a")
+        self.post = Post(
+            transport, replace(roster, schema=self.schema), sign, incarnation=self.incarnation,
+            terms=terms or Terms(), deadline=self.deadline, journal=self._journal,
+        )  # fmt: skip
+        self.exchange = RemoteExchange(self.post)
+        self.loop = NodeLoop(self.task, plan.method, self.exchange, plan.settings, Rng(plan.seed), Record(clusters))
+        self._identity = checkpoint.identity(plan.method, plan.settings, plan.seed, federation, self.task)
+        self._earlier = checkpoint.load(folder, self.loop, self._identity)
+        self._started, self._local = time.perf_counter(), [0.0]
+
+    def _check(self, federation: Federation) -> None:
+        own = sorted(self.roster.member(self.transport.name).clients)
+        if sorted(federation.ids.tolist()) != own or federation.population != self.roster.population:
+            raise ConfigError(
+                f"the data are of clients {federation.ids.tolist()[:10]} of {federation.population}; on the roster "
+                f"{self.transport.name} hosts {own[:10]} of {self.roster.population}"
+            )
+        if "truth" in self.plan.method.needs and not self.roster.clusters:
+            raise ConfigError(f"{self.plan.method.kind} needs the planted clusters; this roster names none")
+        if self.plan.method.server and not self.roster.server:
+            raise ConfigError(f"{self.plan.method.kind} needs a server; this roster names none")
+        if self.plan.settings.schedule != "synchronous":
+            raise ConfigError(
+                f"schedule is {self.plan.settings.schedule!r}; between machines there is only 'synchronous'"
+            )
+
+    def _new_incarnation(self) -> int:
+        path = self.folder / "incarnation.json"
+        before = json.loads(path.read_text())["incarnation"] if path.exists() else 0
+        now = max(before + 1, int(time.time()))
+        write_atomically(path, json.dumps({"incarnation": now}).encode())
+        return now
+
+    def _journal(self, event: Mapping[str, Any]) -> None:
+        """Keep what arrived, for replay, and tell the operator."""
+        self._journal_file.write(json.dumps(event) + "\n")
+        self._journal_file.flush()
+        details = {k: v for k, v in event.items() if k not in ("event", "round")}
+        self.log(str(event["event"]), level="warning" if details.get("missing") else "debug", **details)
+
+    def deadline(self) -> float:
+        """Return how long a round waits: as set, or three transfers and two trainings, half a minute at least."""
+        if self.post.terms.deadline:
+            return self.post.terms.deadline
+        traffic = self.post.traffic
+        transfer = traffic.transfer / traffic.received if traffic.received else 0.0
+        return max(_LEAST_DEADLINE, 3 * transfer + 2 * statistics.median(self._local))
+
+    # ------------------------------------------------------------------ meeting the others
+
+    def _head(self, nonce: str) -> bytes:
+        return Head(
+            self.roster.run, self.transport.name, self.incarnation, nonce, self.loop.next_round, self._state, VERSION,
+            heads.study_hash(self.settings), self.schema, self.roster.version, time.time(), self.settings,
+        ).seal(self._sign)  # fmt: skip
+
+    def ask_heads(self, names: Iterable[str]) -> dict[str, Head]:
+        """Ask members how they are; return what those said that answered."""
+
+        def one(name: str) -> Head | None:
+            nonce = secrets.token_hex(8)
+            data = self.transport.head(name, nonce, self.patience.ask)
+            if isinstance(data, Missing):
+                return None
+            key = identities.public_key(self.roster.member(name).key)
+            try:
+                return heads.read(
+                    data, lambda s, d: identities.verify(key, s, d), run=self.roster.run, peer=name, nonce=nonce
+                )
+            except Refused as refused:
+                self.log("refused", level="warning", peer=name, code=refused.code, text=str(refused))
+                return None
+
+        with ThreadPoolExecutor(8, "coterie-heads") as pool:
+            names = list(names)
+            return {n: h for n, h in zip(names, pool.map(one, names), strict=True) if h is not None}
+
+    @property
+    def others(self) -> list[str]:
+        """The other members."""
+        return [m.name for m in self.roster.members if m.name != self.transport.name]
+
+    def meet(self) -> bool:
+        """Wait for the other members and check that they run the same.
+
+        Returns:
+            Whether they are on their way already, so that this node has to catch up.
+
+        Raises:
+            PeerMismatch: when this node runs something else than the roster says.
+        """
+        self.transport.serve_head(self._head)
+        until, met = time.monotonic() + self.patience.start, {}
+        while len(met) < len(self.others):
+            met |= self.ask_heads(n for n in self.others if n not in met)
+            if time.monotonic() > until or any(h.state == "running" and h.round > 0 for h in met.values()):
+                break
+            if len(met) < len(self.others) and self._stop.wait(self.patience.poll):
+                break
+        odd = heads.check_study(self.roster, self.settings, self.schema, met)
+        for name in odd:
+            text = heads.difference(self.settings, met[name].settings)
+            self.log("mismatch", level="error", peer=name, text=text or "another model or wire format")
+        self.exchange.away([n for n in self.others if n not in met], for_good=odd)
+        absent = sorted(set(self.others) - set(met))
+        self.log("met", peers=sorted(met), absent=absent, resumes=self.loop.next_round)
+        self._journal({"event": "start", "round": self.loop.next_round, "incarnation": self.incarnation})
+        self._state = "running"
+        return any(h.round > max(self.loop.next_round, 0) + 1 for h in met.values()) or self.loop.next_round >= 0
+
+    def _catch_up(self) -> None:
+        """Jump to the round of the others: they do not wait for one that fell behind."""
+        self.post.ahead = None
+        rounds = [h.round for h in self.ask_heads(self.others).values() if h.state != "done"]
+        target = int(statistics.median_high(rounds)) if rounds else -1
+        if target > self.loop.next_round >= 0:
+            self.log("catch_up", level="warning", came_from=self.loop.next_round, goes_to=target)
+            self.loop.next_round = min(target, self.plan.settings.rounds)
+
+    # ------------------------------------------------------------------ the run
+
+    def run(self) -> None:
+        """Go through the run, from the checkpoint or the start to the end."""
+        behind = self.meet()
+        if self.loop.next_round < 0 and not self._stop.is_set():
+            self._step()
+        if behind:
+            self._catch_up()
+        while not self.loop.finished and not self._stop.is_set():
+            self._step()
+        if self._stop.is_set():
+            self.log("stopped", resumes=self.loop.next_round)
+            return
+        self._state = "done" if not self.plan.method.server else "running"
+        self.loop.final()
+        checkpoint.finish(self.folder, self.loop, self._identity, self._timing())
+        self._state = "done"
+        self.log("done", received=self.post.traffic.received, bytes=self.post.traffic.bytes)
+        self._linger()
+
+    def _step(self) -> None:
+        index, exchanging, began = self.loop.next_round, self.post.traffic.seconds, time.perf_counter()
+        self.log.round = index
+        try:
+            self.loop.step()
+        except RoundMissed as missed:
+            if index < 0 and type(self.plan.method).enrol is not Method.enrol:
+                raise TransportError(
+                    f"{self.plan.method.kind} enrols its clients before the first round, and this node came too late"
+                ) from None
+            self.log("round_missed", level="warning", text=str(missed))
+            self._journal({"event": "missed", "round": index})
+            self.loop.next_round = index + 1
+        seconds = time.perf_counter() - began
+        exchanging = self.post.traffic.seconds - exchanging
+        self._local = [*self._local[-20:], seconds - exchanging]
+        checkpoint.save(self.folder, self.loop, self._identity, self._timing())
+        self._journal({"event": "round", "round": index})
+        values: dict[str, Any] = {name: float(value.nanmean()) for name, value in self.loop.validation.items()}
+        self.log("round", seconds=seconds, exchanging=exchanging, **values)
+        if self.post.ahead is not None and self.post.ahead > self.loop.next_round:
+            self._catch_up()
+
+    def _timing(self) -> dict[str, float]:
+        return {
+            "wall_s": time.perf_counter() - self._started + self._earlier.get("wall_s", 0.0),
+            "train_s": self.task.train_seconds + self._earlier.get("train_s", 0.0),
+            "train_samples": self.loop.train_samples,
+        }
+
+    def _linger(self) -> None:
+        """Stay while others are on their way, so that nobody misses what this node has to say."""
+        seen, until = {}, time.monotonic() + self.patience.linger
+        while time.monotonic() < until:
+            found = {n: (h.state, h.round) for n, h in self.ask_heads(self.others).items()}
+            if all(state != "running" for state, _ in found.values()):
+                return
+            if found != seen:
+                seen, until = found, time.monotonic() + self.patience.linger
+            if self._stop.wait(self.patience.poll):
+                return
+
+    def stop(self) -> None:
+        """End after the round that is going on; from a signal handler or another thread."""
+        self._stop.set()
+
+    def close(self) -> None:
+        """Stop asking and close the journal. What the transport holds is its owner's."""
+        self._stop.set()
+        self.post.close()
+        self._journal_file.close()
+
+    def samples(self) -> list[Sample]:
+        """Return numbers for Prometheus."""
+        traffic, labels = self.post.traffic, {"node": self.transport.name}
+        out: list[Sample] = [
+            ("coterie_round", "round that is going on", labels, self.loop.next_round),
+            ("coterie_peers_alive", "members whose token is seen", labels, len(self.transport.alive())),
+            ("coterie_received_total", "messages received", labels, traffic.received),
+            ("coterie_received_bytes_total", "bytes received", labels, traffic.bytes),
+            ("coterie_exchange_seconds_total", "time spent exchanging", labels, traffic.seconds),
+        ]
+        for reason, number in sorted(traffic.missing.items()):
+            out.append(("coterie_missing_total", "messages missing", {**labels, "reason": reason}, number))
+        for name, value in self.loop.validation.items():
+            mean = float(value.nanmean())
+            out.append((f"coterie_validation_{name}", "newest, mean over clients", labels, mean))
+        out.append(("coterie_process_id", "id of the process", labels, os.getpid()))
+        return out

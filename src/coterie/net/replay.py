@@ -1,0 +1,168 @@
+"""Replay: a run between machines, failures included, once more in the simulator.
+
+Every node keeps a journal of what it asked for and what arrived. With those and the data, the simulator goes through
+the same rounds: who took part, whom each could reach, what it received. Peer-to-peer methods only.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from coterie.errors import DataError
+from coterie.exchange import Inbox, InMemory, Message
+from coterie.federation import Federation
+from coterie.loop import Loop
+from coterie.methods.base import Round
+from coterie.net.node import ARRIVALS, Plan
+from coterie.record import Record
+from coterie.rng import Rng
+
+
+@dataclass
+class Arrivals:
+    """What happened to each client in each round.
+
+    Args:
+        completed: (round, client) pairs of rounds that were gone through.
+        asked: (round, exchange, client) -> (clients that could not be reached, clients whose message arrived).
+    """
+
+    completed: set[tuple[int, int]] = field(default_factory=set)
+    asked: dict[tuple[int, int, int], tuple[set[int], set[int]]] = field(default_factory=dict)
+
+    def active(self, round: int) -> set[int]:
+        """Return who went through a round, and who began it and was read by others before it failed."""
+        read = {c for (r, _, _), (_, arrived) in self.asked.items() if r == round for c in arrived}
+        return read | {c for r, c in self.completed if r == round}
+
+
+def read_arrivals(files: Mapping[Path, Iterable[int]]) -> Arrivals:
+    """Read the journals of all nodes.
+
+    Args:
+        files: the journal of each node, and the clients it hosts.
+
+    Raises:
+        DataError: when a journal is not one.
+    """
+    out = Arrivals()
+    for path, clients in files.items():
+        lines = path.read_text().splitlines()
+        for number, line in enumerate(lines):
+            try:
+                _take(out, json.loads(line), tuple(clients))
+            except (ValueError, KeyError, TypeError) as error:
+                if number + 1 < len(lines):  # a node killed while it wrote leaves half a line at the end
+                    raise DataError(f"{path} line {number + 1} is no event of a journal: {error}") from error
+    return out
+
+
+def _take(out: Arrivals, event: Mapping[str, Any], clients: tuple[int, ...]) -> None:
+    round = int(event["round"])
+    if event["event"] == "pull":
+        for client in event["readers"]:
+            unreachable, arrived = set(event["unreachable"]), set(event["arrived"])
+            out.asked[round, int(event["exchange"]), client] = unreachable, arrived
+    elif event["event"] == "round":
+        out.completed |= {(round, client) for client in clients}
+    elif event["event"] == "start" and round > 0:  # its checkpoint says that the round before was completed
+        out.completed |= {(round - 1, client) for client in clients}
+    elif event["event"] == "missed":
+        out.completed -= {(round, client) for client in clients}
+
+
+class Replayed(InMemory):
+    """An exchange in which arrives what arrived."""
+
+    def __init__(self, ids: Int[Tensor, " clients"], population: int, arrivals: Arrivals) -> None:
+        super().__init__(ids, population)
+        self.arrivals, self._round, self._pull = arrivals, -1, 0
+
+    def begin(self, rng: Rng) -> None:
+        """Start a round."""
+        super().begin(rng)
+        self._round, self._pull = rng.round, 0
+
+    def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
+        """Read what is on record as having arrived."""
+        number, self._pull = self._pull, self._pull + 1
+        arrived = torch.zeros_like(peers, dtype=torch.bool)
+        for row, client in enumerate(self.active.tolist()):
+            came = self.arrivals.asked.get((self._round, number, client), (set(), set()))[1] | set(self.hosted(client))
+            arrived[row] = torch.tensor([p in came for p in peers[row].tolist()], dtype=torch.bool)
+        inbox = super().pull(message, peers)
+        mask = inbox.mask & arrived
+        return replace(inbox, mask=mask, bytes=inbox.bytes * mask)
+
+    def hosted(self, client: int) -> tuple[int, ...]:
+        """Return the clients on the same node; their messages need no network."""
+        return self.neighbours.get(client, ())
+
+    neighbours: Mapping[int, tuple[int, ...]] = {}
+
+
+class ReplayLoop(Loop):
+    """The run's loop with the participants and the reachable peers on record."""
+
+    def _context(self, index: int, rows: Tensor, cohort: Tensor) -> Round:
+        rnd = super()._context(index, rows, cohort)
+        return replace(rnd, reachable=self._reachable(index, rnd.reachable, rnd.ids))
+
+    def _reachable(self, index: int, everybody: Tensor, ids: Tensor) -> Bool[Tensor, "clients population"]:
+        assert isinstance(self.exchange, Replayed)
+        out = everybody.expand(len(ids), -1).clone()
+        for row, client in enumerate(ids.tolist()):
+            away = self.exchange.arrivals.asked.get((index, 0, client), (set(), set()))[0]
+            out[row, list(away)] = False
+        return out
+
+    def _round(self, index: int) -> None:
+        """Do one round; who did not complete it has published, and keeps its state."""
+        assert isinstance(self.exchange, Replayed)
+        arrivals, rng = self.exchange.arrivals, self.rng.at(index)
+        self.exchange.begin(rng)
+        cohort = self._cohort(rng)
+        chosen = set(cohort.tolist()) & arrivals.active(index)
+        ids = self.task.ids.tolist()
+        rows = torch.tensor([r for r, c in enumerate(ids) if c in chosen and not bool(self.tracker.stopped[r])])
+        rows = rows.to(torch.int64)
+        self.exchange.enter(self.task.ids[rows])
+        if not len(rows):
+            self._after(index, rows, {})
+            return
+        new, info = self.method.round(self._context(index, rows, cohort), self.state.take(rows))
+        kept = torch.tensor([k for k, r in enumerate(rows.tolist()) if (index, ids[r]) in arrivals.completed])
+        kept = kept.to(torch.int64)
+        self.state = self.state.put(rows[kept], new.take(kept))
+        info = {name: value[kept] for name, value in info.items()}
+        self.record.add_edges(index, self.task.ids[rows[kept]], info)
+        self._after(index, rows[kept], info)
+
+
+def replay(plan: Plan, federation: Federation, folders: Mapping[Path, Iterable[int]]) -> Loop:
+    """Go through a recorded run in the simulator and evaluate it.
+
+    Args:
+        plan: what all nodes had in common.
+        federation: the data of all clients, with the planted clusters when the method needs them.
+        folders: the folder of each node's run, and the clients it hosted.
+
+    Returns:
+        The loop at its end: its models are in `tracker.best` and `state.params`, its results in `record`.
+    """
+    arrivals = read_arrivals({Path(folder) / ARRIVALS: clients for folder, clients in folders.items()})
+    truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
+    task = plan.task(federation, truth if "truth" in plan.method.needs else None)
+    exchange = Replayed(federation.ids, federation.population, arrivals)
+    exchange.neighbours = {c: tuple(group) for group in folders.values() for c in group}
+    loop = ReplayLoop(task, plan.method, exchange, plan.settings, Rng(plan.seed), Record(truth))
+    while not loop.finished:
+        loop.step()
+    loop.final()
+    return loop

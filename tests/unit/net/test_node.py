@@ -1,0 +1,269 @@
+"""Nodes over the in-process twin: parity with the simulation, restarts, late joiners, replay, mismatches."""
+
+import io
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from coterie.errors import ConfigError, PeerMismatch
+from coterie.loop import Loop
+from coterie.methods import METHODS
+from coterie.net import local
+from coterie.net.head import study_hash
+from coterie.net.log import Log, exposition
+from coterie.net.node import Node, Patience, Plan
+from coterie.net.post import Terms
+from coterie.net.replay import replay
+from coterie.net.transport import Hub, InProcess
+from coterie.run import simulate
+from coterie.testing import tiny_federation, tiny_settings
+
+FEDERATION = tiny_federation()
+
+
+class Network:
+    """Six nodes with one client each, inside one program."""
+
+    def __init__(self, folder: Path, plan: Plan, **roster) -> None:
+        self.folder, self.plan, self.hub = folder, plan, Hub()
+        server = "n0" if plan.method.server else ""
+        who, self.keys = local.members([[i] for i in range(6)], server=server)
+        truth = FEDERATION.truth
+        assert truth is not None
+        self.roster = replace(who, clusters=tuple(truth.cluster.tolist()), **roster)
+        self.nodes: dict[int, Node] = {}
+        self.logs: dict[int, io.StringIO] = {}
+
+    def node(self, number: int, plan: Plan | None = None, start: float = 20.0) -> Node:
+        """Start (or restart) a node."""
+        name = f"n{number}"
+        self.logs[number] = io.StringIO()
+        self.nodes[number] = Node(
+            plan or self.plan,
+            FEDERATION.host([number]),
+            self.roster,
+            InProcess(self.hub, name),
+            local.signer(self.keys[number]),
+            self.folder / name,
+            terms=Terms(deadline=20.0),
+            patience=Patience(start=start, linger=20.0, ask=2.0, poll=0.02),
+            log=Log(name, stream=self.logs[number]),
+        )
+        return self.nodes[number]
+
+    def run(self) -> None:
+        """Run all nodes to their end."""
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(Node.run, [self.nodes.get(i) or self.node(i) for i in range(6)]))
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            node.close()
+            node.transport.close()
+
+    def events(self, number: int) -> list[dict]:
+        return [json.loads(line) for line in self.logs[number].getvalue().splitlines()]
+
+    def replayed(self) -> Loop:
+        return replay(self.plan, FEDERATION, {self.folder / f"n{i}": [i] for i in range(6)})
+
+
+@pytest.fixture
+def networks(tmp_path) -> Iterator:
+    made = []
+
+    def make(kind: str, **settings) -> Network:
+        plan = Plan(METHODS[kind](), tiny_settings(**settings), "linear", "linear", seed=3)
+        made.append(Network(tmp_path, plan))
+        return made[-1]
+
+    yield make
+    for network in made:
+        network.close()
+
+
+def table(frame: pd.DataFrame) -> pd.DataFrame:
+    frame = frame.astype({c: str for c in frame.columns if frame[c].dtype == "category"})
+    return frame.sort_values(list(frame.columns)).reset_index(drop=True)
+
+
+def joined(network: Network, what: str) -> pd.DataFrame:
+    return table(pd.concat([getattr(node.loop.record, what) for node in network.nodes.values()]))
+
+
+@pytest.mark.parametrize("kind", ["random", "oracle", "fedavg", "fedgwc"])
+def test_nodes_end_with_the_same_bits_as_the_simulation(networks, kind):
+    """The same peers in every round, the same metrics, the same models, whoever hosts whom."""
+    network = networks(kind)
+    network.run()
+    plan = network.plan
+    run = simulate(FEDERATION, plan.method, model="linear", settings=plan.settings, seed=3)
+    best = torch.cat([network.nodes[i].loop.tracker.best for i in range(6)])
+    assert torch.equal(best, run.params)
+    assert joined(network, "edges").equals(table(run.edges))
+    assert joined(network, "metrics").equals(table(run.metrics))
+
+
+def test_clients_that_stop_early_end_with_the_same_models_as_in_the_simulation(networks):
+    """Who stopped is done and goes on answering; the others read its best model to the end."""
+    network = networks("random", patience=1, rounds=6)
+    network.run()
+    plan = network.plan
+    run = simulate(FEDERATION, plan.method, model="linear", settings=plan.settings, seed=3)
+    rounds = {node.loop.next_round for node in network.nodes.values()}
+    assert len(rounds) > 1, "the problem is one in which clients stop at different times"
+    assert torch.equal(torch.cat([network.nodes[i].loop.tracker.best for i in range(6)]), run.params)
+
+
+def crash_in(node: Node, round: int) -> None:
+    """Let a node fail in a round, after it has published."""
+    task = node.loop.task
+    train = task.train
+
+    def fail(params, rng, *rest, **options):
+        if rng.round == round:
+            raise KeyboardInterrupt
+        return train(params, rng, *rest, **options)
+
+    task.train = fail
+
+
+def test_a_node_that_is_killed_comes_back_and_the_run_can_be_replayed(networks):
+    """It fails in round 1 with its message published, restarts from its checkpoint, catches up and takes part again.
+
+    The others draw replacements. The simulator, given the journals, ends with the same models to the last bit.
+    """
+    network = networks("random", rounds=8)
+    crash_in(network.node(4), 1)
+
+    def life(number: int) -> None:
+        node = network.nodes.get(number) or network.node(number)
+        if number != 4:
+            return node.run()
+        with pytest.raises(KeyboardInterrupt):
+            node.run()
+        node.close()
+        node.transport.close()
+        return network.node(4).run()
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(life, range(6)))
+    again = network.nodes[4]
+    assert again.incarnation > 0
+    assert any(e["event"] == "met" and e["resumes"] == 1 for e in network.events(4))
+    loop = network.replayed()
+    for number, node in network.nodes.items():
+        assert torch.equal(node.loop.state.params[0], loop.state.params[number])
+        assert torch.equal(node.loop.tracker.best[0], loop.tracker.best[number])
+    mine = table(again.loop.record.metrics)
+    theirs = table(loop.record.metrics)
+    there = theirs[(theirs["client"] == 4) & theirs["round"].isin(mine["round"])]  # the rounds it did not miss
+    assert mine.equals(there.reset_index(drop=True))
+
+
+def test_a_late_joiner_takes_part_from_the_round_of_the_others(networks):
+    """It trains its warm-up alone, jumps to the others' round, and the replay agrees."""
+    network = networks("random", rounds=12)
+    early = [network.node(i, start=0.1) for i in range(5)]
+    slow = early[0].loop.task.train
+
+    def wait_for_the_last(params, rng, *rest, **options):
+        if rng.round == 3:
+            while "n5" not in network.hub.nodes or not network.hub.nodes["n5"]._announced:
+                early[0]._stop.wait(0.01)
+        return slow(params, rng, *rest, **options)
+
+    early[0].loop.task.train = wait_for_the_last
+
+    def life(number: int) -> None:
+        if number < 5:
+            return early[number].run()
+        while early[0].loop.next_round < 3:
+            early[0]._stop.wait(0.01)
+        return network.node(5).run()
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(life, range(6)))
+    jumps = [e for e in network.events(5) if e["event"] == "catch_up"]
+    assert jumps
+    assert jumps[0]["goes_to"] >= 2
+    read = pd.concat([node.loop.record.edges for n, node in network.nodes.items() if n != 5])["read"]
+    assert (read == 5).any(), "the others read it"
+    loop = network.replayed()
+    for number, node in network.nodes.items():
+        assert torch.equal(node.loop.state.params[0], loop.state.params[number])
+
+
+def test_a_node_with_another_method_is_turned_away_and_told_why(networks):
+    """The organiser's roster says who is right: the one that differs stops, naming both values; the others go on."""
+    network = networks("random", rounds=1)
+    nodes = [network.node(i, start=0.5) for i in range(5)]
+    wrong = replace(network.plan, method=METHODS["random"](num_peers=2))
+    study = nodes[0].settings
+    network.roster = replace(network.roster, study=study_hash(study), schema=nodes[0].schema)
+    for i in range(5):
+        network.nodes[i].transport.close()
+        network.nodes[i].close()
+        network.node(i, start=0.5)
+    network.node(5, plan=wrong, start=0.5)
+
+    def life(number: int) -> str:
+        try:
+            network.nodes[number].run()
+        except PeerMismatch as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(6) as pool:
+        told = list(pool.map(life, range(6)))
+    assert told[:5] == [""] * 5
+    assert "method.num_peers is 5 there and 2 here" in told[5]
+
+
+def test_a_node_with_other_clients_than_the_roster_says_is_refused(networks):
+    network = networks("random")
+    with pytest.raises(ConfigError, match=r"the data are of clients \[2\] of 6; on the roster n0 hosts \[0\] of 6"):
+        Node(
+            network.plan, FEDERATION.host([2]), network.roster, InProcess(network.hub, "n0"), lambda data: data,
+            network.folder,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "found"),
+    [
+        ("oracle", {"clusters": ()}, "needs the planted clusters"),
+        ("fedavg", {"server": ""}, "needs a server"),
+    ],
+)
+def test_what_a_method_needs_must_be_on_the_roster(networks, kind, change, found):
+    network = networks(kind)
+    network.roster = replace(network.roster, **change)
+    with pytest.raises(ConfigError, match=found):
+        network.node(0)
+    network.hub.nodes["n0"].close()
+
+
+def test_numbers_for_prometheus_are_in_its_text_format(networks):
+    node = networks("random").node(0)
+    node.post.traffic.missing["timeout"] = 2
+    text = exposition(node.samples())
+    assert "# TYPE coterie_received_total counter" in text
+    assert 'coterie_missing_total{node="n0",reason="timeout"} 2' in text
+    assert 'coterie_round{node="n0"} -1' in text
+
+
+def test_the_log_is_one_json_object_a_line_from_a_level_on():
+    stream = io.StringIO()
+    log = Log("a", level="warning", stream=stream, clock=lambda: 12.5)
+    log("quiet")
+    log("loud", level="error", peer="b")
+    assert json.loads(stream.getvalue()) == {
+        "time": 12.5, "level": "error", "node": "a", "round": -1, "event": "loud", "peer": "b"
+    }  # fmt: skip
