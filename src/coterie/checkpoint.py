@@ -121,6 +121,18 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     return earlier
 
 
+def engine(folder: Path) -> dict[str, Any]:
+    """Return the engine and the block of the run in a folder, as settings; nothing when there is no run to go on with.
+
+    Engines agree to rounding only, so a run goes on with the one it began with.
+    """
+    try:
+        found = json.loads((folder / "provenance.json").read_text())["engine"]
+        return {"engine": found["name"], "block": found["block"]}
+    except (KeyError, ValueError, OSError):
+        return {}
+
+
 def finished(folder: Path) -> bool:
     """Return whether the run in a folder is over."""
     try:
@@ -142,7 +154,11 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "round": loop.next_round,
         "config_hash": run,
         "method": {"kind": loop.method.kind, **{k: str(v) for k, v in dataclasses.asdict(loop.method).items()}},
-        "engine": {"name": loop.task.engine.name, "block": loop.task.block},
+        "engine": {
+            "name": loop.task.engine.name,
+            "block": loop.task.block,
+            "compile_s": round(loop.task.engine.compile_seconds, 3),
+        },
         "device": loop.task.device,
         "python": sys.version.split()[0],
         "packages": packages,

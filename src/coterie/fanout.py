@@ -1,7 +1,8 @@
-"""Jobs over worker processes of one machine, one thread each.
+"""Jobs over worker processes of one machine.
 
-A job's result never depends on how many workers there are: every process computes with one thread, and a job shares
-nothing with another. A worker that dies takes the others with it: what they had written stays and can be resumed.
+A job's result never depends on how many workers there are: in every process PyTorch computes with one thread (native
+programs, whose results depend on no number of threads, use the cores that are left), and a job shares nothing with
+another. A worker that dies takes the others with it: what they had written stays and can be resumed.
 """
 
 import multiprocessing
@@ -16,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from coterie.engine import use_threads
 from coterie.errors import CoterieError
 
 J = TypeVar("J")
@@ -53,16 +55,18 @@ def fan_out(work: Work[J, R], jobs: Sequence[J], workers: int, emit: Emit) -> It
         CoterieError, OSError: what a job raised, after all workers have been stopped.
         WorkerDied: when a worker ended without an answer.
     """
-    if min(workers, len(jobs)) <= 1:
+    workers = min(workers, len(jobs))
+    if workers <= 1:
         with one_thread():
+            use_threads(cores())
             for job in jobs:
                 yield job, work(job, emit)
         return
     crew: list[_Worker[J]] = []
     try:
         waiting = iter(jobs)
-        for job in [next(waiting) for _ in range(min(workers, len(jobs)))]:
-            crew.append(_start(work, job))
+        for job in [next(waiting) for _ in range(workers)]:
+            crew.append(_start(work, job, max(1, cores() // workers)))
         while busy := [w for w in crew if w.job is not None]:
             for ready in wait([w.connection for w in busy]):
                 worker = next(w for w in busy if w.connection is ready)
@@ -84,12 +88,13 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+        use_threads(0)
 
 
-def _start(work: Work[J, Any], job: J) -> _Worker[J]:
+def _start(work: Work[J, Any], job: J, threads: int) -> _Worker[J]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, work), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, work, threads), daemon=True)
     process.start()
     theirs.close()
     ours.send(job)
@@ -117,10 +122,11 @@ def _listen(worker: _Worker[J], waiting: Iterator[J], emit: Emit) -> Iterator[tu
         yield job, value
 
 
-def _serve(connection: Connection, work: Work[J, Any]) -> None:
+def _serve(connection: Connection, work: Work[J, Any], threads: int) -> None:
     """The life of a worker: jobs come in, progress and results go out, until the other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     torch.set_num_threads(1)
+    use_threads(threads)
 
     def emit(message: object) -> None:
         connection.send(("progress", message))

@@ -1,5 +1,6 @@
 """simulate(): a population through warm-up, rounds and final evaluation, with checkpoints."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,7 +103,8 @@ def simulate(
     if folder is not None and not resume and checkpoint.exists(folder):
         raise RunExistsError(f"{folder} holds a run already; resume it, overwrite it, or choose another folder")
     truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
-    task = make_task(federation, method, model, settings)
+    began = checkpoint.engine(folder) if folder is not None and resume and settings.engine == "auto" else {}
+    task = make_task(federation, method, model, dataclasses.replace(settings, **began))
     record = Record(truth)
     door = exchange or InMemory(federation.ids, federation.population)
     loop = Loop(task, method, door, settings, Rng(seed), record)
@@ -141,6 +143,8 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         ModelError: when the module cannot be trained on such data.
     """
     knows = "truth" in method.needs
+    local, samples = settings.local, int(federation.counts("train").sum())
+    once = local.epochs * samples if local.steps is None else local.steps * local.batch_size * len(federation)
     if knows and federation.truth is None:
         raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
     return Task(
@@ -153,6 +157,7 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         dtype=DTYPES[settings.dtype],
         device=settings.device,
         clusters=federation.truth.cluster if knows and federation.truth is not None else None,
+        expected=once * (settings.rounds + 1),
     )
 
 

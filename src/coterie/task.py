@@ -63,13 +63,14 @@ class Task:
         init: "shared": one model drawn for all; "per_client": one drawn for each; "given": the module's own values.
         buffers: what a merge does with running statistics: "average" mixes them like parameters, "local" keeps each
             client's own, "reset" puts back the initial ones.
-        engine: "auto", "loop" or "vmap".
+        engine: "auto" or a name of `engine.ENGINES`.
         block: how many clients are trained at once; chosen from the size of the model when None. It changes the
             speed, never the result.
         dtype: floating-point type of models and inputs.
         device: where models and data live.
         objective: (outputs, targets) -> one loss a sample; cross-entropy for classes and squared error else.
         clusters: planted cluster of each hosted client, for methods that declare the need.
+        expected: how many samples will be trained on in all, so that "auto" compiles only where that pays.
 
     Attributes:
         ids: the hosted clients, in the order of all rows.
@@ -90,6 +91,7 @@ class Task:
         device: str = "cpu",
         objective: Objective | None = None,
         clusters: Int[Tensor, " clients"] | None = None,
+        expected: float | None = None,
     ) -> None:
         require(init in ("shared", "per_client", "given"), "init", init, "'shared', 'per_client' or 'given'")
         require(buffers in BUFFER_POLICIES, "buffers", buffers, f"one of {', '.join(BUFFER_POLICIES)}")
@@ -114,7 +116,7 @@ class Task:
         objective = objective or (cross_entropy if self.classes else squared_error)
         probe = torch.arange(2) % max(1, len(everything))
         x, y = everything.inputs(probe), everything.targets(probe)
-        self.engine = engines.make(engine, self.layout, objective, x, y)
+        self.engine = engines.make(engine, self.layout, objective, x, y, expected)
         self._check_outputs(x)
         self.block = block or (1 if self.engine.name == "loop" else engines.default_block(self.layout, device))
 

@@ -1,5 +1,6 @@
 """Native programs compute what the loop engine does, whatever the block, the threads and who is hosted."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -24,8 +25,12 @@ from coterie.engine.stack import (
     layers,
 )
 from coterie.engine.work import Pairs, Samples, Training
+from coterie.methods import METHODS
 from coterie.models import Layout, build
+from coterie.run import simulate
+from coterie.settings import Settings
 from coterie.task import LocalTraining
+from coterie.testing import tiny_federation
 
 
 def stack_of_everything():
@@ -211,3 +216,24 @@ def test_a_wrong_program_is_not_used(monkeypatch):
     monkeypatch.setattr(CompiledEngine, "train", wrong)
     with pytest.raises(NotAStackError, match="does not compute what it does"):
         CompiledEngine(layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2)))
+
+
+def test_auto_compiles_where_it_pays_whatever_was_compiled_before():
+    layout = Layout(nn.Sequential(nn.Flatten(), nn.Linear(7, 3)), torch.float64)
+    x, y = torch.zeros(2, 7, dtype=torch.float64), torch.tensor([0, 1])
+    chosen = [engines.make("auto", layout, cross_entropy, x, y, expected).name for expected in (None, 1e3, 1e5)]
+    assert chosen == ["vmap", "vmap", "compiled"]
+
+
+def test_a_run_that_is_resumed_goes_on_with_the_engine_it_began_with(tmp_path):
+    federation = tiny_federation()
+    method = METHODS["local"]()
+
+    def run(engine, rounds):
+        settings = Settings(rounds=rounds, engine=engine, local=LocalTraining(batch_size=5))
+        simulate(federation, method, model="linear", settings=settings, folder=tmp_path, resume=True)
+        return json.loads((tmp_path / "provenance.json").read_text())["engine"]
+
+    assert run("compiled", 1)["name"] == "compiled"
+    assert run("auto", 2)["name"] == "compiled"
+    assert run("vmap", 3)["name"] == "vmap"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from coterie.engine.base import Engine, Objective
+from coterie.engine.choice import compiling_pays
 from coterie.engine.compiled import CompiledEngine
 from coterie.engine.compiler import CompilerError
 from coterie.engine.loop import LoopEngine
@@ -29,7 +30,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-def make(name: str, layout: Layout, objective: Objective, x: Tensor, y: Tensor) -> Engine:
+def make(
+    name: str, layout: Layout, objective: Objective, x: Tensor, y: Tensor, expected: float | None = None
+) -> Engine:
     """Return an engine that can run a module, tried on a sample batch.
 
     Args:
@@ -38,6 +41,7 @@ def make(name: str, layout: Layout, objective: Objective, x: Tensor, y: Tensor) 
         objective: the loss of each sample.
         x: a small batch of prepared inputs, [samples, *features].
         y: its targets.
+        expected: how many samples will be trained on in all; "auto" compiles only where that pays. None: a few.
 
     Raises:
         ConfigError: for an unknown name.
@@ -53,11 +57,12 @@ def make(name: str, layout: Layout, objective: Objective, x: Tensor, y: Tensor) 
         raise ModelError(f"the module cannot be trained on inputs of shape {shape}: {layer}: {error}") from error
     if name == "loop":
         return loop
-    if name == "compiled":
+    if name == "compiled" or (name == "auto" and compiling_pays(layout, x, expected)):
         try:
             return CompiledEngine(layout, objective, x, y)
         except (NotAStackError, CompilerError) as error:
-            warnings.warn(f"the vmap engine is used: the module cannot be compiled: {error}", stacklevel=3)
+            if name == "compiled" or isinstance(error, CompilerError):
+                warnings.warn(f"the vmap engine is used: the module cannot be compiled: {error}", stacklevel=3)
     engine = VmapEngine(layout, objective)
     problem = _failure(engine, x, y)
     if problem is None:

@@ -42,9 +42,13 @@ class Engine(ABC):
     Args:
         layout: how the module's tensors lie in a row.
         objective: the loss of each sample.
+
+    Attributes:
+        compile_seconds: what compiling took in this process; 0 when nothing was compiled, or it was kept from before.
     """
 
     name: ClassVar[str]
+    compile_seconds: float = 0.0
 
     def __init__(self, layout: Layout, objective: Objective) -> None:
         self.layout, self.objective = layout, objective

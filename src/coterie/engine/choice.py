@@ -1,0 +1,53 @@
+"""Which engine "auto" takes."""
+
+import torch
+from torch import Tensor, nn
+
+from coterie.models import Layout
+
+_SECONDS = 2.0  # compiling takes two or three seconds, once for a machine and a model
+_SAMPLE, _PRODUCT = 25e-6, 4.5e-10  # seconds of the vmap engine for a sample, and for a product in its forward pass
+
+
+def products(layout: Layout, x: Tensor) -> int:
+    """Return about how many products of two numbers the forward pass of one sample takes.
+
+    Args:
+        layout: of the module.
+        x: a small batch of prepared inputs.
+
+    Example:
+        >>> products(Layout(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))), torch.zeros(5, 1, 4, 4))
+        96
+    """
+    found = 0
+
+    def count(module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        nonlocal found
+        places = output[0].numel() // module.weight.shape[0]
+        found += module.weight.numel() * places
+
+    known = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    hooks = [part.register_forward_hook(count) for part in layout.eval_module.modules() if isinstance(part, known)]
+    try:
+        with torch.no_grad():
+            layout.eval_module(x.to(next(layout.eval_module.parameters()).device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def compiling_pays(layout: Layout, x: Tensor, expected: float | None) -> bool:
+    """Return whether training is expected to take longer than compiling.
+
+    The answer depends on the model and the amount of work alone, so that a run and its repetition agree.
+
+    Args:
+        layout: of the module.
+        x: a small batch of prepared inputs.
+        expected: how many samples will be trained on in all; None for a few.
+    """
+    if expected is None or x.device.type != "cpu":
+        return False
+    return expected * (_SAMPLE + _PRODUCT * products(layout, x)) > _SECONDS
