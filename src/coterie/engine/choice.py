@@ -24,8 +24,8 @@ def products(layout: Layout, x: Tensor) -> int:
 
     def count(module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
         nonlocal found
-        places = output[0].numel() // module.weight.shape[0]
-        found += module.weight.numel() * places
+        weight = module.get_parameter("weight")
+        found += weight.numel() * (output[0].numel() // len(weight))
 
     known = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
     hooks = [part.register_forward_hook(count) for part in layout.eval_module.modules() if isinstance(part, known)]
