@@ -19,7 +19,7 @@ LAYERS = (
     ("task", "engine", "heads"),
     ("methods",),
     ("run", "record", "settings", "checkpoint", "sequential", "loop", "net", "testing"),
-    ("overrides", "config", "catalogue", "fanout", "ledger", "graph", "cluster", "papers", "summary"),
+    ("overrides", "config", "catalogue", "fanout", "cost", "ledger", "graph", "cluster", "papers", "summary"),
     ("gallery", "payload", "report"),
     ("study", "compare", "sheets", "tune"),
     ("display",),
