@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from coterie import cli_report
 from coterie.errors import ConfigError, CoterieError, unknown
 
 app = typer.Typer(
@@ -253,6 +254,9 @@ def _print_sheet(console: Console, sheet: Any) -> None:
     if sheet.foot:
         console.print(sheet.foot, markup=False, highlight=False)
     console.print()
+
+
+cli_report.add(app)
 
 
 def _run(

@@ -42,15 +42,26 @@ def write_report(study: str | Path, out: str | Path | None = None) -> Path:
     return path
 
 
-def page(runs: Sequence[StoredRun], problems: Sequence[Problem], folder: Path, *, connect: str = "'none'") -> str:
-    """Return the page as text; `connect` is where its scripts may connect to, as a content security policy says it."""
+def page(runs: Sequence[StoredRun], problems: Sequence[Problem], folder: Path) -> str:
+    """Return the report of some runs of one study as text."""
     data = payload(runs, problems, folder) if runs else {"study": folder.name, "methods": [], "problems": []}
+    return render(data, overview(data, runs, problems))
+
+
+def render(data: Mapping[str, Any], first: str, *, connect: str = "'none'") -> str:
+    """Put a page together.
+
+    Args:
+        data: what `payload` returned.
+        first: the first view, as `overview` returned it.
+        connect: where the page's scripts may connect to, in the words of a content security policy.
+    """
     slots = {
         "title": escape(str(data["study"])),
         "subtitle": escape(subtitle(data)),
         "connect": connect,
         "style": asset("report.css"),
-        "overview": overview(data, runs, problems),
+        "overview": first,
         "footer": "Made by Coterie from the run folders alone; the parquet files beside this page hold every value. "
         "Charts: Apache ECharts (Apache License 2.0).",
         "data": embed(data),
@@ -103,6 +114,7 @@ def overview(data: Mapping[str, Any], runs: Sequence[StoredRun], problems: Seque
             parts.append(
                 f"<details><summary>The same for {escape(metric)}</summary>{result_table(data, metric)}</details>"
             )
+    parts.append('<div id="glance"></div>')
     return "\n".join(parts)
 
 
@@ -141,7 +153,9 @@ def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
 
 
 def _said(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value or "")
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_said(entry) for entry in value)
+    return f"{value:g}" if isinstance(value, float) else str("" if value is None else value)
 
 
 def _shift(shift: Mapping[str, Any]) -> str:

@@ -20,9 +20,10 @@ LAYERS = (
     ("methods",),
     ("run", "record", "settings", "checkpoint", "sequential", "loop", "net", "testing"),
     ("overrides", "config", "catalogue", "fanout", "cost", "ledger", "graph", "cluster", "papers", "summary"),
-    ("gallery", "payload", "report"),
+    ("gallery", "payload", "report", "watch", "figures", "trackers"),
     ("study", "compare", "sheets", "tune"),
     ("display",),
+    ("cli_report",),
     ("cli", "__main__"),
 )  # fmt: skip
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -11,7 +11,7 @@ page.views.push({
     for (const one of data.reads ? data.reads.methods : []) { await unpack(one.peers); await unpack(one.times); }
     const clients = data.cluster.length;
     const metric = data.metric;
-    const state = { what: "final" };
+    const state = kept("clients", { what: "final", client: null });
     const detail = h("div", { id: "client-detail", tabindex: "-1" });
     const of = (what, method, client) => (what === "final" ? values : gains)[method * clients + client];
     const methods = data.methods.map((m, i) => i).filter((m) => Number.isFinite(values[m * clients]));
@@ -21,10 +21,11 @@ page.views.push({
       cells: [client, clusterName(data, cluster), ...methods.map((m) => of("final", m, client)),
         ...methods.filter((m) => data.methods[m].label !== baseline).map((m) => of("gain", m, client))],
     }));
-    function pick(row) {
+    function pick(row, scroll = true) {
+      state.client = row.client;
       for (const other of rows) other.element.setAttribute("aria-selected", String(other === row));
       drawClient(detail, data, row.client, values, gains);
-      detail.scrollIntoView({ block: "nearest" });
+      if (scroll) detail.scrollIntoView({ block: "nearest" });
     }
 
     root.append(h("h2", {}, `Test ${metric} of each client`));
@@ -35,7 +36,7 @@ page.views.push({
     const strip = h("div");
     const options = [["final", `test ${metric}`]];
     if (baseline !== null) options.push(["gain", `gain over ${baseline}`]);
-    root.append(h("div", { class: "controls" }, select("Show", options, (v) => { state.what = v; strip.drawn.draw(); })), strip);
+    root.append(h("div", { class: "controls" }, select("Show", options, (v) => { state.what = v; strip.drawn.draw(); }, state.what)), strip);
     const shownMethods = () => methods.filter((m) => state.what === "final" || data.methods[m].label !== baseline);
     strip.drawn = chart(strip, {
       height: 400,
@@ -70,6 +71,7 @@ page.views.push({
       ...methods.map((m) => ({ name: data.methods[m].label, show: (v) => show(v, metric) })),
       ...methods.filter((m) => data.methods[m].label !== baseline).map((m) => ({ name: `${data.methods[m].label} − ${baseline ?? "Local"}`, show: (v) => show(v, metric, true) })),
     ].slice(0, rows[0].cells.length), rows, { onpick: pick, label: "Clients; choose a row to see the client" })), detail);
+    if (state.client !== null && rows[state.client]) pick(rows[state.client], false);
   },
 });
 

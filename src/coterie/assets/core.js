@@ -2,7 +2,13 @@
 /* The parts that every view uses: unpacking, elements, colours, tabs, charts. No view builds HTML from text: names come
    from outside and are only ever set as text. */
 
-const page = { data: null, views: [], redraw: [], charts: new Map(), unpacked: new WeakMap() };
+const page = { data: null, views: [], redraw: new Map(), charts: new Map(), unpacked: new WeakMap(), kept: {} };
+
+/* What the reader chose in a view; kept when the view is drawn again with newer data. */
+function kept(view, defaults) {
+  page.kept[view] ??= defaults;
+  return page.kept[view];
+}
 
 /* ---- elements ------------------------------------------------------------------------------------------------- */
 
@@ -139,6 +145,7 @@ function axis(name, extra = {}) {
 }
 
 function forget(root) {
+  for (const element of page.redraw.keys()) if (root.contains(element)) page.redraw.delete(element);
   for (const [box, { drawn, observer }] of page.charts) {
     if (!root.contains(box)) continue;
     observer.disconnect();
@@ -177,12 +184,14 @@ function axisTooltip(metric, xname) {
 
 function sortable(columns, rows, { onpick = null, label = "" } = {}) {
   const body = h("tbody");
-  let order = rows.map((_, i) => i), by = 0, up = true;
+  const sorting = kept(`table ${label}`, { by: -1, up: true });
+  let { by, up } = sorting;
+  const order = rows.map((_, i) => i);
   const heads = columns.map((column, i) => h("th", { scope: "col", class: column.text ? "text" : null },
-    h("button", { type: "button", onclick: () => { up = by === i ? !up : column.text === true; by = i; fill(); } }, column.name)));
+    h("button", { type: "button", onclick: () => { up = by === i ? !up : column.text === true; by = i; Object.assign(sorting, { by, up }); fill(); } }, column.name)));
   function fill() {
     const sign = up ? 1 : -1;
-    order.sort((a, b) => {
+    if (by >= 0) order.sort((a, b) => {
       const [x, y] = [rows[a].cells[by], rows[b].cells[by]];
       if (typeof x === "string") return sign * x.localeCompare(y, undefined, { numeric: true });
       if (Number.isFinite(x) && Number.isFinite(y)) return sign * (x - y);

@@ -1,5 +1,31 @@
 /* Learning curves per method and planted cluster, with bands over seeds. */
 
+function curveOption(data, curves, group, bands, zoom = false) {
+  const { split, metric } = curves[0];
+  return {
+    xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
+    yAxis: axis(`${split} ${metric}`, { type: "value", scale: true, nameGap: 44,
+      axisLabel: { color: css("--muted"), formatter: (v) => (isPercent(metric) ? `${Math.round(100 * v)} %` : `${v}`) } }),
+    tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip(metric, "round") },
+    dataZoom: zoom ? [{ type: "inside", filterMode: "none" }] : [],
+    series: curves.flatMap((curve) => {
+      const [m, s] = [page.unpacked.get(curve.mean).values, page.unpacked.get(curve.std).values];
+      const at = group * curve.rounds.length;
+      const points = curve.rounds.map((r, i) => [r, m[at + i], s[at + i]]);
+      return banded(data.methods[curve.method].label, points, methodColour(curve.method), DASHES[curve.method % DASHES.length], bands);
+    }),
+  };
+}
+
+function curveSentence(data, curves, group, name = "all clients") {
+  const { split, metric } = curves[0];
+  const ends = curves.map((curve) => {
+    const last = page.unpacked.get(curve.mean).values[(group + 1) * curve.rounds.length - 1];
+    return `${data.methods[curve.method].label} ${show(last, metric)}`;
+  });
+  return `${split} ${metric} over rounds, ${name}; at the last round: ${ends.join(", ")}`;
+}
+
 page.views.push({
   id: "curves",
   name: "Learning curves",
@@ -9,42 +35,16 @@ page.views.push({
     const groups = [[0, "all clients (mean)"]];
     if (data.clusters.length) groups.push([1, "clusters (mean, equal weight)"]);
     data.clusters.forEach((cluster, i) => groups.push([2 + i, cluster.name]));
-    const state = { kind: 0, group: 0, bands: true, small: false };
+    const state = kept("curves", { kind: 0, group: 0, bands: true, small: false });
     for (const curve of data.curves) { await unpack(curve.mean); await unpack(curve.std); }
     const box = h("div");
 
-    function series(group) {
-      const { split, metric } = kinds[state.kind];
-      return data.curves.filter((c) => c.split === split && c.metric === metric).flatMap((curve) => {
-        const [m, s] = [page.unpacked.get(curve.mean).values, page.unpacked.get(curve.std).values];
-        const points = curve.rounds.map((r, i) => [r, m[group * curve.rounds.length + i], s[group * curve.rounds.length + i]]);
-        const label = data.methods[curve.method].label;
-        return banded(label, points, methodColour(curve.method), DASHES[curve.method % DASHES.length], state.bands);
-      });
-    }
+    const chosen = () => data.curves.filter((c) => c.split === kinds[state.kind].split && c.metric === kinds[state.kind].metric);
 
-    function sentence(group) {
-      const { split, metric } = kinds[state.kind];
-      const ends = data.curves.filter((c) => c.split === split && c.metric === metric).map((curve) => {
-        const values = page.unpacked.get(curve.mean).values;
-        const last = values[(group + 1) * curve.rounds.length - 1];
-        return `${data.methods[curve.method].label} ${show(last, metric)}`;
-      });
-      return `${split} ${metric} over rounds, ${groups[group][1]}; at the last round: ${ends.join(", ")}`;
-    }
-
-    function one(group, height, named) {
-      const { split, metric } = kinds[state.kind];
-      chart(named, {
-        height, alt: sentence(group),
-        option: () => ({
-          xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
-          yAxis: axis(`${split} ${metric}`, { type: "value", scale: true, nameGap: 44,
-            axisLabel: { color: css("--muted"), formatter: (v) => (isPercent(metric) ? `${Math.round(100 * v)} %` : `${v}`) } }),
-          tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip(metric, "round") },
-          dataZoom: state.small ? [] : [{ type: "inside", filterMode: "none" }],
-          series: series(group),
-        }),
+    function one(group, height, place) {
+      chart(place, {
+        height, alt: curveSentence(data, chosen(), group, groups[group][1]),
+        option: () => curveOption(data, chosen(), group, state.bands, !state.small),
       });
     }
 
@@ -70,10 +70,10 @@ page.views.push({
     }
 
     root.append(h("h2", {}, "Learning curves"), h("div", { class: "controls" },
-      select("What", kinds.map((c, i) => [i, `${c.split} ${c.metric}`]), (v) => { state.kind = Number(v); redraw(); }),
-      select("Over", groups, (v) => { state.group = Number(v); redraw(); }),
-      groups.length > 2 ? checkbox("one chart per cluster", false, (on) => { state.small = on; redraw(); }) : null,
-      checkbox("bands", true, (on) => { state.bands = on; redraw(); })), box);
+      select("What", kinds.map((c, i) => [i, `${c.split} ${c.metric}`]), (v) => { state.kind = Number(v); redraw(); }, state.kind),
+      select("Over", groups, (v) => { state.group = Number(v); redraw(); }, state.group),
+      groups.length > 2 ? checkbox("one chart per cluster", state.small, (on) => { state.small = on; redraw(); }) : null,
+      checkbox("bands", state.bands, (on) => { state.bands = on; redraw(); })), box);
     redraw();
   },
 });

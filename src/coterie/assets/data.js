@@ -41,16 +41,20 @@ page.views.push({
     root.append(h("h2", {}, "Run it again"), h("pre", { id: "command" }, data.command ?? ""),
       h("p", { class: "note" }, "The study's config.toml, beside this page, is fully resolved: every setting is in it."));
     if (data.study_config) root.append(h("details", {}, h("summary", {}, "config.toml"), h("pre", {}, data.study_config)));
-    root.append(h("h2", {}, "Runs"), h("div", { class: "scroll" }, sortable([
+    const environment = (stored) => {
+      const hardware = stored.hardware ?? {};
+      return [Object.entries(stored.packages ?? {}).map(([k, v]) => `${k} ${v}`).join(", "), stored.python ? `Python ${stored.python}` : null,
+        [stored.device, hardware.machine, hardware.system, hardware.cores ? `${hardware.cores} cores` : null, stored.engine?.name ? `engine ${stored.engine.name}` : null].filter(Boolean).join(", "),
+      ].filter(Boolean).join("; ") || "not recorded";
+    };
+    const kinds = [...new Set(data.provenance.map(({ stored }) => environment(stored)))];
+    root.append(h("h2", {}, "Runs"), h("div", { class: "tall" }, sortable([
       { name: "Method", text: true }, { name: "Seed" }, { name: "Rounds" }, { name: "Finished", text: true },
-      { name: "Settings' hash", text: true }, { name: "Commit", text: true }, { name: "Packages", text: true }, { name: "Machine", text: true },
+      { name: "Settings' hash", text: true }, { name: "Commit", text: true }, { name: "Environment" },
     ], data.provenance.map(({ label, seed, stored }) => {
       const run = data.methods.find((m) => m.label === label).runs.find((r) => r.seed === seed);
-      const hardware = stored.hardware ?? {};
-      return { cells: [label, seed, run.rounds, run.finished ? "yes" : "no", String(stored.config_hash ?? "–"), String(stored.commit ?? "–").slice(0, 12),
-        Object.entries(stored.packages ?? {}).map(([k, v]) => `${k} ${v}`).join(", "),
-        [stored.device, hardware.machine, hardware.system, hardware.cores ? `${hardware.cores} cores` : null, stored.engine?.name ? `engine ${stored.engine.name}` : null].filter(Boolean).join(", ")] };
-    }), { label: "Runs" })));
+      return { cells: [label, seed, run.rounds, run.finished ? "yes" : "no", String(stored.config_hash ?? "–"), String(stored.commit ?? "–").slice(0, 12), kinds.indexOf(environment(stored)) + 1] };
+    }), { label: "Runs" })), h("p", {}, kinds.map((kind, i) => `Environment ${i + 1}: ${kind}.`).join(" ")));
     root.append(h("h2", {}, "Methods"), ...data.methods.map((m) => h("details", {}, h("summary", {}, `${m.label} (${m.kind})`),
       h("pre", {}, Object.entries(m.settings).map(([k, v]) => `${k} = ${JSON.stringify(v)}`).join("\n")))));
   },

@@ -18,7 +18,8 @@ function drawGraph(root, data, methods) {
   const order = data.cluster.map((c, i) => [c, i]).sort((a, b) => a[0] - b[0] || a[1] - b[1]).map(([, i]) => i);
   const angle = new Float64Array(clients);
   order.forEach((client, place) => { angle[client] = (2 * Math.PI * place) / clients; });
-  const state = { method: 0, peers: Math.min(3, page.unpacked.get(methods[0].peers).shape[1]), colour: "truth", layout: "circle" };
+  const state = kept("graph", { method: 0, peers: Math.min(3, page.unpacked.get(methods[0].peers).shape[1]), colour: "truth", layout: "circle" });
+  state.method = Math.min(state.method, methods.length - 1);
   const box = h("div");
   const label = (one) => data.methods[one.method].label;
 
@@ -94,9 +95,9 @@ function drawGraph(root, data, methods) {
   const peers = h("input", { type: "range", min: 1, max: most, value: state.peers, "aria-label": "peers per client" });
   peers.addEventListener("input", () => { state.peers = Number(peers.value); redraw(); });
   root.append(h("h2", {}, "Collaboration graph"), h("div", { class: "controls" },
-    select("Method", methods.map((one, i) => [i, label(one)]), (v) => { state.method = Number(v); redraw(); }),
-    select("Colour", colours, (v) => { state.colour = v; redraw(); }),
-    select("Places", layouts, (v) => { state.layout = v; redraw(); }),
+    select("Method", methods.map((one, i) => [i, label(one)]), (v) => { state.method = Number(v); redraw(); }, state.method),
+    select("Colour", colours, (v) => { state.colour = v; redraw(); }, state.colour),
+    select("Places", layouts, (v) => { state.layout = v; redraw(); }, state.layout),
     h("label", {}, "Peers per client", peers)), box);
   drawn = chart(box, {
     height: 620, alt: "", option,

@@ -2,6 +2,35 @@
 
 const drawnViews = new Set();
 
+/* Under the tables of the first view: the main learning curve, and who read whom over the whole run. */
+const glance = {
+  async draw(root, data) {
+    const place = root.querySelector("#glance");
+    if (!place || !data.methods.length) return;
+    const chosen = data.curves.filter((c) => c.split === "validation" && c.metric === data.metric);
+    const grid = h("div", { class: "grid" });
+    place.append(grid);
+    if (chosen.length) {
+      for (const curve of chosen) { await unpack(curve.mean); await unpack(curve.std); }
+      const box = h("div", {}, h("h3", {}, `Validation ${data.metric}, mean over clients`));
+      grid.append(box);
+      chart(box, {
+        height: 330, alt: curveSentence(data, chosen, 0), caption: "More in the view of learning curves.",
+        option: () => curveOption(data, chosen, 0, true),
+      });
+    }
+    if (data.reads) {
+      const one = data.reads.methods.find((m) => data.methods[m.method].kind !== "random" && data.methods[m.method].kind !== "oracle") ?? data.reads.methods[0];
+      await unpack(one.counts);
+      const map = heatmapOf(data, data.reads, `Who read whom: ${data.methods[one.method].label}`);
+      grid.append(map.element);
+      const draw = () => drawWhole(map, data, one);
+      page.redraw.set(map.element, draw);
+      draw();
+    }
+  },
+};
+
 function panelOf(id) {
   return document.getElementById(`view-${id}`);
 }
@@ -15,7 +44,7 @@ async function open(id, focus = false) {
   }
   for (const view of document.querySelectorAll(".view")) view.hidden = view.id !== `view-${id}`;
   history.replaceState(null, "", `#${id}`);
-  const view = page.views.find((v) => v.id === id);
+  const view = id === "overview" ? glance : page.views.find((v) => v.id === id);
   if (view && !drawnViews.has(id)) {
     drawnViews.add(id);
     await view.draw(panelOf(id), page.data);
@@ -53,7 +82,52 @@ function setTheme(theme) {
   document.getElementById("theme").textContent = theme === "dark" ? "Light" : "Dark";
   document.getElementById("theme").setAttribute("aria-label", `Switch to ${theme === "dark" ? "light" : "dark"} colours`);
   for (const { draw } of page.charts.values()) draw();
-  for (const redraw of page.redraw) redraw();
+  for (const redraw of page.redraw.values()) redraw();
+}
+
+/* ---- following a run: the page that `coterie watch` serves asks for newer data and draws the open view again ------ */
+
+async function renew(message) {
+  page.data = message.data;
+  document.querySelector(".subtitle").textContent = message.subtitle;
+  const overview = panelOf("overview");
+  forget(overview);
+  overview.innerHTML = message.overview; // written and escaped by the server
+  const ids = build();
+  for (const id of drawnViews) {
+    forget(panelOf(id));
+    if (id !== "overview") panelOf(id).replaceChildren();
+  }
+  drawnViews.clear();
+  const now = document.body.dataset.open;
+  const top = scrollY;
+  delete document.body.dataset.open; // set again when the view is drawn
+  await open(ids.includes(now) ? now : "overview");
+  scrollTo(0, top);
+}
+
+async function follow() {
+  const status = document.getElementById("live");
+  const token = new URLSearchParams(location.search).get("token");
+  let signature = page.data.signature;
+  for (;;) {
+    await new Promise((wake) => setTimeout(wake, 2000));
+    try {
+      const answer = await fetch(`data?token=${encodeURIComponent(token)}&since=${encodeURIComponent(signature)}`);
+      if (answer.status === 200) {
+        const message = await answer.json();
+        signature = message.signature;
+        await renew(message);
+      } else if (answer.status !== 204) {
+        throw new Error(answer.statusText);
+      }
+      const over = page.data.methods.length && page.data.methods.every((m) => m.runs.every((r) => r.finished));
+      status.textContent = over ? "live: every run here has finished" : "live";
+      document.body.dataset.signature = signature;
+    } catch (error) {
+      status.textContent = "the connection is lost; trying again";
+    }
+  }
 }
 
 async function start() {
@@ -64,6 +138,8 @@ async function start() {
   const asked = location.hash.slice(1);
   await open(ids.includes(asked) ? asked : "overview");
   document.body.dataset.ready = "true";
+  performance.mark("ready");
+  if (page.data.signature !== undefined) follow();
 }
 
 start();

@@ -8,12 +8,12 @@ function heatmapOf(data, reads, title) {
   const canvas = h("canvas", { width: side, height: side, role: "img", tabindex: "0" });
   const readout = h("p", { class: "readout", "aria-live": "polite" }, " ");
   const sizes = data.clusters.map((c) => ({ name: c.name, cells: members.filter((m) => data.cluster[m[0]] === c.id).length }));
-  /* A name that would not fit is given by its number. */
-  const fits = (c, i) => ((c.cells / side) * 45 >= c.name.length ? c.name : String(i));
-  const names = () => sizes.map((c, i) => h("span", { style: `flex:${c.cells} 1 0`, title: c.name }, fits(c, i)));
+  const fit = sizes.every((c) => (c.cells / side) * 38 >= c.name.length);
+  const names = () => sizes.map((c, i) => h("span", { style: `flex:${c.cells} 1 0`, title: c.name }, fit ? c.name : String(i)));
   const element = h("figure", {}, h("h3", {}, title), h("div", { class: "heat" },
     h("div", { class: "heat-rows", "aria-hidden": "true" }, ...names()), canvas,
-    h("div", { class: "heat-columns", "aria-hidden": "true" }, ...names())), readout);
+    h("div", { class: "heat-columns", "aria-hidden": "true" }, ...names())),
+  fit ? null : h("p", { class: "readout" }, sizes.map((c, i) => `${i}: ${c.name}`).join(", ")), readout);
   let shown = null, at = [0, 0];
 
   function say() {
@@ -54,6 +54,27 @@ function heatmapOf(data, reads, title) {
   };
 }
 
+function readSentence(data, reads, one, sum, text) {
+  const side = Math.sqrt(sum.length);
+  const cellCluster = new Int32Array(side);
+  reads.cell.forEach((cell, client) => { cellCluster[cell] = data.cluster[client]; });
+  let inside = 0, total = 0;
+  for (let c = 0; c < sum.length; c += 1) {
+    total += sum[c];
+    if (cellCluster[Math.floor(c / side)] === cellCluster[c % side]) inside += sum[c];
+  }
+  const share = total ? `${((100 * inside) / total).toFixed(1)} % of its reads stayed within the planted cluster` : "no reads";
+  return `Heatmap of ${data.methods[one.method].label}, ${text}: ${share}`;
+}
+
+/* The heatmap of a whole run. */
+function drawWhole(map, data, one) {
+  const { values, shape } = page.unpacked.get(one.counts);
+  const sum = new Float64Array(shape[1] * shape[2]);
+  values.forEach((count, i) => { sum[i % sum.length] += count; });
+  map.draw(sum, sum.reduce((a, b) => Math.max(a, b), 0), readSentence(data, data.reads, one, sum, "the whole run"));
+}
+
 page.views.push({
   id: "reads",
   name: "Who read whom",
@@ -63,20 +84,19 @@ page.views.push({
     const side = Math.max(...reads.cell) + 1;
     const first = reads.ends.map((end, i) => (i ? reads.ends[i - 1] : 0));
     for (const one of reads.methods) for (const key of ["counts", "share", "share_std"]) await unpack(one[key]);
-    const cellCluster = new Int32Array(side);
-    reads.cell.forEach((cell, client) => { cellCluster[cell] = data.cluster[client]; });
     const maps = reads.methods.map((one) => heatmapOf(data, reads, data.methods[one.method].label));
-    const state = { frame: reads.ends.length - 1, whole: true };
+    const state = kept("reads", { frame: null, whole: true }); // null: the last one, also when more rounds come
+    const frame = () => Math.min(state.frame ?? Infinity, reads.ends.length - 1);
     const when = h("output", { "aria-live": "polite" });
     const legend = h("span", { class: "scale" });
     const most = h("span");
-    const slider = h("input", { type: "range", min: 0, max: reads.ends.length - 1, value: state.frame, style: "width:260px",
+    const slider = h("input", { type: "range", min: 0, max: reads.ends.length - 1, value: frame(), style: "width:260px",
       "aria-label": "rounds" });
 
     function counts(one) {
       const { values } = page.unpacked.get(one.counts);
       const sum = new Float64Array(side * side);
-      for (let f = state.whole ? 0 : state.frame; f <= state.frame; f += 1) {
+      for (let f = state.whole ? 0 : frame(); f <= frame(); f += 1) {
         const offset = f * side * side;
         for (let i = 0; i < sum.length; i += 1) sum[i] += values[offset + i];
       }
@@ -86,34 +106,26 @@ page.views.push({
     function redraw() {
       const all = reads.methods.map(counts);
       const top = Math.max(...all.map((sum) => sum.reduce((a, b) => Math.max(a, b), 0)));
-      const from = state.whole ? 0 : first[state.frame];
-      const text = `rounds ${from} to ${reads.ends[state.frame] - 1}`;
+      const from = state.whole ? 0 : first[frame()];
+      const text = `rounds ${from} to ${reads.ends[frame()] - 1}`;
       when.textContent = text;
       slider.setAttribute("aria-valuetext", text);
       most.textContent = ` ${top} reads (square-root scale)`;
       legend.style.background = `linear-gradient(to right, ${[0, 0.2, 0.4, 0.6, 0.8, 1].map((s) => `rgb(${ramp(s)})`).join(",")})`;
-      all.forEach((sum, i) => {
-        let inside = 0, total = 0;
-        for (let c = 0; c < sum.length; c += 1) {
-          total += sum[c];
-          if (cellCluster[Math.floor(c / side)] === cellCluster[c % side]) inside += sum[c];
-        }
-        const share = total ? `${((100 * inside) / total).toFixed(1)} % of its reads stayed within the planted cluster` : "no reads";
-        maps[i].draw(sum, top, `Heatmap of ${data.methods[reads.methods[i].method].label}, ${text}: ${share}`);
-      });
+      all.forEach((sum, i) => maps[i].draw(sum, top, readSentence(data, reads, reads.methods[i], sum, text)));
     }
 
-    slider.addEventListener("input", () => { state.frame = Number(slider.value); redraw(); });
-    page.redraw.push(redraw);
+    slider.addEventListener("input", () => { state.frame = Number(slider.value) === reads.ends.length - 1 ? null : Number(slider.value); redraw(); });
     root.append(h("h2", {}, "Who read whom"), h("p", {}, "A row reads, a column is read; clients in order of planted cluster. " +
       "Blocks on the diagonal mean that clients read their own kind."),
     h("div", { class: "controls" }, h("label", {}, "Up to", slider), when,
-      checkbox("everything until then", true, (on) => { state.whole = on; redraw(); }),
+      checkbox("everything until then", state.whole, (on) => { state.whole = on; redraw(); }),
       h("span", { class: "muted" }, "0 ", legend, most)),
     h("div", { class: "grid", id: "heatmaps" }, ...maps.map((map) => map.element)));
     if (side < data.cluster.length) {
       root.append(h("p", { class: "note" }, `A cell holds up to ${Math.ceil(data.cluster.length / 240)} neighbouring clients of one cluster.`));
     }
+    page.redraw.set(slider, redraw);
     redraw();
     if (reads.expected !== null) drawShare(root, data, reads);
     if (reads.expected !== null) drawDiscovery(root, data, reads);
@@ -137,7 +149,7 @@ function drawShare(root, data, reads) {
         const series = banded(data.methods[one.method].label, points, methodColour(one.method), DASHES[one.method % DASHES.length], true);
         if (i === 0) {
           series[0].markLine = { silent: true, symbol: "none", lineStyle: { color: css("--muted"), type: "dashed" },
-            label: { formatter: "random", color: css("--muted"), position: "insideStartTop" }, data: [{ yAxis: reads.expected }] };
+            label: { show: false }, data: [{ yAxis: reads.expected }] };
         }
         return series;
       }),
@@ -164,7 +176,8 @@ function drawDiscovery(root, data, reads) {
       tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip("accuracy", "round") },
       series: reads.methods.flatMap((one) => {
         const at = Array.from({ length: last + 1 }, (_, r) => [r, one.found.filter((f) => f <= r).length / one.asked, NaN]);
-        return banded(label(one), at, methodColour(one.method), DASHES[one.method % DASHES.length], false);
+        return banded(label(one), at, methodColour(one.method), DASHES[one.method % DASHES.length], false)
+          .map((series) => ({ ...series, step: "end" }));
       }),
     }),
   });

@@ -128,7 +128,8 @@ def population_study(folder, *, clusters, rounds, seeds, study="population", rea
     return folder
 
 
-@pytest.fixture
-def population(tmp_path):
-    """Twelve clients in three clusters, ten rounds, four methods, two seeds."""
-    return population_study(tmp_path / "population", clusters=[0] * 6 + [1] * 4 + [2] * 2, rounds=10, seeds=2)
+@pytest.fixture(scope="session")
+def population(tmp_path_factory):
+    """Twelve clients in three clusters, ten rounds, four methods, two seeds; tests leave its runs as they are."""
+    folder = tmp_path_factory.mktemp("studies") / "population"
+    return population_study(folder, clusters=[0] * 6 + [1] * 4 + [2] * 2, rounds=10, seeds=2)

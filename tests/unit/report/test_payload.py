@@ -21,7 +21,7 @@ def unpack(packed):
     return values
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def data(population):
     return payload(*find_runs([population]))
 

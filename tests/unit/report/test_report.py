@@ -135,6 +135,7 @@ def test_a_folder_without_runs_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_hundred_clients_and_three_hundred_rounds_stay_below_five_megabytes(population_study, tmp_path):
     """The size that the page promises, with one seed here: seeds are averaged, so they add nothing."""
     clusters = [0] * 70 + [1] * 20 + [2] * 5 + [3] * 5

@@ -1,0 +1,60 @@
+"""The commands that show stored runs: report, watch, plot. `cli` registers them with `add`."""
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Folders = Annotated[
+    list[Path], typer.Argument(metavar="RUN...", help="Folders of studies, or of runs.", show_default=False)
+]
+
+
+def add(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    for command in (report, watch):
+        app.command()(command)
+
+
+def report(
+    runs: Folders,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write; only with one RUN.")] = None,
+) -> None:
+    """Write the report of stored runs again: one page that opens from disk.
+
+    [bold]Examples[/bold]
+
+      coterie report runs/rotated-digits
+      coterie report runs/rotated-digits --out page.html
+    """
+    from coterie.errors import require
+    from coterie.report import write_report
+
+    require(out is None or len(runs) == 1, "--out", str(out), "to be given with one RUN only")
+    for folder in runs:
+        typer.echo(f"Report: {write_report(folder, out)}")
+
+
+def watch(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a study, a run or a node.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of 127.0.0.1; any free one when 0.")] = 0,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+) -> None:
+    """Show the report live, on a page of this machine, while a study runs or a node works; Ctrl-C ends it.
+
+    [bold]Example[/bold]
+
+      coterie watch runs/rotated-digits --open
+    """
+    from coterie.watch import Watch
+
+    with Watch(folder, port=port) as page:
+        state = "" if folder.exists() else " (nothing is there yet; the page waits for it)"
+        typer.echo(f"Following {folder}{state}; Ctrl-C ends it\n{page.address}")
+        if open_:
+            webbrowser.open(page.address)
+        try:
+            page.wait()
+        except KeyboardInterrupt:
+            typer.echo("ended", err=True)

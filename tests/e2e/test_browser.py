@@ -1,0 +1,387 @@
+"""The report and the live page in a real browser: headless Chromium, driven by its own driver.
+
+Skipped where Chromium is not installed (Debian: `apt-get install chromium chromium-driver`). Screenshots are kept in
+the folder that COTERIE_ARTEFACTS names, else in pytest's own.
+"""
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+import coterie
+from coterie.report import write_report
+from coterie.summary import summarise
+from coterie.watch import Watch
+
+selenium = pytest.importorskip("selenium", reason="selenium is not installed")
+from selenium import webdriver  # noqa: E402 (after the check that it is there)
+from selenium.webdriver.chrome.service import Service  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
+
+BROWSER, DRIVER = shutil.which("chromium") or shutil.which("chromium-browser"), shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(not (BROWSER and DRIVER), reason="needs Debian's packages chromium and chromium-driver"),
+]
+
+VIEWS = ("overview", "curves", "reads", "graph", "clients", "cost", "data", "provenance")
+STUDY = """
+name = "browser"
+rounds = 6
+seeds = [0, 1]
+checkpoint_seconds = 0
+
+[data]
+dataset = "digits"
+num_clients = 6
+train = 20
+validation = 10
+shift = [{ kind = "rotation", degrees = [0, 90], sizes = [4, 2] }]
+
+[model]
+kind = "linear"
+
+[[methods]]
+kind = "fix-topology"
+label = "Fixed (tau=1)"
+num_peers = 2
+
+[[methods]]
+kind = "random"
+num_peers = 2
+
+[[methods]]
+kind = "ifca"
+
+[[methods]]
+kind = "local"
+"""
+
+THOUSAND = """
+name = "thousand"
+rounds = 10
+seeds = [0]
+
+[data]
+dataset = "synthetic-regression"
+num_clients = 1000
+train = 20
+validation = 10
+shift = [{ kind = "regression-targets", sizes = [250, 250, 250, 250] }]
+
+[model]
+kind = "linear"
+
+[[methods]]
+kind = "random"
+
+[[methods]]
+kind = "oracle"
+
+[[methods]]
+kind = "local"
+"""
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """A real study, small: its folder."""
+    folder = tmp_path_factory.mktemp("real")
+    (folder / "browser.toml").write_text(STUDY)
+    return coterie.run_study(folder / "browser.toml", out=folder / "runs").folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless browser that records its console and every request."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,1400"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def artefacts(tmp_path_factory):
+    named = os.environ.get("COTERIE_ARTEFACTS")
+    folder = Path(named) if named else tmp_path_factory.mktemp("screenshots")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def wait(browser, condition, message=""):
+    """Wait until a condition in the page's own words holds."""
+    return WebDriverWait(browser, 60, poll_frequency=0.05).until(
+        lambda driver: driver.execute_script(f"return {condition}"), message or condition
+    )
+
+
+def load(browser, address, view="overview"):
+    """Open a page afresh and wait until a view of it is drawn; earlier logs are dropped."""
+    browser.get("about:blank")
+    logs(browser)
+    browser.get(f"{address}#{view}")
+    wait(browser, f"document.body.dataset.ready === 'true' && document.body.dataset.open === '{view}'")
+
+
+def logs(browser):
+    """Console messages, and the addresses that were asked for, since the last call."""
+    console = [entry["message"] for entry in browser.get_log("browser")]
+    events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+    return console, asked
+
+
+def visible(browser, css):
+    return [element for element in browser.find_elements(By.CSS_SELECTOR, css) if element.is_displayed()]
+
+
+def screenshot(browser, path):
+    """The whole page, not only what fits the window."""
+    height = browser.execute_script("return document.documentElement.scrollHeight")
+    browser.set_window_size(1200, min(4000, height + 160))
+    browser.save_screenshot(str(path))
+    browser.set_window_size(1200, 1400)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view_draws_without_an_error_or_a_request(browser, study, artefacts, view, theme):
+    """From disk: something is drawn in every chart, the console is silent, and only the file itself was asked for."""
+    load(browser, write_report(study).as_uri(), view)
+    if browser.execute_script("return document.documentElement.dataset.theme") != theme:
+        browser.find_element(By.ID, "theme").click()
+    screenshot(browser, artefacts / f"report-{view}-{theme}.png")
+    panel = f"#view-{view}"
+    assert len(visible(browser, ".view")) == 1
+    assert len(browser.find_element(By.CSS_SELECTOR, panel).text) > 100
+    blank = browser.execute_script(
+        "return [...document.querySelectorAll(arguments[0] + ' canvas')].filter((c) => {"
+        "const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
+        "return d.every((v, i) => v === d[i % 4]); }).length",
+        panel,
+    )
+    assert blank == 0
+    assert view == "provenance" or len(browser.find_elements(By.CSS_SELECTOR, f"{panel} canvas")) > 0
+    unnamed = browser.execute_script(
+        "return [...document.querySelectorAll(arguments[0] + ' [role=img], ' + arguments[0] + ' img')]"
+        ".filter((e) => !(e.getAttribute('aria-label') || e.alt)).length",
+        panel,
+    )
+    assert unnamed == 0
+    console, asked = logs(browser)
+    assert console == []
+    assert [address for address in asked if not address.startswith(("file://", "data:", "blob:", "about:"))] == []
+
+
+def test_the_numbers_in_the_page_are_those_of_the_summary(browser, study):
+    """Read out of the page as drawn, exact value and text, and compared with summary.json."""
+    load(browser, write_report(study).as_uri())
+    expected = [row for row in summarise(study)["rows"] if row["metric"] == "accuracy"]
+    stored = json.loads((study / "summary.json").read_text())["rows"]
+    assert [row for row in stored if row["metric"] == "accuracy"] == expected
+    table = browser.find_element(By.CSS_SELECTOR, "table.results[data-metric=accuracy]")
+    cells = table.find_elements(By.CSS_SELECTOR, "td[data-value]")
+    assert [float(cell.get_attribute("data-value")) for cell in cells] == [row["mean"] for row in expected]
+    texts = [f"{100 * row['mean']:.2f} ± {100 * row['std']:.2f}" for row in expected]
+    assert [cell.text for cell in cells] == texts
+    assert "Fixed (tau=1)" in table.text
+
+
+def test_the_slider_moves_through_the_rounds(browser, study):
+    """To the first round by keyboard: the text, the description and the pixels change."""
+    load(browser, write_report(study).as_uri(), "reads")
+    canvas = browser.find_element(By.CSS_SELECTOR, "#heatmaps canvas")
+    pixels = "return document.querySelector('#heatmaps figure:nth-child(2) canvas').toDataURL()"
+    before, whole = browser.execute_script(pixels), canvas.get_attribute("aria-label")
+    assert "rounds 0 to 5" in whole
+    slider = browser.find_element(By.CSS_SELECTOR, "#view-reads input[type=range]")
+    slider.send_keys(Keys.HOME)
+    assert "rounds 0 to 0" in canvas.get_attribute("aria-label")
+    assert slider.get_attribute("aria-valuetext") == "rounds 0 to 0"
+    assert browser.execute_script(pixels) != before
+
+
+def test_a_heatmap_is_read_by_keyboard(browser, study):
+    """Arrow keys walk over the cells and name them."""
+    load(browser, write_report(study).as_uri(), "reads")
+    canvas = browser.find_element(By.CSS_SELECTOR, "#heatmaps canvas")
+    canvas.send_keys(Keys.ARROW_RIGHT)
+    assert "client 0 (rotation 0) read client 1 (rotation 0):" in browser.find_element(By.ID, "heatmaps").text
+
+
+def test_the_table_of_clients_sorts_and_opens_a_client(browser, study):
+    """By a method, down and up again; Enter on a row shows that client's curve, peers and labels."""
+    load(browser, write_report(study).as_uri(), "clients")
+
+    def column(place):
+        return [row.find_elements(By.TAG_NAME, "td")[place].text for row in visible(browser, "#view-clients tr.pick")]
+
+    heads = visible(browser, "#view-clients th button")
+    place = next(i for i, head in enumerate(heads) if head.text == "Fixed (tau=1)")
+    heads[place].click()
+    down = [float(text) for text in column(place)]
+    heads[place].click()
+    up = [float(text) for text in column(place)]
+    assert down == sorted(down, reverse=True)
+    assert up == sorted(down)
+    assert browser.find_elements(By.CSS_SELECTOR, "#view-clients th")[place].get_attribute("aria-sort") == "ascending"
+    row = visible(browser, "#view-clients tr.pick")[0]
+    client = row.find_elements(By.TAG_NAME, "td")[0].text
+    row.send_keys(Keys.ENTER)
+    detail = browser.find_element(By.ID, "client-detail")
+    assert f"Client {client}" in detail.text
+    assert "Peers it read most: Fixed (tau=1)" in detail.text
+    assert "Labels of its training data" in detail.text
+    assert logs(browser)[0] == []
+
+
+def test_the_views_are_reached_by_keyboard_alone(browser, study):
+    """Arrow keys and Home on the tabs, as screen readers' users expect."""
+    load(browser, write_report(study).as_uri())
+    browser.find_element(By.ID, "tab-overview").send_keys(Keys.ARROW_RIGHT)
+    wait(browser, "document.body.dataset.open === 'curves'")
+    assert browser.switch_to.active_element.get_attribute("id") == "tab-curves"
+    browser.switch_to.active_element.send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
+    wait(browser, "document.body.dataset.open === 'provenance'")
+    browser.switch_to.active_element.send_keys(Keys.HOME)
+    wait(browser, "document.body.dataset.open === 'overview'")
+
+
+def test_text_has_enough_contrast_in_both_themes(browser, study):
+    """WCAG AA: 4.5 to 1 for text and muted text on both backgrounds, and for gains and losses."""
+    load(browser, write_report(study).as_uri())
+    ratio = """
+    const number = (name) => css(name).slice(1).match(/../g).map((v) => parseInt(v, 16) / 255)
+      .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    const light = (name) => { const [r, g, b] = number(name); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+    const out = {};
+    const fronts = ['--text', '--muted', '--good', '--bad', '--accent'];
+    for (const front of fronts) for (const back of ['--page', '--raised']) {
+      const [a, b] = [light(front), light(back)].sort((x, y) => y - x);
+      out[front + ' on ' + back] = (a + 0.05) / (b + 0.05);
+    }
+    return out;
+    """
+    for _ in range(2):
+        low = {pair: value for pair, value in browser.execute_script(ratio).items() if value < 4.5}
+        assert low == {}
+        browser.find_element(By.ID, "theme").click()
+
+
+def test_hostile_names_stay_text_in_every_view(browser, study, tmp_path):
+    """A label and a cluster that hold markup are shown as written; nothing of them runs."""
+    evil = "<img src=x onerror=document.title=1>"
+    copy = shutil.copytree(study, tmp_path / "evil")
+    for path in (copy / "Fixed (tau=1)").glob("*/config.toml"):
+        path.write_text(path.read_text().replace('"Fixed (tau=1)"', json.dumps(evil)))
+    told = json.loads((copy / "federation.json").read_text())
+    (copy / "federation.json").write_text(
+        json.dumps(told | {"clusters": [evil, "b"], "shift": [evil] * 6, "name": evil})
+    )
+    address = write_report(copy).as_uri()
+    for view in VIEWS:
+        load(browser, address, view)
+        assert browser.title == "browser · Coterie"
+        assert browser.find_elements(By.CSS_SELECTOR, "img[src='x']") == []
+        assert logs(browser)[0] == []
+    load(browser, address)
+    assert evil in browser.find_element(By.CSS_SELECTOR, "table.results").text
+
+
+def test_a_broken_run_folder_gets_a_page_that_says_so(browser, study, tmp_path):
+    """One table is cut short: the page names it and shows the rest."""
+    copy = shutil.copytree(study, tmp_path / "broken")
+    path = copy / "random" / "seed-1" / "metrics.parquet"
+    path.write_bytes(path.read_bytes()[:100])
+    load(browser, write_report(copy).as_uri())
+    assert "random/seed-1: a file is damaged" in browser.find_element(By.CSS_SELECTOR, ".problem").text
+    assert logs(browser)[0] == []
+
+
+def test_the_live_page_follows_a_run_without_reloading(browser, tmp_path, artefacts):
+    """A real run, held until the page has seen it; what the reader chose stays; the run ends and starts again."""
+    (tmp_path / "browser.toml").write_text(STUDY)
+    go_on = threading.Semaphore(0)
+    study = coterie.load_study(tmp_path / "browser.toml", ["seeds=[0]", "methods.random.num_peers=3"])
+    runs = tmp_path / "runs" / "browser"
+    worker = threading.Thread(
+        target=lambda: coterie.run_study(study, out=tmp_path / "runs", observer=lambda step: go_on.acquire()),
+        daemon=True,
+    )
+    rounds = "Math.max(0, ...page.data.methods.flatMap((m) => m.runs.map((r) => r.rounds)))"
+    with Watch(runs) as page:
+        load(browser, page.address)
+        assert "nothing to show yet" in browser.find_element(By.ID, "view-overview").text
+        browser.execute_script("window.mark = 'never reloaded'")
+        worker.start()
+        for _ in range(3):
+            go_on.release()
+        wait(browser, f"{rounds} >= 2")
+        browser.find_element(By.ID, "tab-curves").click()
+        wait(browser, "document.body.dataset.open === 'curves'")
+        Select(browser.find_element(By.CSS_SELECTOR, "#view-curves select")).select_by_visible_text("train loss")
+        go_on.release()
+        go_on.release()
+        wait(browser, f"{rounds} >= 4 && document.body.dataset.open === 'curves'")
+        chosen = Select(browser.find_element(By.CSS_SELECTOR, "#view-curves select")).first_selected_option.text
+        assert chosen == "train loss"
+        screenshot(browser, artefacts / "live-curves.png")
+        go_on.release(100)
+        worker.join(timeout=60)
+        wait(browser, "document.getElementById('live').textContent.includes('every run here has finished')")
+        assert browser.execute_script("return window.mark") == "never reloaded"
+        shutil.rmtree(runs)
+        wait(browser, "page.data.methods.length === 0")
+        coterie.run_study(study, out=tmp_path / "runs")
+        wait(browser, "page.data.methods.length === 4")
+        assert browser.execute_script("return window.mark") == "never reloaded"
+        console, asked = logs(browser)
+        assert console == []
+        assert {address.split("/")[2] for address in asked if address.startswith("http")} == {f"127.0.0.1:{page.port}"}
+
+
+def test_the_live_page_says_when_its_server_is_gone(browser, study):
+    """It goes on trying, and says so."""
+    page = Watch(study)
+    load(browser, page.address)
+    page.close()
+    wait(browser, "document.getElementById('live').textContent === 'the connection is lost; trying again'")
+
+
+REACTION = """
+const done = arguments[arguments.length - 1];
+const start = performance.now();
+const shown = () => requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now() - start)));
+Promise.resolve(ACTION).then(shown);
+"""
+
+
+@pytest.mark.slow
+def test_a_thousand_clients_open_and_react_within_two_seconds(browser, tmp_path, artefacts):
+    """A real run of 1,000 clients: the page opens, and every view, the slider, sorting and a client answer in time."""
+    (tmp_path / "thousand.toml").write_text(THOUSAND)
+    folder = coterie.run_study(tmp_path / "thousand.toml", out=tmp_path).folder
+    address = write_report(folder).as_uri()
+    load(browser, address)
+    seconds = {"open": browser.execute_script("return performance.getEntriesByName('ready')[0].startTime")}
+    actions = {view: f"open('{view}')" for view in VIEWS[1:]} | {
+        "slider": "(() => { const s = document.querySelector('#view-reads input[type=range]'); s.value = 3; "
+        "s.dispatchEvent(new Event('input')); })()",
+        "sorting": "document.querySelectorAll('#view-clients th button')[3].click()",
+        "a client": "document.querySelector('#view-clients tr.pick').click()",
+    }
+    for name, action in actions.items():
+        seconds[name] = browser.execute_async_script(REACTION.replace("ACTION", action))
+    screenshot(browser, artefacts / "thousand-clients.png")
+    assert {name: took for name, took in seconds.items() if took > 2000} == {}
+    assert logs(browser)[0] == []
