@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from coterie import nets
 from coterie.errors import ConfigError, ModelError, unknown
 from coterie.rng import EVERYONE, Rng
 
@@ -51,13 +52,13 @@ class KeyedDropout(nn.Module):
             return x
         shape = (*x.shape[:2], *(1 for _ in x.shape[2:])) if self.channels else tuple(x.shape)
         place = torch.arange(math.prod(shape), device=x.device)
-        bits = _mix(_mix(self.key + self.layer) + place)
+        bits = splitmix(splitmix(self.key + self.layer) + place)
         keep = ((bits & ((1 << 53) - 1)) >= int(self.p * (1 << 53))).reshape(shape)
         return x * keep.to(x.dtype) / (1 - self.p)
 
 
-def _mix(z: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele, Lea & Flood 2014), in wrapping signed arithmetic."""
+def splitmix(z: Tensor) -> Tensor:
+    """Return 64 well-mixed bits of each integer: SplitMix64's finaliser (Steele, Lea & Flood 2014), wrapping."""
     z = z * -7046029254386353131
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * -4658895280553007687
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * -7723592293110705685
@@ -305,6 +306,7 @@ NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "cnn-b": cnn_b,
     "mlp-c": mlp_c,
     "linear": linear,
+    **nets.NETS,
 }
 
 
@@ -322,7 +324,7 @@ def build(kind: str, features: tuple[int, ...], outputs: int) -> nn.Module:
     """
     if kind not in NETS:
         raise ConfigError(unknown("model", kind, NETS))
-    if kind.startswith("cnn") and len(features) != 3:
+    if kind not in ("mlp-c", "linear") and len(features) != 3:
         raise ModelError(f"{kind} takes images (channels, height, width); found inputs of shape {features}")
     try:
         return NETS[kind](features, outputs)

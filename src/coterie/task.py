@@ -11,6 +11,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from coterie import engine as engines
+from coterie.engine.augment import CropFlip
 from coterie.engine.base import Objective, cross_entropy, squared_error
 from coterie.engine.batches import last_epoch_mean, plan, steps
 from coterie.engine.optim import LocalTraining
@@ -250,6 +251,7 @@ class Task:
             prox=prox,
             inputs=inputs or {},
             keys=(rng.keys(f"{purpose}.dropout", self.ids), self.layout.keys) if self.layout.keys else None,
+            augment=self._augment(local, rng, purpose),
             foreign=lambda row: rng.torch_globals(f"{purpose}.torch", int(self.ids[row])),
         )
         out = params.detach().clone()
@@ -265,6 +267,14 @@ class Task:
         }
         self._shared.train_seconds += time.perf_counter() - started
         return out, info
+
+    def _augment(self, local: LocalTraining, rng: Rng, purpose: str) -> CropFlip | None:
+        if local.augment == "none":
+            return None
+        samples = self._shared.samples
+        if len(samples.features) != 3:
+            raise ModelError(f"local.augment is {local.augment!r}; it takes images, found shape {samples.features}")
+        return CropFlip(rng.keys(f"{purpose}.augment", self.ids), local.padding, samples.black())
 
     # ------------------------------------------------------------------ evaluation
 

@@ -13,7 +13,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fedgwc": {"eps": 1.0, "patience": 1, "min_pair_updates": 0.0},
     "ifca": {"clusters": 2},
     "one-shot": {"warmup_rounds": 2},
-    "sosicfl": {"endpoints": 3, "regions": 2, "late_start": 1},
+    "sosicfl": {"endpoints": 3, "regions": 2, "warmup_rounds": 1},
     "sosicfl-all": {"endpoints": 3, "regions": 2},
     "sosicfl-plus": {"endpoints": 3, "regions": 2},
 }
@@ -35,8 +35,8 @@ def test_method_keeps_the_contract(kind: str):
         ("cfl", {"participation": "partial", "eps1": 10.0, "eps2": 0.0, "warmup_rounds": 1}),
         ("ifca", {"clusters": 2, "start": "resample", "share_representation": True}),
         ("ifca", {"clusters": 2, "start": "random_groups", "group_rounds": 2, "averaging_of": "gradients"}),
-        ("sosicfl", {"preset": "released", "endpoints": 3, "late_start": 1}),
-        ("sosicfl-plus", {"endpoints": 3, "regions": 2, "posthoc_from": 2, "per_sample": True}),
+        ("sosicfl", {"preset": "released", "endpoints": 3, "warmup_rounds": 1}),
+        ("sosicfl-plus", {"endpoints": 3, "regions": 2, "global_rounds": 2, "per_sample": True}),
         ("sosicfl", {"endpoints": 3, "regions": 2, "topics": "classes", "test_samples": 3}),
     ],
 )

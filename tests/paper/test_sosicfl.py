@@ -199,9 +199,9 @@ def test_one_endpoint_is_fedavg(kind: type[SosicFl]):
         torch.testing.assert_close(views[name], value.flatten(), rtol=0, atol=1e-13)
 
 
-def test_late_start_never_is_plain_simplex_learning():
+def test_warmup_rounds_never_is_plain_simplex_learning():
     """tau = T and M = 2: FedAvg on a line of models, written out by hand with the clients' own draws."""
-    rounds, method = 3, SosicFl(endpoints=2, regions=2, late_start=3)
+    rounds, method = 3, SosicFl(endpoints=2, regions=2, warmup_rounds=3)
     federation = testing.tiny_federation()
     loop = follow(method, federation, local=SGD, rounds=rounds)
     start = method.start(loop.task, Rng(3))
@@ -226,7 +226,7 @@ def test_the_head_step_is_scaled():
     """One SGD step at the barycentre moves the composed head by 1/M of a plain head's step; scale M undoes that."""
     moves = {}
     for scale in (1.0, 4.0):
-        method = SosicFl(endpoints=4, regions=1, late_start=9, head_lr_scale=scale, endpoint_start="model")
+        method = SosicFl(endpoints=4, regions=1, warmup_rounds=9, head_lr_scale=scale, endpoint_start="model")
         task = task_of(method, sequential)
         start = method.start(task, Rng(0)).expand(6, -1)
         alpha = heads.alpha_inputs(task.layout, torch.full((6, 1, 4), 0.25, dtype=torch.float64))
@@ -315,17 +315,17 @@ def test_regions_follow_the_counts_and_the_radius():
         assert float((centres - expected).abs().sum(1).min()) < 1e-12
 
 
-def test_regions_wait_for_the_late_start():
+def test_regions_wait_for_the_warmup_rounds():
     """Before tau there is one region, the whole simplex; from round tau on, the groups'."""
     for rounds, regions in ((1, 1), (2, 2)):
-        shared = follow(SosicFl(endpoints=2, regions=2, late_start=2), label_skewed(), rounds=rounds).state.shared
+        shared = follow(SosicFl(endpoints=2, regions=2, warmup_rounds=2), label_skewed(), rounds=rounds).state.shared
         assert len(shared.centres) == regions
         assert (float(shared.radius[0]) == 2.0) == (regions == 1)
 
 
 def test_floco_places_each_client_by_its_gradient():
     """In round tau everybody takes part; afterwards each client has a region of its own, near its group's."""
-    method = SosicFl(endpoints=2, assignment="gradient", late_start=1, radius_rule="absolute", radius=0.1)
+    method = SosicFl(endpoints=2, assignment="gradient", warmup_rounds=1, radius_rule="absolute", radius=0.1)
     loop = follow(method, label_skewed(), local=SGD, rounds=3, participation=0.5)
     shared, truth = loop.state.shared, torch.arange(12) % 2
     assert shared.centres.shape == (12, 2)
@@ -339,7 +339,7 @@ def test_floco_places_each_client_by_its_gradient():
 
 def test_updates_have_the_sign_of_the_model_sent_minus_returned():
     """Placing uses theta^t - theta_k: the other sign gives other points."""
-    method = SosicFl(endpoints=2, assignment="gradient", late_start=1)
+    method = SosicFl(endpoints=2, assignment="gradient", warmup_rounds=1)
     loop = follow(method, label_skewed(), rounds=0)
     shared = loop.state.shared
     noise = torch.from_numpy(Rng(0).generator("noise").normal(size=(12, loop.task.layout.size)))
@@ -365,7 +365,7 @@ def test_personal_simplexes():
     alone = follow(SosicFlPlus(endpoints=2, regions=2, lam=0.0), label_skewed(), rounds=2)
     plain = follow(SosicFl(endpoints=2, regions=2), label_skewed(), rounds=2)
     assert torch.equal(alone.state.shared.models, plain.state.shared.models)
-    method = SosicFlPlus(endpoints=2, regions=2, posthoc_from=2, lam=0.0)
+    method = SosicFlPlus(endpoints=2, regions=2, global_rounds=2, lam=0.0)
     before, after = (follow(method, label_skewed(), rounds=rounds) for rounds in (2, 3))
     assert torch.equal(before.state.shared.models, after.state.shared.models)
     assert not before.state.memory.started.any()
@@ -391,10 +391,10 @@ def test_settings_are_checked():
     """One line each: what was found, what is possible."""
     with pytest.raises(ConfigError, match=r"test_samples is 3; expected a divisor of endpoints = 4"):
         SosicFl(endpoints=4, test_samples=3)
-    with pytest.raises(ConfigError, match=r"late_start is 0; expected at least 1 with assignment = 'gradient'"):
+    with pytest.raises(ConfigError, match=r"warmup_rounds is 0; expected at least 1 with assignment = 'gradient'"):
         SosicFl(assignment="gradient")
     with pytest.raises(ConfigError, match=r"sosicfl-all\.test_samples is 2; expected 1"):
         SosicFlAll(test_samples=2)
     with pytest.raises(ConfigError, match="endpoints is 10; expected at most the 3 classes"):
         follow(SosicFl(regions=2), rounds=1)
-    assert SosicFl(preset="released").late_start == 250
+    assert SosicFl(preset="released").warmup_rounds == 250

@@ -12,8 +12,8 @@ import coterie
 
 LAYERS = (
     ("errors", "rng", "tables"),
-    ("federation", "datasets", "hub", "transforms", "plan", "partition", "label_shifts", "shifts", "assemble", "data",
-     "own_data", "models", "metrics", "similarity", "selection", "mixture", "topology", "aggregation",
+    ("nets", "federation", "datasets", "hub", "transforms", "plan", "partition", "label_shifts", "shifts", "assemble",
+     "data", "own_data", "models", "metrics", "similarity", "selection", "mixture", "topology", "aggregation",
      "clustering", "simplex"),
     ("exchange", "mailbox"),
     ("task", "engine", "heads"),

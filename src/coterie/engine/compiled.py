@@ -77,7 +77,9 @@ class CompiledEngine(VmapEngine):
     def train(
         self, rows: Float[Tensor, "clients params"], work: Training, block: int
     ) -> Float[Tensor, "clients steps"]:
-        """See `Engine.train`; `block` does not matter."""
+        """See `Engine.train`; `block` does not matter, but for augmented batches, which the program does not make."""
+        if work.augment is not None:
+            return super().train(rows, work, block)
         return self.program.train(rows, work)
 
     def measure(

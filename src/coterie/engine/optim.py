@@ -25,6 +25,8 @@ class LocalTraining:
         momentum: of SGD, in [0, 1).
         weight_decay: L2 penalty added to the gradient, 0 or larger.
         drop_last: leave out the last, smaller batch of an epoch.
+        augment: "crop-flip" pads images by `padding` black pixels, cuts random pieces and mirrors half of them.
+        padding: see `augment`.
     """
 
     epochs: int = 1
@@ -35,6 +37,8 @@ class LocalTraining:
     momentum: float = 0.0
     weight_decay: float = 0.0
     drop_last: bool = False
+    augment: Literal["none", "crop-flip"] = "none"
+    padding: int = 4
 
     def __post_init__(self) -> None:
         require(self.epochs >= 0, "local.epochs", self.epochs, "0 or more")
@@ -42,6 +46,8 @@ class LocalTraining:
         require(self.batch_size >= 1, "local.batch_size", self.batch_size, "at least 1")
         require(self.optimizer in ("adam", "sgd"), "local.optimizer", self.optimizer, "'adam' or 'sgd'")
         require(self.lr >= 0, "local.lr", self.lr, "0 or more")
+        require(self.augment in ("none", "crop-flip"), "local.augment", self.augment, "'none' or 'crop-flip'")
+        require(self.padding >= 0, "local.padding", self.padding, "0 or more")
         require(0 <= self.momentum < 1, "local.momentum", self.momentum, "at least 0 and below 1")
         require(self.weight_decay >= 0, "local.weight_decay", self.weight_decay, "0 or more")
 

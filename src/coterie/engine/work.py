@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from coterie.engine.augment import CropFlip
 from coterie.engine.optim import LocalTraining
 
 _GOLDEN = 0x1F123BB5159A55E5  # an odd constant that spreads the keys of successive steps
@@ -54,6 +55,13 @@ class Samples:
             x = x.sub_(self._per_channel(self.mean)).div_(self._per_channel(self.std))
         return x
 
+    def black(self) -> Float[Tensor, " channels"]:
+        """Return what a black pixel is to the model, per channel."""
+        channels = self.features[0]
+        if self.x.dtype != torch.uint8 or not self.mean:
+            return torch.zeros(channels, dtype=self.dtype)
+        return (-self._per_channel(self.mean) / self._per_channel(self.std)).flatten()
+
     def _per_channel(self, values: tuple[float, ...]) -> Tensor:
         values_ = torch.tensor(values, dtype=self.dtype, device=self.x.device)
         return values_.reshape(-1, *(1 for _ in self.features[1:]))
@@ -77,6 +85,7 @@ class Training:
         prox: weight of the penalty for the distance to them.
         inputs: values of the layout's input buffers, in each step.
         keys: the key of each client's dropout masks, and the names of the buffers that take them.
+        augment: changes the inputs of some clients' batches in a step.
         foreign: (client's row) -> a context in which PyTorch's own generator is that client's, for foreign modules.
     """
 
@@ -88,6 +97,7 @@ class Training:
     prox: float = 0.0
     inputs: Mapping[str, Shaped[Tensor, "clients steps *shape"]] = field(default_factory=dict)
     keys: tuple[Int[Tensor, " clients"], tuple[str, ...]] | None = None
+    augment: CropFlip | None = None
     foreign: Callable[[int], AbstractContextManager[None]] = lambda _row: nullcontext()
 
     @property
@@ -104,6 +114,7 @@ class Training:
             anchor=None if self.anchor is None else self.anchor[rows],
             inputs={name: value[rows] for name, value in self.inputs.items()},
             keys=None if self.keys is None else (self.keys[0][rows], self.keys[1]),
+            augment=None if self.augment is None else replace(self.augment, keys=self.augment.keys[rows]),
             foreign=lambda row: self.foreign((rows.start or 0) + row),
         )
 
@@ -114,7 +125,10 @@ class Training:
         if self.keys is not None:
             keys, names = self.keys
             values |= dict.fromkeys(names, step_keys(keys[members], step).to(self.samples.x.device))
-        return self.samples.inputs(places), self.samples.targets(places), values
+        x = self.samples.inputs(places)
+        if self.augment is not None:
+            x = self.augment(x, members, step)
+        return x, self.samples.targets(places), values
 
     def groups(self, step: int) -> Iterator[tuple[int, Int[Tensor, " members"]]]:
         """Group the clients that have a batch in a step by its size, so that no batch is padded."""

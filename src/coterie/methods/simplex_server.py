@@ -46,7 +46,7 @@ class Rules:
 
     endpoints: int = 10
     regions: int = 10
-    late_start: int = 0
+    warmup_rounds: int = 0
     assignment: Literal["labels", "gradient"] = "labels"
     radius_rule: Literal["relative", "absolute"] = "relative"
     radius: float = 0.3
@@ -55,7 +55,7 @@ class Rules:
 
 
 RELEASED = Rules(
-    late_start=250, assignment="gradient", radius_rule="absolute", radius=0.1, sampler="released", simplex_bias=False
+    warmup_rounds=250, assignment="gradient", radius_rule="absolute", radius=0.1, sampler="released", simplex_bias=False
 )
 PRESETS = {"coterie": Rules(), "paper": Rules(), "released": RELEASED}
 
@@ -64,7 +64,7 @@ PRESETS = {"coterie": Rules(), "paper": Rules(), "released": RELEASED}
 class SimplexMethod(OneModel):
     r"""A simplex of models $w(\alpha) = (\theta_f, \sum_m \alpha_m \Theta_m)$, averaged as in FedAvg.
 
-    From round `late_start` on a client draws $\alpha$ in every step uniformly from the region of its group,
+    From round `warmup_rounds` on a client draws $\alpha$ in every step uniformly from the region of its group,
     $\{\alpha : \lVert \alpha - \mu_l \rVert_1 \le r\}$, and is served $w(\mu_l)$; before, from the whole simplex, and
     is served its centre.
 
@@ -73,9 +73,9 @@ class SimplexMethod(OneModel):
             code); a field that is None takes the preset's value.
         endpoints: $M$; with label counts at most the number of classes.
         regions: $L$, with label counts.
-        late_start: $\tau$; as many as the rounds of the run for plain simplex learning.
+        warmup_rounds: $\tau$; as many as the rounds of the run for plain simplex learning.
         assignment: "labels": each client's label counts, sent once, are described as mixtures of $M$ topics and
-            grouped; "gradient" (Floco): the updates of all clients in round `late_start` place each client.
+            grouped; "gradient" (Floco): the updates of all clients in round `warmup_rounds` place each client.
         radius_rule: "relative": $r = \rho \bar d$ with the mean distance of the simplex to the centres; "absolute":
             $r = \rho$.
         radius: $\rho$. The paper's values are lost; 0.3 is ours.
@@ -98,7 +98,7 @@ class SimplexMethod(OneModel):
     preset: Preset = "coterie"
     endpoints: int | None = None
     regions: int | None = None
-    late_start: int | None = None
+    warmup_rounds: int | None = None
     assignment: Literal["labels", "gradient"] | None = None
     radius_rule: Literal["relative", "absolute"] | None = None
     radius: float | None = None
@@ -128,10 +128,9 @@ class SimplexMethod(OneModel):
         require(self.head_lr_scale > 0, f"{kind}.head_lr_scale", self.head_lr_scale, "above 0")
         divides = rules.endpoints % self.test_samples == 0
         require(divides, f"{kind}.test_samples", self.test_samples, f"a divisor of endpoints = {rules.endpoints}")
-        late = rules.late_start >= (1 if rules.assignment == "gradient" else 0)
-        require(
-            late, f"{kind}.late_start", rules.late_start, "at least 1 with assignment = 'gradient', at least 0 else"
-        )
+        first = 1 if rules.assignment == "gradient" else 0
+        expected = f"at least {first} with assignment = {rules.assignment!r}"
+        require(rules.warmup_rounds >= first, f"{kind}.warmup_rounds", rules.warmup_rounds, expected)
 
     @property
     def rules(self) -> Rules:
@@ -163,7 +162,7 @@ class SimplexMethod(OneModel):
 
     def cohort(self, shared: Regions, rng: Rng, population: int, participation: float | int) -> Int[Tensor, " active"]:
         """Everybody in the round whose updates place the clients."""
-        if self.rules.assignment == "gradient" and rng.round == self.rules.late_start:
+        if self.rules.assignment == "gradient" and rng.round == self.rules.warmup_rounds:
             return torch.arange(population)
         return super().cohort(shared, rng, population, participation)
 
@@ -178,14 +177,14 @@ class SimplexMethod(OneModel):
         """Average; place the clients when it is time."""
         merged = super().merge(desk, shared, message)
         if self.rules.assignment == "labels":
-            return self._by_labels(desk, merged) if desk.index == self.rules.late_start - 1 else merged
-        return self._by_gradients(desk, shared, merged, message) if desk.index == self.rules.late_start else merged
+            return self._by_labels(desk, merged) if desk.index == self.rules.warmup_rounds - 1 else merged
+        return self._by_gradients(desk, shared, merged, message) if desk.index == self.rules.warmup_rounds else merged
 
     def _register(self, desk: Desk, shared: Regions, message: Message) -> tuple[Regions, Reply]:
         """Take note of label counts."""
         assert message.ids is not None
         shared = replace(shared, counts=shared.counts.index_copy(0, message.ids, message.fields["counts"].cpu()))
-        return (self._by_labels(desk, shared) if self.rules.late_start == 0 else shared), nothing(message)
+        return (self._by_labels(desk, shared) if self.rules.warmup_rounds == 0 else shared), nothing(message)
 
     def _by_labels(self, desk: Desk, shared: Regions) -> Regions:
         """Group clients by what their labels are mixed of."""

@@ -80,7 +80,7 @@ class SosicFlPlus(SimplexMethod):
 
     Args:
         lam: $\lambda$.
-        posthoc_from: train personal models only from this round on, each from the global model as it is then, which
+        global_rounds: train personal models only from this round on, each from the global model as it is then, which
             no longer changes; None trains both in every round.
         personal_epochs: epochs of the personal model; those of the run when None.
         personal_steps: steps of the personal model instead.
@@ -90,23 +90,23 @@ class SosicFlPlus(SimplexMethod):
     summary: ClassVar[str] = "SosicFL with a personal simplex for each client, near the global one"
     references: ClassVar[tuple[str, ...]] = REFERENCES
     lam: float = 1.0
-    posthoc_from: int | None = None
+    global_rounds: int | None = None
     personal_epochs: int | None = None
     personal_steps: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.lam >= 0, f"{self.kind}.lam", self.lam, "0 or more")
-        valid = self.posthoc_from is None or self.posthoc_from >= 1
-        require(valid, f"{self.kind}.posthoc_from", self.posthoc_from, "at least 1, or nothing")
+        valid = self.global_rounds is None or self.global_rounds >= 1
+        require(valid, f"{self.kind}.global_rounds", self.global_rounds, "at least 1, or nothing")
 
     def _posthoc(self, index: int) -> bool:
-        return self.posthoc_from is not None and index >= self.posthoc_from
+        return self.global_rounds is not None and index >= self.global_rounds
 
     def memory(self, task: Task, rng: Rng) -> PersonalSimplex:
         """Everybody starts at the first model."""
         first_model = self.start(task, rng).expand(len(task), -1).clone()
-        return PersonalSimplex(first_model, torch.full((len(task),), self.posthoc_from is None))
+        return PersonalSimplex(first_model, torch.full((len(task),), self.global_rounds is None))
 
     def train(self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox) -> tuple[Tensor, Info]:
         """Train the global simplex, unless its time is over."""
@@ -122,7 +122,7 @@ class SosicFlPlus(SimplexMethod):
         self, rnd: Round, memory: PersonalSimplex, start: Float[Tensor, "clients params"], offer: Inbox
     ) -> tuple[PersonalSimplex, Info]:
         """Train the personal simplexes."""
-        if self.posthoc_from is not None and not self._posthoc(rnd.index):
+        if self.global_rounds is not None and not self._posthoc(rnd.index):
             return memory, {}
         local = personal_training(rnd.local, self.personal_epochs, self.personal_steps)
         inputs = self.mixtures(rnd, offer, "alpha.personal", rnd.task.steps(local))

@@ -1,0 +1,46 @@
+"""Augmentation of image batches: random crops and flips, drawn from each client's own stream."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coterie.models import splitmix
+
+
+@dataclass(frozen=True)
+class CropFlip:
+    """Pad each image, cut a piece of its old size at a random place, and mirror every second one.
+
+    Args:
+        keys: of each client's draws in one local training.
+        padding: pixels added on each side.
+        fill: value of the added pixels, per channel, as the model takes it (black).
+    """
+
+    keys: Int[Tensor, " clients"]
+    padding: int
+    fill: Float[Tensor, " channels"]
+
+    def __call__(
+        self, x: Float[Tensor, "members samples channels height width"], members: Int[Tensor, " members"], step: int
+    ) -> Float[Tensor, "members samples channels height width"]:
+        """Augment the batches of some clients in a step.
+
+        A draw depends on the client, the step and the sample's place in the batch, and on nothing else.
+        """
+        height, width = x.shape[-2:]
+        places = torch.arange(x.shape[1])
+        bits = splitmix(splitmix(self.keys[members, None] + step) + places)
+        span = 2 * self.padding + 1
+        down, right = bits.remainder(span), splitmix(bits).remainder(span)
+        mirror = (splitmix(splitmix(bits)) & 1).bool()
+        rows = torch.arange(height) + (down - self.padding)[..., None]
+        along = torch.where(mirror[..., None], torch.arange(width).flip(0), torch.arange(width))
+        columns = along + (right - self.padding)[..., None]
+        inside = ((rows >= 0) & (rows < height))[..., :, None] & ((columns >= 0) & (columns < width))[..., None, :]
+        index = rows.clamp(0, height - 1)[..., :, None] * width + columns.clamp(0, width - 1)[..., None, :]
+        index, inside = index.flatten(2).to(x.device), inside.to(x.device)[:, :, None]
+        moved = x.flatten(3).gather(3, index[:, :, None].expand(-1, -1, x.shape[2], -1)).reshape(x.shape)
+        return torch.where(inside, moved, self.fill.to(x)[:, None, None])

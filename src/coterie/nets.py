@@ -1,0 +1,123 @@
+"""Reference networks of the server-based papers; `models.NETS` lists them with the others.
+
+SqueezeNet, MobileNetV2 and ResNet-18 are torchvision's, an extra: `pip install coterie[vision]`.
+"""
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import init
+
+from coterie.errors import ModelError
+
+
+def cnn_y(features: tuple[int, ...], outputs: int) -> nn.Module:
+    """The CNN of FedGWC's code, which pools before ReLU; 815,332 parameters at 3x32x32 and 100 outputs (CNN-100)."""
+    channels, height, width = features
+    flat = 64 * _twice(height) * _twice(width)
+    return nn.Sequential(
+        nn.Conv2d(channels, 64, 5), nn.MaxPool2d(2), nn.ReLU(),
+        nn.Conv2d(64, 64, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(),
+        nn.Linear(flat, 384), nn.ReLU(), nn.Linear(384, 192), nn.ReLU(), nn.Linear(192, outputs),
+    )  # fmt: skip
+
+
+def _twice(side: int) -> int:
+    return ((side - 4) // 2 - 4) // 2
+
+
+def lenet_5(features: tuple[int, ...], outputs: int) -> nn.Module:
+    """LeNet-5 as FedGWC uses it on EMNIST; 64,851 parameters at 1x28x28 and 47 outputs."""
+    channels, height, width = features
+    flat = 16 * ((height // 2 - 4) // 2) * ((width // 2 - 4) // 2)
+    return nn.Sequential(
+        nn.Conv2d(channels, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(flat, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, outputs),
+    )  # fmt: skip
+
+
+def simple_cnn(features: tuple[int, ...], outputs: int) -> nn.Module:
+    """SosicFL's SimpleCNN, with Xavier-normal weights; 107,690 parameters at 3x32x32 and 10 outputs."""
+    channels, height, width = features
+
+    def side(n: int) -> int:
+        return (((n - 4) // 2 - 2) // 2) // 2
+
+    module = nn.Sequential(
+        nn.Conv2d(channels, 16, 5), nn.LeakyReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 5, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(64 * side(height) * side(width), 128), nn.LeakyReLU(), nn.Linear(128, outputs),
+    )  # fmt: skip
+    for part in module:
+        if isinstance(part, nn.Conv2d | nn.Linear):
+            init.xavier_normal_(part.weight)
+    return module
+
+
+def from_torchvision(name: str, features: tuple[int, ...], outputs: int) -> nn.Module:
+    """Build a network of torchvision, with weights drawn afresh.
+
+    Args:
+        name: of the function in `torchvision.models`.
+        features: three channels, and a height and width of at least 32.
+        outputs: number of classes.
+
+    Raises:
+        ModelError: when torchvision cannot be imported, or for other inputs.
+    """
+    if features[0] != 3 or min(features[1:]) < 32:
+        shape = "x".join(str(n) for n in features)
+        raise ModelError(f"{name} takes colour images of at least 3x32x32; found {shape}")
+    try:
+        models = importlib.import_module("torchvision.models")
+    except (ImportError, RuntimeError) as error:
+        raise ModelError(
+            f"{name} needs torchvision, which cannot be imported ({error}); install coterie[vision], with the "
+            "torchvision that was built for your PyTorch (see https://pytorch.org/get-started)"
+        ) from error
+    return getattr(models, name)(num_classes=outputs)
+
+
+def load_features(module: nn.Module, path: str | Path) -> nn.Module:
+    """Take pretrained values from a safetensors file for all layers but the last; run it with `init="given"`.
+
+    Args:
+        module: changed in place and returned. Its last layer, which depends on the number of classes, is left alone.
+        path: tensors under the names of the module's own state.
+
+    Raises:
+        ModelError: when the file is damaged, or lacks a tensor of the module or has it in another shape.
+    """
+    try:
+        values = load_file(str(path))
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
+    own: dict[str, Tensor] = module.state_dict()
+    last = [name for name, _ in module.named_parameters()][-1].rpartition(".")[0]
+    for name, tensor in own.items():
+        if name.rpartition(".")[0] == last:
+            continue
+        found = values.get(name)
+        if found is None or found.shape != tensor.shape:
+            there = "nothing" if found is None else f"shape {tuple(found.shape)}"
+            raise ModelError(f"{path} has {there} for {name!r}; expected shape {tuple(tensor.shape)}")
+        tensor.copy_(found)
+    return module
+
+
+NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
+    "cnn-y": cnn_y,
+    "lenet-5": lenet_5,
+    "simple-cnn": simple_cnn,
+    "squeezenet": partial(from_torchvision, "squeezenet1_1"),
+    "mobilenet-v2": partial(from_torchvision, "mobilenet_v2"),
+    "resnet-18": partial(from_torchvision, "resnet18"),
+}
+"""Networks for images; see `models.NETS`."""

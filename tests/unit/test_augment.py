@@ -1,0 +1,69 @@
+"""Random crops and flips: against naive padding, keyed by client and step."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from coterie.engine.augment import CropFlip
+from coterie.engine.optim import LocalTraining
+from coterie.errors import ModelError
+from coterie.methods.fedavg import FedAvg
+from coterie.rng import Rng
+from coterie.testing import follow, run_grouped, tiny_federation, tiny_settings
+
+
+def candidates(image: Tensor, padding: int, fill: Tensor) -> list[Tensor]:
+    """Every crop of the padded image, plain and mirrored."""
+    channels, height, width = image.shape
+    padded = fill[:, None, None].expand(channels, height + 2 * padding, width + 2 * padding).clone()
+    padded[:, padding : padding + height, padding : padding + width] = image
+    places = [(d, r) for d in range(2 * padding + 1) for r in range(2 * padding + 1)]
+    crops = [padded[:, d : d + height, r : r + width] for d, r in places]
+    return crops + [crop.flip(-1) for crop in crops]
+
+
+def test_every_result_is_a_crop_of_the_padded_image():
+    """All 2 x 5 x 5 results occur over 2,000 samples, each about equally often, and nothing else does."""
+    image = torch.arange(2 * 3 * 4, dtype=torch.float64).reshape(2, 3, 4) + 1
+    fill = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    batch = image.expand(2, 1000, 2, 3, 4)
+    moved = CropFlip(torch.tensor([11, 12]), 2, fill)(batch, torch.arange(2), step=3).flatten(0, 1)
+    found = torch.stack([(moved == one).flatten(1).all(1) for one in candidates(image, 2, fill)])
+    assert bool(found.any(0).all())
+    counts = found.sum(1)
+    assert int(counts.min()) > 40 - 5 * 40**0.5
+    assert int(counts.max()) < 40 + 5 * 40**0.5
+
+
+def test_draws_belong_to_the_client_and_the_step():
+    """Neither the other members nor the rest of the batch matter; another step and another client do."""
+    x = torch.from_numpy(Rng(0).generator("x").normal(size=(3, 8, 1, 6, 6)))
+    augment = CropFlip(torch.tensor([5, 6, 7]), 2, torch.zeros(1))
+    whole = augment(x, torch.arange(3), 0)
+    assert torch.equal(augment(x[1:2, :4], torch.tensor([1]), 0), whole[1:2, :4])
+    assert not torch.equal(augment(x, torch.arange(3), 1), whole)
+    same = augment(x[:1].expand(3, -1, -1, -1, -1), torch.arange(3), 0)
+    assert not torch.equal(same[0], same[1])
+
+
+def test_training_with_augmentation_is_the_same_everywhere():
+    """In any grouping and with each engine; and it changes the result."""
+    federation = tiny_federation(4, features=(1, 4, 4))
+    local = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1, augment="crop-flip", padding=1)
+    results = [
+        follow(FedAvg(), federation=federation, settings=tiny_settings(local=local, engine=engine)).state.params
+        for engine in ("loop", "vmap", "compiled")
+    ]
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-10)
+    torch.testing.assert_close(results[2], results[0], rtol=0, atol=1e-10)
+    grouped = run_grouped(federation, FedAvg(), [[0, 2], [1], [3]], settings=tiny_settings(local=local))
+    torch.testing.assert_close(grouped, results[0], rtol=0, atol=1e-10)
+    plain = follow(FedAvg(), federation=federation, settings=tiny_settings()).state.params
+    assert float((plain - results[0]).abs().max()) > 1e-3
+
+
+def test_only_images_are_cropped():
+    """One line that says what was found."""
+    local = LocalTraining(augment="crop-flip")
+    with pytest.raises(ModelError, match=r"local.augment is 'crop-flip'; it takes images, found shape \(4,\)"):
+        follow(FedAvg(), settings=tiny_settings(local=local))
