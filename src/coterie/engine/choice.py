@@ -24,7 +24,8 @@ def products(layout: Layout, x: Tensor) -> int:
 
     def count(module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
         nonlocal found
-        weight = module.get_parameter("weight")
+        weight = module.weight
+        assert isinstance(weight, Tensor)
         found += weight.numel() * (output[0].numel() // len(weight))
 
     known = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
