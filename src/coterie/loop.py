@@ -215,7 +215,7 @@ class Loop:
             self.record.add_metrics(index, ids, "train", "current", {"label": extra["label"]})
         every = self.settings.eval_every
         if every and (index + 1) % every == 0 and index >= 0:
-            self.record.add_metrics(index, ids, "test", "current", self.task.evaluate(params))
+            self.record.add_metrics(index, ids, "test", "current", self._tested(index, params))
 
     def _record_info(self, index: int, ids: Tensor, info: Info) -> None:
         if not len(ids):
@@ -235,11 +235,31 @@ class Loop:
         self.exchange.enter(self.task.ids)
         return self.method.served(self._context(index, torch.arange(len(self.task)), population), self.state)
 
+    def _tested(self, index: int, params: Tensor) -> dict[str, Tensor]:
+        """Return the metrics on the test sets, with those that the settings ask for."""
+        values, wanted = self.task.evaluate(params), set(self.settings.extra_metrics)
+        if not self.task.classes or not wanted:
+            return values
+        if wanted & {"balanced_accuracy", "train_prior_accuracy"}:
+            recall, number = self.task.recalls(params)
+            if "balanced_accuracy" in wanted:
+                values["balanced_accuracy"] = recall.nanmean(1)
+            if "train_prior_accuracy" in wanted:
+                weight = (self.task.class_counts() * number).to(recall)
+                values["train_prior_accuracy"] = (weight * recall.nan_to_num()).sum(1) / weight.sum(1)
+        if "global_accuracy" in wanted and self.method.server:
+            self.exchange.cohort(lambda: torch.arange(self.task.population))
+            self.exchange.enter(self.task.ids)
+            everybody, population = torch.arange(len(self.task)), torch.arange(self.task.population)
+            models = self.method.overall(self._context(index, everybody, population), self.state)
+            values["global_accuracy"] = self.task.pooled_accuracy(models)
+        return values
+
     def final(self) -> Float[Tensor, "clients params"]:
         """Evaluate each client's chosen model on its test set, once, and return the models."""
         last = self.next_round - 1
         model = "best" if self.settings.evaluate == "best_val" else "current"
         params = self.tracker.best if model == "best" else self._served(last)[0]
-        self.record.add_metrics(last, self.task.ids, "test", model, self.task.evaluate(params))
+        self.record.add_metrics(last, self.task.ids, "test", model, self._tested(last, params))
         self.record.add_metrics(last, self.task.ids, "validation", model, self.task.measure(params, "validation"))
         return params

@@ -1,7 +1,8 @@
 """Settings: how a run goes, whatever the method."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -10,6 +11,7 @@ from coterie.methods.base import Order
 from coterie.task import InitMode, LocalTraining
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+ExtraMetric = Literal["balanced_accuracy", "train_prior_accuracy", "global_accuracy"]
 Schedule = Literal["synchronous", "sequential_exchange", "sequential"]
 
 
@@ -36,6 +38,9 @@ class Settings:
         dtype: "float32" or "float64".
         validate_every: rounds between two measurements on the validation data, 1 or more.
         eval_every: rounds between two evaluations on the test sets; 0 for the end only.
+        extra_metrics: further metrics of every evaluation on the test sets, for classes: "balanced_accuracy",
+            "train_prior_accuracy", and with a server "global_accuracy", of the model for everybody (or of the
+            client's cluster) on all test sets together.
         checkpoint_seconds: least time between two checkpoints; 0 for one after every round.
     """
 
@@ -56,6 +61,7 @@ class Settings:
     dtype: Literal["float32", "float64"] = "float32"
     validate_every: int = 1
     eval_every: int = 0
+    extra_metrics: Sequence[ExtraMetric] = ()
     checkpoint_seconds: float = 30.0
 
     def __post_init__(self) -> None:
@@ -65,6 +71,8 @@ class Settings:
         require(self.warmup_epochs is None or self.warmup_epochs >= 0, "warmup_epochs", self.warmup_epochs, "0 or more")
         require(self.validate_every >= 1, "validate_every", self.validate_every, "at least 1")
         require(self.eval_every >= 0, "eval_every", self.eval_every, "0 or more")
+        unknown = sorted(set(self.extra_metrics) - set(get_args(ExtraMetric)))
+        require(not unknown, "extra_metrics", list(self.extra_metrics), f"some of {', '.join(get_args(ExtraMetric))}")
         for name, valid in (
             ("order", ("exchange_first", "train_first", None)),
             ("schedule", ("synchronous", "sequential_exchange", "sequential")),

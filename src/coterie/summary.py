@@ -23,7 +23,9 @@ from coterie.record import EDGE_COLUMNS, METRIC_COLUMNS, write_atomically
 
 CONFIG, METRICS, EDGES, PROVENANCE = "config.toml", "metrics.parquet", "edges.parquet", "provenance.json"
 FEDERATION = "federation.json"
-HIGHER_IS_BETTER = frozenset({"accuracy", "balanced_accuracy", "top5_accuracy", "f1", "auc", "r2"})
+HIGHER_IS_BETTER = frozenset(
+    {"accuracy", "balanced_accuracy", "train_prior_accuracy", "global_accuracy", "top5_accuracy", "f1", "auc", "r2"}
+)
 CONFIDENCE = 0.95
 
 

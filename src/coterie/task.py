@@ -340,3 +340,36 @@ class Task:
             for name, value in self._run(params, pairs, inputs).items():
                 out[name][rows] = value
         return out
+
+    def recalls(
+        self, params: Float[Tensor, "clients params"]
+    ) -> tuple[Float[Tensor, "clients classes"], Int[Tensor, "clients classes"]]:
+        """Return the recall of each class on the test set that serves each client, and how many samples it has.
+
+        The recall of a class without samples is NaN.
+        """
+        recall = torch.full((len(self), self.classes), torch.nan, dtype=self.dtype)
+        number = torch.zeros(len(self), self.classes, dtype=torch.int64)
+        serves = self._shared.federation.test_of[self._at]
+        for place, test in enumerate(self._shared.tests):
+            rows = (serves == place).nonzero().flatten()
+            labels = test.targets(torch.arange(len(test))).cpu()
+            found, count = labels.unique(return_counts=True)
+            order = list(torch.argsort(labels, stable=True).split(count.tolist()))
+            places = torch.nn.utils.rnn.pad_sequence(order, batch_first=True)
+            models, sets = rows.repeat_interleave(len(found)), torch.arange(len(found)).repeat(len(rows))
+            hits = self._run(params, Pairs(test, places, count, models, sets), None)["accuracy"]
+            recall[rows[:, None], found] = hits.reshape(len(rows), len(found))
+            number[rows[:, None], found] = count
+        return recall, number
+
+    def pooled_accuracy(self, models: Float[Tensor, "clients params"]) -> Float[Tensor, " clients"]:
+        """Return the accuracy of each model on all test sets together; equal models are measured once."""
+        distinct, which = models.unique(dim=0, return_inverse=True)
+        right, total = torch.zeros(len(distinct), dtype=self.dtype), 0
+        for test in self._shared.tests:
+            rows, everything = torch.arange(len(distinct)), torch.arange(len(test))[None]
+            pairs = Pairs(test, everything, torch.tensor([len(test)]), rows, torch.zeros_like(rows))
+            right += self._run(distinct, pairs, None)["accuracy"] * len(test)
+            total += len(test)
+        return (right / total)[which.cpu()]

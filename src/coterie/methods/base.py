@@ -172,6 +172,10 @@ class Method(ABC):
         """
         return state.params, {}
 
+    def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
+        """Return the model that a newcomer in each hosted client's cluster would get: never a personal one."""
+        return self.served(rnd, state)[0]
+
 
 @dataclass(frozen=True)
 class PeerMethod(Method):

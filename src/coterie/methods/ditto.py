@@ -80,6 +80,10 @@ class Ditto(OneModel):
         """Each client has its own."""
         return state.memory.model, {}
 
+    def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
+        """Fetch the global model."""
+        return super().served(rnd, state)[0]
+
 
 def personal_training(local: LocalTraining, epochs: int | None, steps: int | None) -> LocalTraining:
     """Return the run's local training with a personal length."""

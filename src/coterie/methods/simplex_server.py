@@ -258,3 +258,10 @@ class SimplexMethod(OneModel):
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
         rows = rnd.task.settle(state.params, first(offer))
         return self.placed(rnd, rows, offer), {"label": offer.peers[:, 0]}
+
+    def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
+        """Fetch the simplex and stand at its barycentre."""
+        _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
+        rows = rnd.task.settle(state.params, first(offer))
+        middle = torch.full((len(rows), 1, self.rules.endpoints), 1 / self.rules.endpoints, dtype=torch.float64)
+        return heads.compose(rnd.task.layout, rows, middle)
