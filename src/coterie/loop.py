@@ -94,6 +94,11 @@ class Loop:
             raise ConfigError(
                 f"schedule = {settings.schedule!r} is for peer-to-peer methods; {method.kind} has a server"
             )
+        if settings.schedule != "synchronous" and method.exchanges > 1:
+            raise ConfigError(
+                f"schedule = {settings.schedule!r} allows one exchange a round; {method.kind} makes {method.exchanges} "
+                "with these settings: use 'synchronous'"
+            )
 
     @property
     def finished(self) -> bool:

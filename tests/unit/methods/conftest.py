@@ -1,0 +1,80 @@
+"""A population that steps round by round, with everything its method reports."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from coterie.exchange import Exchange, InMemory
+from coterie.federation import Federation
+from coterie.loop import Loop
+from coterie.methods.base import Info, Method, State
+from coterie.record import Record
+from coterie.rng import Rng
+from coterie.task import Task
+from coterie.testing import tiny_federation, tiny_settings
+
+
+@dataclasses.dataclass
+class Play:
+    """A population and its method, after `step` or `steps` rounds."""
+
+    loop: Loop
+    infos: list[Info]
+
+    @property
+    def state(self) -> State:
+        return self.loop.state
+
+    @property
+    def memory(self) -> Any:
+        return self.loop.state.memory
+
+    def steps(self, rounds: int) -> "Play":
+        for _ in range(rounds):
+            self.loop.step()
+        return self
+
+    def exchange(self, **changes: Any) -> tuple[State, Info]:
+        """One exchange on the present state, which stays as it is."""
+        loop = self.loop
+        everybody = torch.arange(len(loop.task))
+        rnd = loop._context(loop.next_round, everybody, torch.arange(loop.task.population))
+        rnd = dataclasses.replace(rnd, rng=loop.rng.at(loop.next_round), **changes)
+        rnd.exchange.begin(rnd.rng)
+        rnd.exchange.enter(rnd.ids)
+        return loop.method.exchange(rnd, loop.state)
+
+
+@pytest.fixture
+def play(monkeypatch):
+    """Start a run of a method: `play(method, federation=None, exchange=None, **settings)` has done its warm-up."""
+
+    def start(
+        method: Method, federation: Federation | None = None, exchange: Exchange | None = None, **settings: Any
+    ) -> Play:
+        federation = federation or tiny_federation()
+        chosen = tiny_settings(**{"rounds": 1000, **settings})
+        clusters = federation.truth.cluster if federation.truth is not None else None
+        task = Task(
+            federation.host(federation.ids),
+            "linear",
+            init=chosen.init,
+            dtype=torch.float64,
+            clusters=clusters if "truth" in method.needs else None,
+        )
+        infos: list[Info] = []
+        record = Record(torch.full((federation.population,), -1))
+        add = record.add_edges
+
+        def listen(index: int, ids: Any, info: Info) -> None:
+            infos.append(info)
+            add(index, ids, info)
+
+        monkeypatch.setattr(record, "add_edges", listen)
+        door = exchange or InMemory(federation.ids, federation.population)
+        result = Play(Loop(task, method, door, chosen, Rng(3), record), infos)
+        return result.steps(1)
+
+    return start

@@ -1,0 +1,186 @@
+"""PANMLoss and PANMGrad."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from coterie import similarity
+from coterie.errors import ConfigError
+from coterie.exchange import Faulty, InMemory
+from coterie.methods.panm_grad import PanmGrad
+from coterie.methods.panm_loss import PanmLoss
+from coterie.testing import tiny_federation
+
+SHORT = {"num_peers": 2, "num_candidates": 3, "stage_one_rounds": 3, "interval": 2}
+
+
+def listed(row):
+    return {j for j in row.tolist() if j >= 0}
+
+
+def test_stage_one_keeps_the_most_similar_of_candidates_and_neighbours(play):
+    """Invariant 33: N_i within C_i and the N_i of before, k of them, never oneself, all averaged with."""
+    run = play(PanmLoss(**SHORT), tiny_federation(9, 3))
+    before = run.memory.neighbours
+    for _ in range(3):
+        run.steps(1)
+        info, now = run.infos[-1], run.memory.neighbours
+        for i in range(9):
+            asked = listed(info["peers"][i])
+            old = listed(before[i])
+            assert old <= asked
+            assert len(asked - old) == 3, "as many fresh candidates as asked for"
+            assert listed(now[i]) <= asked
+            assert len(listed(now[i])) == 2
+            assert i not in asked
+            assert set(info["peers"][i][info["weights"][i] > 0].tolist()) == listed(now[i])
+        before = now
+
+
+def test_with_frozen_models_neighbours_only_get_more_similar_and_end_in_the_own_cluster(play):
+    """Invariant 33: lr = 0; the least similar neighbour never gets worse, and at last all are of the own cluster."""
+    federation = tiny_federation(9, 3, train=40)
+    run = play(PanmLoss(num_peers=2, num_candidates=2), federation)
+    run.loop.state = dataclasses.replace(
+        run.state, params=run.loop.task.train(run.state.params, run.loop.rng, run.loop.settings.local)[0]
+    )
+    params = run.state.params
+    scores = 1 / (run.loop.task.loss_table(params, "train") + 1e-6)
+    worst = torch.full((9,), -torch.inf).double()
+    for _ in range(40):
+        state, _ = run.exchange()
+        run.loop.state = dataclasses.replace(state, params=params)
+        run.loop.next_round += 1
+        now = scores.gather(1, state.memory.neighbours.clamp(min=0)).amin(1)
+        assert bool((now >= worst).all())
+        worst = now
+    expected = scores.clone().fill_diagonal_(-1).topk(2, dim=1).indices.sort(1).values
+    assert torch.equal(run.memory.neighbours.sort(1).values, expected)
+    cluster = federation.truth.cluster
+    assert bool((cluster[run.memory.neighbours] == cluster[:, None]).all())
+
+
+def test_the_bag_starts_as_the_last_neighbours_and_is_corrected_at_intervals(play):
+    """Invariant 37: with T1 = 3 and interval 2, rounds t = 1..3 match by ranking and t = 4, 6 correct the bag."""
+    run = play(PanmLoss(**SHORT), tiny_federation(9, 3))
+    sizes = []
+    for _ in range(7):
+        bag = run.memory.bag
+        run.steps(1)
+        sizes.append(run.infos[-1]["peers"].shape[1])
+        if len(sizes) in (5, 7):
+            assert torch.equal(run.memory.bag, bag), "nothing changes between corrections"
+    assert sizes == [5, 5, 5, 3 + 3 + 2, 2, 3 + 3 + 2, 2]
+    assert not run.memory.bag.diagonal().any()
+    assert bool(run.memory.bag.any(1).all())
+
+
+def test_stage_two_averages_with_members_of_the_bag_and_reads_nobody_twice(play):
+    """Invariant 37: min(k, |B|) of them; those already read for the correction are not read again."""
+    run = play(PanmLoss(**SHORT), tiny_federation(9, 3)).steps(3)
+    for _ in range(6):
+        run.steps(1)
+        info = run.infos[-1]
+        for i in range(9):
+            asked = [j for j in info["peers"][i].tolist() if j >= 0]
+            assert len(asked) == len(set(asked))
+            weighed = set(info["peers"][i][info["weights"][i] > 0].tolist())
+            bag = set(run.memory.bag[i].nonzero().flatten().tolist())
+            assert weighed <= bag
+            assert len(weighed) == min(2, len(bag))
+        torch.testing.assert_close(info["weights"].sum(1) + info["own_weight"], torch.ones(9).double())
+
+
+def test_the_average_over_two_exchanges_is_one_weighted_mean(play):
+    """In a correction round the models of both pulls are mixed as FedAvg over N_i and itself."""
+    run = play(PanmLoss(**SHORT), tiny_federation(9, 3)).steps(3)
+    state, info = run.exchange()
+    peers = info["peers"].clamp(min=0)
+    expected = info["own_weight"][:, None] * run.state.params
+    expected = expected + (info["weights"][..., None] * run.state.params[peers]).sum(1)
+    torch.testing.assert_close(state.params, expected)
+
+
+def test_loss_transforms_rank_alike(play):
+    """1 / loss and -loss choose the same neighbours in stage one."""
+    chosen = [
+        play(PanmLoss(**SHORT, transform=name)).exchange()[0].memory.neighbours for name in ("inverse", "negative")
+    ]
+    assert torch.equal(*chosen)
+
+
+def test_loss_costs_passes_and_gradients_cost_a_second_model(play):
+    """PANMGrad reads the last update beside the model: 15 more numbers a peer, counted; alpha = 0 needs none."""
+    _, loss = play(PanmLoss(**SHORT)).exchange()
+    _, grad = play(PanmGrad(**SHORT)).exchange()
+    _, plain = play(PanmGrad(**SHORT, alpha=0.0)).exchange()
+    assert loss["passes"].tolist() == [3 * 12] * 6
+    assert "passes" not in grad
+    assert grad["extra_models"].tolist() == [3] * 6
+    assert plain["extra_models"].tolist() == [0] * 6
+    assert int(grad["bytes"].max()) == 2 * 15 * 8 + 8
+    assert int(plain["bytes"].max()) == int(loss["bytes"].max()) == 15 * 8 + 8
+
+
+def peers_by(values):
+    """The three best others of each client."""
+    return values.clone().fill_diagonal_(-torch.inf).topk(3, dim=1).indices.sort(1).values
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_gradient_similarity_weighs_last_update_and_whole_way(play, alpha):
+    """Invariant 38: alpha = 0 is the cosine since the start, alpha = 1 ignores the past."""
+    run = play(
+        PanmGrad(num_peers=3, num_candidates=5, alpha=alpha), tiny_federation(6, 2), order="exchange_first"
+    ).steps(1)
+    w, every, here = run.state.params, torch.arange(6).expand(6, 6), torch.ones(6, 6, dtype=torch.bool)
+    way = w - run.loop.task.origin(run.loop.rng)
+    last = run.memory.update if alpha else torch.zeros_like(way)
+    total = alpha * similarity.cosine(last, last, every, here) + (1 - alpha) * similarity.cosine(way, way, every, here)
+    state, _ = run.exchange()
+    assert torch.equal(state.memory.neighbours.sort(1).values, peers_by(total))
+
+
+def test_the_update_remembered_is_that_of_the_last_local_training(play):
+    """g_i = w_i after minus before this round's training, in the order train first."""
+    run = play(PanmGrad(**SHORT)).steps(2)
+    before = run.state.params
+    after, _ = run.loop.task.train(before, run.loop.rng.at(2), run.loop.settings.local)
+    run.steps(1)
+    assert torch.equal(run.memory.update, after - before)
+
+
+def test_clients_that_start_apart_tell_where_they_started(play):
+    with pytest.warns(UserWarning, match="start from different models"):
+        run = play(PanmGrad(**SHORT), init="per_client")
+    assert run.exchange()[1]["extra_models"].tolist() == [6] * 6
+
+
+def test_neighbours_that_fall_silent_keep_their_place_when_nobody_takes_it(play):
+    """Everything is lost from round 2 on: the list stays, nothing is averaged, and stage two has a bag."""
+    door = Faulty(InMemory(torch.arange(6), 6))
+    run = play(PanmLoss(**SHORT), exchange=door).steps(1)
+    neighbours = run.memory.neighbours.sort(1).values
+    door.drop = 1.0
+    run.steps(5)
+    assert torch.equal(run.memory.neighbours.sort(1).values, neighbours)
+    assert run.infos[-1]["own_weight"].tolist() == [1.0] * 6
+    assert bool((run.memory.bag.sum(1) == 2).all())
+
+
+def test_training_comes_first_by_default(play):
+    """As in the published algorithm: no warm-up, and the first exchange is of trained models."""
+    run = play(PanmLoss(**SHORT))
+    assert torch.equal(run.state.params, run.loop.task.origin(run.loop.rng))
+    run.steps(1)
+    assert "trained" in run.infos[-1]
+
+
+def test_impossible_settings_are_refused():
+    with pytest.raises(ConfigError, match=r"panm-grad.alpha is 1.5; expected a number from 0 to 1"):
+        PanmGrad(alpha=1.5)
+    with pytest.raises(ConfigError, match=r"panm-loss.interval is 0; expected at least 1"):
+        PanmLoss(interval=0)
+    with pytest.raises(ConfigError, match=r"panm-loss.eps is -1.0"):
+        PanmLoss(eps=-1.0)
