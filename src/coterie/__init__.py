@@ -1,51 +1,70 @@
 """Coterie: personalised decentralised and clustered federated learning under distribution shift.
 
-The public names, and nothing else. Each is loaded when it is first used, so that importing the package stays light.
+The public names, and nothing else. Each is loaded when it is first used, so that importing the package stays light;
+`__init__.pyi` says the same to type checkers.
 """
 
 import importlib
 from typing import Any
 
 _HOME = {
+    "load_study": "coterie.config",
+    "DataConfig": "coterie.data",
+    "build_federation": "coterie.data",
+    "StudyConfig": "coterie.definition",
+    "make_study": "coterie.definition",
+    "CoterieError": "coterie.errors",
+    "Exchange": "coterie.exchange",
+    "Faulty": "coterie.exchange",
+    "InMemory": "coterie.exchange",
+    "Inbox": "coterie.exchange",
+    "Message": "coterie.exchange",
+    "Federation": "coterie.federation",
+    "TestSet": "coterie.federation",
+    "Truth": "coterie.federation",
     "METHODS": "coterie.methods",
+    "Method": "coterie.methods.base",
+    "PeerMethod": "coterie.methods.base",
+    "Round": "coterie.methods.base",
+    "State": "coterie.methods.base",
+    "Cfl": "coterie.methods.cfl",
     "Dac": "coterie.methods.dac",
     "DacNoTwoHop": "coterie.methods.dac",
     "DacVar": "coterie.methods.dac",
+    "Ditto": "coterie.methods.ditto",
+    "FairAvg": "coterie.methods.fedavg",
+    "FedAvg": "coterie.methods.fedavg",
+    "FedAvgM": "coterie.methods.fedavg",
+    "FedGwc": "coterie.methods.fedgwc",
+    "FedProx": "coterie.methods.fedprox",
+    "FeSem": "coterie.methods.fesem",
     "FixTopology": "coterie.methods.fix_topology",
+    "Ifca": "coterie.methods.ifca",
+    "Local": "coterie.methods.local",
+    "OneShot": "coterie.methods.oneshot",
+    "Oracle": "coterie.methods.oracle",
     "PanmGrad": "coterie.methods.panm_grad",
     "PanmLoss": "coterie.methods.panm_loss",
     "Pens": "coterie.methods.pens",
-    "Local": "coterie.methods.local",
-    "LocalTraining": "coterie.task",
-    "Oracle": "coterie.methods.oracle",
-    "Settings": "coterie.settings",
-    "StudyConfig": "coterie.config",
-    "load_study": "coterie.config",
-    "run_study": "coterie.study",
-    "resume_study": "coterie.study",
-    "simulate": "coterie.run",
-    "write_report": "coterie.report",
-    "Federation": "coterie.federation",
-    "DataConfig": "coterie.data",
-    "Exchange": "coterie.exchange",
-    "Inbox": "coterie.exchange",
-    "InMemory": "coterie.exchange",
-    "Message": "coterie.exchange",
-    "Method": "coterie.methods.base",
-    "PeerMethod": "coterie.methods.base",
     "Random": "coterie.methods.random_gossip",
+    "SosicFl": "coterie.methods.sosicfl",
+    "SosicFlAll": "coterie.methods.sosicfl",
+    "SosicFlPlus": "coterie.methods.sosicfl",
+    "write_report": "coterie.report",
     "Rng": "coterie.rng",
-    "Round": "coterie.methods.base",
-    "State": "coterie.methods.base",
-    "TestSet": "coterie.federation",
-    "Truth": "coterie.federation",
-    "build_federation": "coterie.data",
+    "Run": "coterie.run",
+    "simulate": "coterie.run",
+    "Settings": "coterie.settings",
+    "Study": "coterie.study",
+    "resume_study": "coterie.study",
+    "run_study": "coterie.study",
+    "LocalTraining": "coterie.task",
+    "Task": "coterie.task",
 }
-
 _NAMES = {"load_study": "load"}  # names that say more here than in their module
 
 __version__ = "0.1.0"
-__all__ = sorted([*_HOME, "__version__"])
+__all__ = sorted([*_HOME, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

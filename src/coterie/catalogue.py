@@ -3,7 +3,7 @@
 import inspect
 import re
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from coterie.methods.base import Method
 from coterie.tables import words
@@ -28,7 +28,9 @@ class Parameter:
 
 def parameters(cls: type[Any]) -> list[Parameter]:
     """Return the fields of a dataclass with their defaults and the texts of its docstring's Args section."""
-    texts, kinds = arguments(inspect.getdoc(cls) or ""), inspect.get_annotations(cls, eval_str=True)
+    texts, kinds = {}, get_type_hints(cls)
+    for base in reversed(cls.__mro__):
+        texts |= arguments(inspect.cleandoc(base.__doc__ or ""))
     found = []
     for field in fields(cls):
         default = field.default

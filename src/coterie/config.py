@@ -1,6 +1,6 @@
 """Study files: TOML to one checked, fully resolved `StudyConfig`, and back.
 
-A study is a set of methods and seeds over one federation. Everything a study file can say is a field of the
+Everything a study file can say is a field of the
 dataclasses that the library itself runs on (`Settings`, `LocalTraining`, `DataConfig`, the methods), so that a file,
 `--set path=value` and Python can say the same things and are checked by the same rules.
 """
@@ -8,7 +8,6 @@ dataclasses that the library itself runs on (`Settings`, `LocalTraining`, `DataC
 import copy
 import hashlib
 import json
-import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -19,118 +18,15 @@ from typing import Any
 
 from coterie import tables
 from coterie.data import DataConfig
+from coterie.definition import NAME, MethodConfig, ModelConfig, StudyConfig
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, require, unknown
 from coterie.methods import METHODS
-from coterie.methods.base import Method
 from coterie.overrides import assign
 from coterie.settings import Settings
 
 DEFAULT_STUDY = "rotated-digits"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+=,()-]*")
-_STUDY_NAME = re.compile(rf"{_NAME.pattern}(/{_NAME.pattern})*")
 _RUN_KEYS = tuple(f.name for f in fields(Settings) if f.name not in ("local", "patience"))
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Which model the clients train.
-
-    Args:
-        kind: a name of `models.NETS`. One's own module is passed from Python, never named in a file.
-    """
-
-    kind: str = "cnn-b"
-
-
-@dataclass(frozen=True)
-class MethodConfig:
-    """One method of a study, with everything it runs under.
-
-    Args:
-        label: its name in the study, in tables and as a folder.
-        method: the method itself; its fields are its hyperparameters.
-        settings: the study's settings with what this method overrides.
-        paper: "method/aggregation" of the published row it is compared with, when there is one.
-    """
-
-    label: str
-    method: Method
-    settings: Settings
-    paper: str | None = None
-
-    @property
-    def kind(self) -> str:
-        """The method's name in METHODS."""
-        return self.method.kind
-
-
-@dataclass(frozen=True)
-class StudyConfig:
-    """A set of methods and seeds over one federation.
-
-    Args:
-        name: of the study, and of its folder; "a/b" is allowed.
-        data: what the clients hold.
-        methods: what is compared; their labels differ.
-        seeds: one run of every method for each; a seed also draws the federation.
-        model: what the clients train.
-        settings: what all methods run under, unless they override it.
-        description: one sentence on what the study shows.
-        paper: "source/experiment" of the published numbers it is compared with, such as
-            "similarity/synthetic_concept_3c".
-        scale: factor on every number of rounds, for a quick look; 1 is the study as it is meant.
-        sweep: settings to vary: a list of values for each dotted path.
-        tune: the grid that `coterie tune` starts from, in the same form.
-    """
-
-    name: str
-    data: DataConfig
-    methods: tuple[MethodConfig, ...]
-    seeds: Sequence[int] = (0, 1, 2)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    settings: Settings = field(default_factory=Settings)
-    description: str = ""
-    paper: str | None = None
-    scale: float = 1.0
-    sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    tune: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        require(bool(_STUDY_NAME.fullmatch(self.name)), "name", self.name, "letters, digits, ' ._+=,()-' and '/'")
-        require(bool(self.seeds), "seeds", list(self.seeds), "at least one seed")
-        require(all(s >= 0 for s in self.seeds), "seeds", list(self.seeds), "whole numbers from 0")
-        require(len(set(self.seeds)) == len(self.seeds), "seeds", list(self.seeds), "each seed once")
-        require(self.scale > 0, "scale", self.scale, "above 0; 0.1 for a tenth of the rounds")
-        require(bool(self.methods), "methods", [], 'at least one, such as [[methods]] kind = "dac"')
-        seen: set[str] = set()
-        for entry in self.methods:
-            if entry.label.lower() in seen:
-                raise ConfigError(f"two methods are called {entry.label!r}; give each a label of its own")
-            seen.add(entry.label.lower())
-
-    def only(self, label: str, seed: int) -> "StudyConfig":
-        """Return the study of one run: this method with this seed."""
-        return replace(self, methods=(self.entry(label),), seeds=(seed,), sweep={}, tune={})
-
-    def entry(self, label: str) -> MethodConfig:
-        """Return the method of a label."""
-        return next(entry for entry in self.methods if entry.label == label)
-
-    def scaled(self, label: str) -> MethodConfig:
-        """Return the method of a label with every number of rounds multiplied by `scale`, 1 at least."""
-        entry = self.entry(label)
-        if self.scale == 1:
-            return entry
-
-        def shrink(value: Any) -> dict[str, int]:
-            counts = {f.name: getattr(value, f.name) for f in fields(value) if "rounds" in f.name.split("_")}
-            return {name: max(1, round(n * self.scale)) for name, n in counts.items() if isinstance(n, int) and n}
-
-        method = replace(entry.method, **shrink(entry.method))  # type: ignore[type-var]
-        patience = entry.settings.patience and max(1, round(entry.settings.patience * self.scale))
-        settings = replace(entry.settings, patience=patience, **shrink(entry.settings))
-        return replace(entry, method=method, settings=settings)
 
 
 def load(source: str | Path = DEFAULT_STUDY, overrides: Iterable[str] = ()) -> StudyConfig:
@@ -343,28 +239,32 @@ _HEAD = tuple(f.name for f in fields(_Head))
 
 
 def _method(entry: object, settings: Settings, where: str) -> MethodConfig:
-    """One [[methods]] table: its own fields, any key of [local], and any setting of the study."""
+    """One [[methods]] table: its own fields, any key of [local], and any setting of the study.
+
+    Where a method has a field of the same name, its own is meant; `local.NAME` says local training's all the same.
+    """
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where} is {entry!r}; expected a table with a kind")
     head = tables.parse(_Head, {key: entry[key] for key in _HEAD if key in entry}, where)
     if head.kind not in METHODS:
         raise ConfigError(unknown("method", head.kind, METHODS))
     label = head.label or head.kind
-    require(bool(_NAME.fullmatch(label)), f"{where}: label", label, "letters, digits and ' ._+=,()-'")
+    require(bool(NAME.fullmatch(label)), f"{where}: label", label, "letters, digits and ' ._+=,()-'")
     kind = METHODS[head.kind]
     own = {f.name for f in fields(kind) if f.init}
     local = {f.name for f in fields(LocalTraining)} - own
     run = {f.name for f in fields(Settings)} - {"local"} - own
     where = f"methods.{label}"
     for key in entry:
-        if key not in own | local | run | set(_HEAD):
+        if key not in own | local | run | {"local", *_HEAD}:
             raise ConfigError(f"{where}: {unknown('key', key, own | local | run)}")
 
     def part(keys: set[str]) -> dict[str, Any]:
         return {key: value for key, value in entry.items() if key in keys}
 
-    trained = tables.parse(LocalTraining, {**_every(settings.local), **part(local)}, where)
-    settings = replace(tables.parse(Settings, {**_every(settings), **part(run), "local": trained}, where))
+    given = {**_every(settings.local), **part(local), **_section(entry, "local")}
+    trained = tables.parse(LocalTraining, given, where)
+    settings = tables.parse(Settings, {**_every(settings), **part(run), "local": trained}, where)
     return MethodConfig(label, tables.parse(kind, part(own), where), settings, head.paper)
 
 
@@ -374,11 +274,14 @@ def _every(value: Any) -> dict[str, Any]:
 
 def _entry(entry: MethodConfig, study: Settings) -> dict[str, Any]:
     """One [[methods]] table: all its hyperparameters, and where its settings differ from the study's."""
-    changed = {
-        name: tables.NONE if value is None else value
-        for mine, theirs in ((entry.settings, study), (entry.settings.local, study.local))
-        for name, value in _every(mine).items()
-        if name != "local" and value != getattr(theirs, name)
-    }
+    own = {f.name for f in fields(entry.method)}
+
+    def changed(mine: Any, theirs: Any) -> dict[str, Any]:
+        differs = {name: value for name, value in _every(mine).items() if value != getattr(theirs, name)}
+        return {name: tables.NONE if value is None else value for name, value in differs.items()}
+
+    local, run = changed(entry.settings.local, study.local), changed(entry.settings, study)
+    hidden = {name: value for name, value in local.items() if name in own}
+    said = {name: value for name, value in {**run, **local}.items() if name not in {"local", *hidden}}
     head = {"kind": entry.kind, "label": entry.label, **({"paper": entry.paper} if entry.paper else {})}
-    return {**head, **tables.plain(entry.method), **head, **changed}
+    return {**head, **tables.plain(entry.method), **head, **said, **({"local": hidden} if hidden else {})}

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from coterie.config import StudyConfig
+from coterie.definition import StudyConfig
 from coterie.run import Observer
 from coterie.run import Progress as Step
 from coterie.study import Study

@@ -20,8 +20,8 @@ from typing import Any
 import pandas as pd
 
 from coterie import checkpoint, config, summary
-from coterie.config import StudyConfig
 from coterie.data import build_federation
+from coterie.definition import OWN, StudyConfig
 from coterie.engine import ENGINES
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require, unknown
 from coterie.fanout import fan_out
@@ -90,7 +90,7 @@ class _Plan:
         run = simulate(
             self.data(job.seed),
             entry.method,
-            model=self.model or self.config.model.kind,
+            model=self.network,
             settings=entry.settings,
             seed=job.seed,
             label=job.label,
@@ -100,6 +100,13 @@ class _Plan:
         )
         return run.diverged
 
+    @property
+    def network(self) -> ModelSource:
+        """The model of the clients."""
+        if self.model is None and self.config.model.kind == OWN:
+            raise ConfigError("this study has a module of your own; give it from Python: run_study(..., model=...)")
+        return self.config.model.kind if self.model is None else self.model
+
     def check(self, federation: Federation) -> None:
         """Find what is impossible before anything is written: one training step of each method's model, no more."""
         for entry in self.config.methods:
@@ -107,7 +114,7 @@ class _Plan:
             if engine not in ("auto", *ENGINES):
                 raise ConfigError(unknown("engine", engine, ("auto", *ENGINES)))
             quick = replace(entry.settings, engine="loop")
-            make_task(federation, entry.method, self.model or self.config.model.kind, quick)
+            make_task(federation, entry.method, self.network, quick)
 
     def data(self, seed: int) -> Federation:
         """The federation of a seed."""
@@ -115,6 +122,8 @@ class _Plan:
             return self.federation
         if self.federation is not None:
             return self.federation(seed)
+        if self.config.data.dataset == OWN:
+            raise ConfigError("this study has data of your own; give them from Python: run_study(..., federation=...)")
         return _federation(config.dumps(self.config), seed, self.data_dir)
 
 

@@ -19,7 +19,8 @@ LAYERS = (
     ("task", "engine", "heads"),
     ("methods",),
     ("run", "record", "settings", "checkpoint", "sequential", "loop", "net", "testing"),
-    ("overrides", "config", "catalogue", "fanout", "cost", "ledger", "graph", "cluster", "papers", "summary"),
+    ("overrides", "definition", "config", "catalogue", "fanout", "cost", "ledger", "graph", "cluster", "papers",
+     "summary"),
     ("gallery", "payload", "report", "watch", "figures", "trackers"),
     ("study", "compare", "sheets", "tune"),
     ("display",),
@@ -84,6 +85,22 @@ def test_importing_the_package_loads_no_heavy_library():
 @pytest.mark.parametrize("name", coterie.__all__)
 def test_every_public_name_exists(name):
     assert getattr(coterie, name) is not None
+
+
+def test_type_checkers_are_told_the_same_names():
+    """The stub imports each public name under its name, from where it is found at run time."""
+    stub = ast.parse((ROOT / "__init__.pyi").read_text())
+    told = {
+        alias.asname: (node.module, alias.name)
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert told == {name: (home, coterie._NAMES.get(name, name)) for name, home in coterie._HOME.items()}
+
+
+def test_every_method_is_a_public_name():
+    assert {method.__name__ for method in coterie.METHODS.values()} <= set(coterie.__all__)
 
 
 def test_an_unknown_public_name_is_an_attribute_error():

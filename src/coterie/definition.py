@@ -1,0 +1,157 @@
+"""What a study is: a set of methods and seeds over one federation, checked when it is made."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from coterie.data import DataConfig
+from coterie.errors import ConfigError, require
+from coterie.methods.base import Method
+from coterie.settings import Settings
+
+OWN = "own"
+"""The dataset or model of a study that was given its data or module in Python."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+=,()-]*")
+"""What a method may be called in a study: it becomes a folder."""
+_STUDY_NAME = re.compile(rf"{NAME.pattern}(/{NAME.pattern})*")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model the clients train.
+
+    Args:
+        kind: a name of `models.NETS`. One's own module is passed from Python, never named in a file.
+    """
+
+    kind: str = "cnn-b"
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """One method of a study, with everything it runs under.
+
+    Args:
+        label: its name in the study, in tables and as a folder.
+        method: the method itself; its fields are its hyperparameters.
+        settings: the study's settings with what this method overrides.
+        paper: "method/aggregation" of the published row it is compared with, when there is one.
+    """
+
+    label: str
+    method: Method
+    settings: Settings
+    paper: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The method's name in METHODS."""
+        return self.method.kind
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """A set of methods and seeds over one federation.
+
+    Args:
+        name: of the study, and of its folder; "a/b" is allowed.
+        data: what the clients hold.
+        methods: what is compared; their labels differ.
+        seeds: one run of every method for each; a seed also draws the federation.
+        model: what the clients train.
+        settings: what all methods run under, unless they override it.
+        description: one sentence on what the study shows.
+        paper: "source/experiment" of the published numbers it is compared with, such as
+            "similarity/synthetic_concept_3c".
+        scale: factor on every number of rounds, for a quick look; 1 is the study as it is meant.
+        sweep: settings to vary: a list of values for each dotted path.
+        tune: the grid that `coterie tune` starts from, in the same form.
+    """
+
+    name: str
+    data: DataConfig
+    methods: tuple[MethodConfig, ...]
+    seeds: Sequence[int] = (0, 1, 2)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    settings: Settings = field(default_factory=Settings)
+    description: str = ""
+    paper: str | None = None
+    scale: float = 1.0
+    sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    tune: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(bool(_STUDY_NAME.fullmatch(self.name)), "name", self.name, "letters, digits, ' ._+=,()-' and '/'")
+        require(bool(self.seeds), "seeds", list(self.seeds), "at least one seed")
+        require(all(s >= 0 for s in self.seeds), "seeds", list(self.seeds), "whole numbers from 0")
+        require(len(set(self.seeds)) == len(self.seeds), "seeds", list(self.seeds), "each seed once")
+        require(self.scale > 0, "scale", self.scale, "above 0; 0.1 for a tenth of the rounds")
+        require(bool(self.methods), "methods", [], 'at least one, such as [[methods]] kind = "dac"')
+        seen: set[str] = set()
+        for entry in self.methods:
+            if entry.label.lower() in seen:
+                raise ConfigError(f"two methods are called {entry.label!r}; give each a label of its own")
+            seen.add(entry.label.lower())
+
+    def only(self, label: str, seed: int) -> "StudyConfig":
+        """Return the study of one run: this method with this seed."""
+        return replace(self, methods=(self.entry(label),), seeds=(seed,), sweep={}, tune={})
+
+    def entry(self, label: str) -> MethodConfig:
+        """Return the method of a label."""
+        return next(entry for entry in self.methods if entry.label == label)
+
+    def scaled(self, label: str) -> MethodConfig:
+        """Return the method of a label with every number of rounds multiplied by `scale`, 1 at least."""
+        entry = self.entry(label)
+        if self.scale == 1:
+            return entry
+
+        def shrink(value: Any) -> dict[str, int]:
+            counts = {f.name: getattr(value, f.name) for f in fields(value) if "rounds" in f.name.split("_")}
+            return {name: max(1, round(n * self.scale)) for name, n in counts.items() if isinstance(n, int) and n}
+
+        method = replace(entry.method, **shrink(entry.method))  # type: ignore[type-var]
+        patience = entry.settings.patience and max(1, round(entry.settings.patience * self.scale))
+        settings = replace(entry.settings, patience=patience, **shrink(entry.settings))
+        return replace(entry, method=method, settings=settings)
+
+
+def make_study(
+    methods: Sequence[Method] | Mapping[str, Method],
+    *,
+    name: str = "mine",
+    seeds: Sequence[int] = (0, 1, 2),
+    settings: Settings | None = None,
+    data: DataConfig | None = None,
+    model: str = OWN,
+) -> StudyConfig:
+    """Return a study made in Python, as a study file would describe it.
+
+    Args:
+        methods: what to compare, by label; their kinds are the labels when there are none.
+        name: of the study and its folder.
+        seeds: one run of every method for each.
+        settings: what the methods run under; the defaults when None.
+        data: what the clients hold; None when the federation is given to `run_study`.
+        model: a name of `models.NETS`; needed unless the model is given to `run_study`.
+
+    Example:
+        >>> from coterie.methods import METHODS
+        >>> make_study([METHODS["random"](), METHODS["local"]()], seeds=[0]).methods[0].label
+        'random'
+    """
+    settings = settings or Settings()
+    labelled = methods if isinstance(methods, Mapping) else {method.kind: method for method in methods}
+    if len(labelled) < len(methods):
+        raise ConfigError("two methods are of one kind; give each a label: {label: method, ...}")
+    entries = tuple(MethodConfig(label, method, settings) for label, method in labelled.items())
+    return StudyConfig(
+        name=name,
+        data=data or DataConfig(dataset=OWN),
+        methods=entries,
+        seeds=tuple(seeds),
+        model=ModelConfig(model),
+        settings=settings,
+    )
