@@ -13,7 +13,7 @@ Folders = Annotated[
 
 def add(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    for command in (report, watch):
+    for command in (report, watch, plot):
         app.command()(command)
 
 
@@ -58,3 +58,39 @@ def watch(
             page.wait()
         except KeyboardInterrupt:
             typer.echo("ended", err=True)
+
+
+def plot(
+    runs: Folders,
+    figure: Annotated[
+        str, typer.Option("--figure", "-f", help="A kind of figure, or a published one: dac-3, ...")
+    ] = "",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file; the figure's name when not given.")] = None,
+    format_: Annotated[str, typer.Option("--format", help="pdf, svg or png.")] = "pdf",
+    metric: Annotated[str | None, typer.Option(help="The metric; accuracy where there is one, else the loss.")] = None,
+    split: Annotated[str | None, typer.Option(help="Of learning curves: validation, train or test.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="all, clusters (equal weight), or a planted cluster.")] = None,
+    setting: Annotated[
+        str | None, typer.Option(help="Of a sweep: which setting; two, with a comma, make a grid.")
+    ] = None,
+) -> None:
+    """Draw a figure of stored runs for a paper, with the numbers behind it as CSV; without --figure, list them.
+
+    [bold]Examples[/bold]
+
+      coterie plot runs/rotated-digits --figure curves --format svg
+      coterie plot runs/dac/tau --figure dac-3 --out tau.pdf
+      coterie plot runs/my-sweep --figure sweep --setting num_clusters,rho
+    """
+    from coterie import figures
+
+    if not figure:
+        for name, kind in figures.FIGURES.items():
+            typer.echo(f"{name:<14}{kind.text}")
+        for name, published in figures.PAPERS.items():
+            typer.echo(f"{name:<14}{published.figure} of {published.study}")
+        return
+    options = {"metric": metric, "split": split, "cluster": cluster, "setting": setting}
+    given = {name: value for name, value in options.items() if value is not None}
+    path = figures.plot(runs, figure, out=out, format=format_, **given)
+    typer.echo(f"Figure: {path}\nData:   {path.with_suffix('.csv')}")

@@ -21,7 +21,7 @@ LAYERS = (
     ("run", "record", "settings", "checkpoint", "sequential", "loop", "testing"),
     ("overrides", "definition", "config", "catalogue", "fanout", "cost", "ledger", "graph", "cluster", "papers",
      "summary"),
-    ("gallery", "payload", "report", "watch", "figures", "trackers"),
+    ("gallery", "payload", "report", "drawings", "watch", "figures", "trackers"),
     ("study", "compare", "sheets", "tune"),
     ("display",),
     ("cli_report", "net"),

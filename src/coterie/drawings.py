@@ -1,0 +1,331 @@
+"""The kinds of figure, as functions: named runs and options to a figure and the table behind it."""
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+
+from coterie import graph
+from coterie.errors import ConfigError, DataError
+from coterie.payload.packing import dense
+from coterie.summary import FEDERATION, HIGHER_IS_BETTER, StoredRun, cluster_means, cluster_names, main_metric
+
+Named = Sequence[tuple[str, StoredRun]]
+Drawn = tuple[Figure, pd.DataFrame]
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#000000")
+DASHES = ("-", "--", ":", "-.", (0, (8, 2, 2, 2, 2, 2)), (0, (1, 3)), (0, (10, 3)), (0, (3, 1, 1, 1)))
+MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
+WIDTH = 3.3  # inches: a column of a paper
+PERCENT = 100.0
+
+
+def curves(runs: Named, *, metric: str | None = None, split: str = "validation", cluster: str = "all") -> Drawn:
+    """Learning curves of a metric, mean over clients (or of one planted cluster), with bands over seeds."""
+    metric = metric or _main(runs)
+    figure, axes = _figure()
+    rows = []
+    for place, (name, group) in enumerate(_groups(runs).items()):
+        tables = []
+        for run in group:
+            rounds, values = dense(run, split, metric)
+            tables.append(pd.Series(_over_clients(run, values, cluster), index=rounds))
+        if not any(len(table) for table in tables):
+            raise DataError(f"{name} recorded no {split} {metric} round by round; choose another --metric or --split")
+        whole = pd.concat(tables, axis=1).sort_index().ffill()
+        mean, spread = whole.mean(axis=1).to_numpy(), whole.std(axis=1, ddof=0).to_numpy()
+        x, scale = whole.index.to_numpy(), _scale(metric)
+        axes.plot(x, scale * mean, label=name, color=COLOURS[place % 8], linestyle=DASHES[place % 8])
+        axes.fill_between(
+            x, scale * (mean - spread), scale * (mean + spread), color=COLOURS[place % 8], alpha=0.18, lw=0
+        )
+        rows += [(name, int(r), m, s) for r, m, s in zip(x, mean, spread, strict=True)]
+    axes.set(xlabel="round", ylabel=f"{split} {_unit(metric)}")
+    axes.legend()
+    return figure, pd.DataFrame(rows, columns=["method", "round", "mean", "std"])
+
+
+def heatmaps(runs: Named) -> Drawn:
+    """Who read whom over whole runs: a panel a method, readers as rows, clients in order of planted cluster."""
+    groups = {name: group for name, group in _groups(runs).items() if any(len(run.edges) for run in group)}
+    if not groups:
+        raise DataError("no method here reads other clients; there is nothing to show in a heatmap")
+    truths = {name: group[0].clients for name, group in groups.items()}
+    counts = {}
+    for name, group in groups.items():
+        counts[name] = sum(graph.heatmap(run.edges, len(truths[name])) for run in group)
+    most = max(float(np.max(count)) for count in counts.values())
+    figure, panels = _panels(len(groups))
+    norm, rows = PowerNorm(0.5, 0, most), []
+    for axes, (name, count) in zip(panels, counts.items(), strict=True):
+        cluster = truths[name].to_numpy()
+        order = np.argsort(cluster, kind="stable")
+        axes.grid(visible=False)
+        axes.imshow(np.asarray(count)[order][:, order], cmap="magma_r", norm=norm)
+        for edge in np.flatnonzero(np.diff(cluster[order])) + 0.5:
+            axes.axhline(edge, color="#888888", lw=0.5)
+            axes.axvline(edge, color="#888888", lw=0.5)
+        axes.set(title=name, xlabel="client read", ylabel="client that reads")
+        reader, read = np.nonzero(np.asarray(count))
+        rows += [(name, int(i), int(j), int(np.asarray(count)[i, j])) for i, j in zip(reader, read, strict=True)]
+    figure.colorbar(ScalarMappable(norm, "magma_r"), ax=panels, label="times read (square-root scale)", shrink=0.8)
+    return figure, pd.DataFrame(rows, columns=["method", "reader", "read", "times"])
+
+
+def bars(runs: Named, *, metric: str | None = None, cluster: str = "all") -> Drawn:
+    """The final test metric of each method, with Random and Oracle as bands across."""
+    metric = metric or _main(runs)
+    table = _final(runs, metric, cluster)
+    kinds = {name: group[0].kind for name, group in _groups(runs).items()}
+    values = {name: (mean, std) for name, mean, std in zip(table["method"], table["mean"], table["std"], strict=True)}
+    bands = [name for name in values if kinds[name] in ("random", "oracle")]
+    shown = [name for name in values if name not in bands]
+    figure, axes = _figure()
+    scale = _scale(metric)
+    for place, name in enumerate(shown):
+        mean, spread = values[name]
+        colour = COLOURS[place % 8]
+        axes.errorbar(place, scale * mean, yerr=scale * spread, fmt=MARKS[place % 8], color=colour, capsize=3)
+    for name in bands:
+        mean, spread = values[name]
+        colour, hatch = ("#009E73", "///") if kinds[name] == "oracle" else ("#D55E00", "...")
+        low, high = scale * (mean - spread), scale * (mean + spread)
+        axes.axhspan(low, high, facecolor=colour, edgecolor=colour, hatch=hatch, alpha=0.22, lw=0, label=name)
+        axes.axhline(scale * mean, color=colour, lw=0.8)
+    axes.set_xlim(-0.6, max(len(shown), 1) - 0.4)
+    axes.set_xticks(range(len(shown)), shown, rotation=30, ha="right")
+    axes.set(ylabel=f"test {_unit(metric)}")
+    if bands:
+        axes.legend()
+    return figure, table
+
+
+def strips(runs: Named, *, metric: str | None = None) -> Drawn:
+    """The final test metric of each client: a strip a method, shapes by planted cluster."""
+    metric = metric or _main(runs)
+    figure, axes = _figure()
+    rows, seen = [], set()
+    groups = _groups(runs)
+    for place, (name, group) in enumerate(groups.items()):
+        done = [run.final(metric) for run in group if run.finished]
+        if not done:
+            continue
+        ids, cluster = done[0].index.to_numpy(np.int64), group[0].clients
+        values = np.mean([series.reindex(ids).to_numpy(float) for series in done], axis=0)
+        planted = cluster.reindex(ids).to_numpy()
+        names = cluster_names(group[0].folder.parent.parent, (int(c) for c in np.unique(planted)))
+        for number, c in enumerate(sorted(names)):
+            mine = planted == c
+            jitter = 0.5 * ((ids[mine] * 0.618033988749895) % 1) - 0.25
+            label = names[c] if c >= 0 and c not in seen else None
+            seen.add(c)
+            axes.plot(
+                place + jitter, _scale(metric) * values[mine], MARKS[number % 8], color=COLOURS[number % 8], ms=3,
+                alpha=0.8, label=label, mew=0,
+            )  # fmt: skip
+            rows += [(name, int(i), names[c], float(v)) for i, v in zip(ids[mine], values[mine], strict=True)]
+        axes.plot([place - 0.3, place + 0.3], [_scale(metric) * values.mean()] * 2, color="black", lw=1)
+    axes.set_xticks(range(len(groups)), list(groups))
+    axes.set(ylabel=f"test {_unit(metric)}")
+    axes.legend(fontsize=6)
+    return figure, pd.DataFrame(rows, columns=["method", "client", "cluster", metric])
+
+
+def graphs(runs: Named, *, peers: int = 3) -> Drawn:
+    """Clients on a circle in order of planted cluster, with a line to each of the peers they read most."""
+    groups = {name: group for name, group in _groups(runs).items() if any(len(run.edges) for run in group)}
+    if not groups:
+        raise DataError("no method here reads other clients; there is no graph to draw")
+    figure, panels = _panels(len(groups))
+    rows = []
+    for axes, (name, group) in zip(panels, groups.items(), strict=True):
+        cluster = group[0].clients.to_numpy()
+        count = np.asarray(sum(graph.heatmap(run.edges, len(cluster)) for run in group))
+        angle = np.empty(len(cluster))
+        angle[np.argsort(cluster, kind="stable")] = 2 * np.pi * np.arange(len(cluster)) / len(cluster)
+        x, y = np.cos(angle), np.sin(angle)
+        for i, row in enumerate(count):
+            for j in np.argsort(-row, kind="stable")[:peers]:
+                if row[j]:
+                    axes.plot([x[i], x[j]], [y[i], y[j]], color="#777777", lw=0.4, alpha=0.6, zorder=1)
+                    rows.append((name, i, int(j), int(row[j])))
+        for number, c in enumerate(np.unique(cluster)):
+            mine = cluster == c
+            axes.plot(x[mine], y[mine], MARKS[number % 8], color=COLOURS[number % 8], ms=4, zorder=2)
+        axes.set(title=name, aspect="equal")
+        axes.axis("off")
+    return figure, pd.DataFrame(rows, columns=["method", "reader", "read", "times"])
+
+
+def labels(runs: Named, *, by: str) -> Drawn:
+    """What each found cluster holds: clients by planted cluster, or their training samples by class; the first seed."""
+    groups = {name: group[0] for name, group in _groups(runs).items()}
+    tables = {name: (run, dense(run, "train", "label")) for name, run in groups.items()}
+    tables = {name: (run, table) for name, (run, table) in tables.items() if len(table[0])}
+    if not tables:
+        raise DataError("no method here reports labels of its own; clustered methods such as fedgwc and ifca do")
+    figure, panels = _panels(len(tables))
+    rows = []
+    for axes, (name, (run, (_, values))) in zip(panels, tables.items(), strict=True):
+        found = values[-1]
+        columns, content = _content(run, by)
+        groups_found = [int(g) for g in np.unique(found[np.isfinite(found)])]
+        bottom = np.zeros(len(groups_found))
+        for number, column in enumerate(columns):
+            height = np.array([content[found == g, number].sum() for g in groups_found], dtype=float)
+            colour = COLOURS[number % 8] if len(columns) <= 8 else f"C{number % 10}"
+            axes.bar(
+                range(len(groups_found)), height, bottom=bottom, color=colour, label=column, edgecolor="white", lw=0.4
+            )
+            bottom += height
+            rows += [(name, g, column, int(h)) for g, h in zip(groups_found, height, strict=True)]
+        axes.set_xticks(range(len(groups_found)), [str(g) for g in groups_found])
+        axes.set(title=name, xlabel="found cluster", ylabel="clients" if by == "cluster" else "training samples")
+        if len(columns) <= 12:
+            axes.legend(fontsize=6)
+    return figure, pd.DataFrame(rows, columns=["method", "found", "of", "count"])
+
+
+def _content(run: StoredRun, by: str) -> tuple[list[str], np.ndarray]:
+    """What each client adds to its found cluster: itself, under its planted cluster, or its samples by class."""
+    study = run.folder.parent.parent
+    if by == "class":
+        path = study / FEDERATION
+        told = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        if "labels" not in told:
+            raise DataError(f"{path} does not tell the classes of each client; run the study again to write it")
+        return [str(name) for name in told["classes"]], np.array(told["labels"])
+    cluster = run.clients.to_numpy()
+    names = cluster_names(study, (int(c) for c in np.unique(cluster)))
+    return list(names.values()), (cluster[:, None] == np.array(list(names))).astype(int)
+
+
+def sweep(runs: Named, *, setting: str | None = None, metric: str | None = None, cluster: str = "all") -> Drawn:
+    """The final test metric against a setting, a line a method, or against two, as a grid of the best method's mean."""
+    if not setting:
+        raise ConfigError("figure sweep needs --setting: the name of one setting, or of two with a comma between")
+    metric = metric or _main(runs)
+    asked = [one.strip() for one in setting.split(",")]
+    points = []
+    for _, run in runs:
+        values = [_setting(run, one) for one in asked]
+        if run.finished and None not in values:
+            points.append((run.label, run.kind, *values, _value(run, metric, cluster)))
+    table = pd.DataFrame(points, columns=["method", "kind", *asked, "value"])
+    if all(len(np.unique(table[one].to_numpy())) < 2 for one in asked):
+        raise DataError(f"the finished runs here do not vary {setting}; give the folders of all points of a sweep")
+    if len(set(zip(table["method"], table[asked[0]], strict=True))) == len(set(table["method"])):  # a label a value
+        table["method"] = table["kind"]
+    grouped = table.groupby(["method", *asked], sort=True)["value"]
+    reduced = grouped.agg(mean="mean", std=lambda values: values.std(ddof=0), seeds="count").reset_index()
+    figure, axes = _figure()
+    (_lines if len(asked) == 1 else _grid)(axes, reduced, asked, metric)
+    return figure, reduced
+
+
+def _lines(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: str) -> None:
+    (setting,) = asked
+    for place, name in enumerate(dict.fromkeys(table["method"])):
+        own = table.loc[(table["method"] == name).to_numpy()]
+        x, scale = own[setting].to_numpy(float), _scale(metric)
+        axes.errorbar(
+            x, scale * own["mean"].to_numpy(), yerr=scale * own["std"].to_numpy(), label=name, color=COLOURS[place % 8],
+            linestyle=DASHES[place % 8], marker=MARKS[place % 8], capsize=2,
+        )  # fmt: skip
+    values = np.unique(table[setting].to_numpy(float))
+    if values.min() > 0 and values.max() / values.min() >= 20:
+        axes.set_xscale("log")
+    axes.set(xlabel=setting, ylabel=f"test {_unit(metric)}")
+    axes.legend()
+
+
+def _grid(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: str) -> None:
+    best = "max" if metric in HIGHER_IS_BETTER else "min"
+    grid = table.pivot_table(index=asked[0], columns=asked[1], values="mean", aggfunc=best) * _scale(metric)
+    image = axes.imshow(grid.to_numpy(), cmap="cividis", aspect="auto", origin="lower")
+    axes.grid(visible=False)
+    axes.set_xticks(range(grid.shape[1]), [f"{v:g}" for v in grid.columns])
+    axes.set_yticks(range(grid.shape[0]), [f"{v:g}" for v in grid.index])
+    axes.set(xlabel=asked[1], ylabel=asked[0])
+    axes.figure.colorbar(image, ax=axes, label=f"test {_unit(metric)}")
+
+
+def _setting(run: StoredRun, name: str) -> Any:
+    """A number among the settings of a run: of its method, its local training, its data, or the study."""
+    places = (run.method, run.config.get("local") or {}, run.config.get("data") or {}, run.config)
+    value = next((place[name] for place in places if name in place), None)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _groups(runs: Named) -> dict[str, list[StoredRun]]:
+    groups: dict[str, list[StoredRun]] = {}
+    for name, run in runs:
+        groups.setdefault(name, []).append(run)
+    return groups
+
+
+def _main(runs: Named) -> str:
+    return main_metric([run for _, run in runs])
+
+
+def _final(runs: Named, metric: str, cluster: str) -> pd.DataFrame:
+    """Final test value of each method, mean and population deviation over seeds."""
+    rows = []
+    for name, group in _groups(runs).items():
+        values = np.array([_value(run, metric, cluster) for run in group if run.finished])
+        if len(values):
+            rows.append((name, float(values.mean()), float(values.std()), len(values)))
+    if not rows:
+        raise DataError("no run here has come to its final evaluation")
+    return pd.DataFrame(rows, columns=["method", "mean", "std", "seeds"])
+
+
+def _value(run: StoredRun, metric: str, cluster: str) -> float:
+    """One number of a run: over all clients, over clusters, or of a cluster by its name."""
+    means = cluster_means(run, metric)
+    names = cluster_names(run.folder.parent.parent, (c for c in means if isinstance(c, int)))
+    found = {names.get(c, str(c)) if isinstance(c, int) else c: value for c, value in means.items()}
+    if cluster not in found:
+        raise ConfigError(f"cluster is {cluster!r}; expected one of: {', '.join(map(str, found))}")
+    return found[cluster]
+
+
+def _over_clients(run: StoredRun, values: np.ndarray, cluster: str) -> np.ndarray:
+    planted = run.clients.reindex(range(values.shape[1])).to_numpy()
+    names = cluster_names(run.folder.parent.parent, (int(c) for c in run.clients.unique() if c >= 0))
+    members = {name: planted == c for c, name in names.items()}
+    if cluster == "all":
+        return np.nanmean(values, axis=1) if values.size else np.zeros(0)
+    if cluster == "clusters" and members:
+        return np.mean([np.nanmean(values[:, mine], axis=1) for mine in members.values()], axis=0)
+    if cluster not in members:
+        raise ConfigError(f"cluster is {cluster!r}; expected one of: all, clusters, {', '.join(members)}")
+    return np.nanmean(values[:, members[cluster]], axis=1)
+
+
+def _scale(metric: str) -> float:
+    return PERCENT if metric in HIGHER_IS_BETTER else 1.0
+
+
+def _unit(metric: str) -> str:
+    return f"{metric} (%)" if metric in HIGHER_IS_BETTER else metric
+
+
+def _figure() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH, 0.72 * WIDTH))
+    return figure, figure.add_subplot()
+
+
+def _panels(count: int) -> tuple[Figure, list[Axes]]:
+    """A row of panels, or rows of four."""
+    across = min(count, 4)
+    down = math.ceil(count / across)
+    figure = Figure(figsize=(max(WIDTH, 1.9 * across), 2.1 * down), layout="constrained")
+    return figure, [figure.add_subplot(down, across, i + 1) for i in range(count)]

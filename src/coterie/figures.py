@@ -1,0 +1,177 @@
+"""Static figures for papers, from stored runs: vector graphics, with the numbers behind each as a CSV file.
+
+`FIGURES` names the kinds of figure; `PAPERS` says which kind each published figure is. Colours are Okabe and Ito's, and
+every line has a dash and every point a shape of its own, so that a figure survives colour blindness and a grey copy.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pandas as pd
+from matplotlib.figure import Figure
+
+from coterie import drawings
+from coterie.errors import ConfigError, DataError, unknown
+from coterie.summary import StoredRun, find_runs
+
+FORMATS = ("pdf", "svg", "png")
+STYLE: dict[Any, Any] = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.linewidth": 0.4,
+    "grid.color": "#DDDDDD",
+    "legend.frameon": False,
+    "legend.handlelength": 2.6,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4.5,
+    "pdf.fonttype": 42,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "coterie",
+    "savefig.dpi": 200,
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of figure.
+
+    Args:
+        draw: the runs and the options to a figure and the table behind it.
+        text: what it shows, in a line.
+        options: what it is drawn with, unless the caller says otherwise.
+    """
+
+    draw: Callable[..., tuple[Figure, pd.DataFrame]]
+    text: str
+    options: Mapping[str, Any]
+
+
+def _swept(setting: str, text: str) -> Kind:
+    return Kind(drawings.sweep, text, {"setting": setting})
+
+
+FIGURES: dict[str, Kind] = {
+    "curves": Kind(drawings.curves, "learning curves with bands over seeds", {}),
+    "heatmap": Kind(drawings.heatmaps, "who read whom, a panel a method", {}),
+    "bars": Kind(drawings.bars, "final test metric of each method, between Random and Oracle", {}),
+    "clients": Kind(drawings.strips, "final test metric of each client", {}),
+    "graph": Kind(drawings.graphs, "clients and the peers they read most", {}),
+    "labels": Kind(drawings.labels, "found clusters against planted ones", {"by": "cluster"}),
+    "classes": Kind(drawings.labels, "classes of the data in each found cluster", {"by": "class"}),
+    "tau": _swept("tau", "sensitivity to tau"),
+    "samples": _swept("train", "training samples per client"),
+    "peers": _swept("num_peers", "sampled peers"),
+    "population": _swept("num_clients", "number of clients"),
+    "sweep": Kind(drawings.sweep, "any setting, with --setting; two make a grid", {}),
+}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A figure of a paper: the kind it is, with which options, of which study."""
+
+    figure: str
+    options: Mapping[str, Any]
+    study: str
+
+
+def _of(figure: str, study: str, **options: Any) -> Published:
+    return Published(figure, options, study)
+
+
+PAPERS: dict[str, Published] = {
+    "similarity-2": _of("heatmap", "similarity/synthetic"),
+    "similarity-3a": _of("bars", "similarity/synthetic"),
+    "similarity-3b": _of("samples", "similarity/samples"),
+    "similarity-4a": _of("bars", "similarity/domain-mlp"),
+    "similarity-4b": _of("bars", "similarity/domain-cnn"),
+    "similarity-5a": _of("bars", "similarity/fmnist-covariate-4"),
+    "similarity-5b": _of("bars", "similarity/cifar100-pretrained"),
+    "similarity-5c": _of("bars", "similarity/cifar10-label-2"),
+    "similarity-5d": _of("bars", "similarity/cifar10-label-5"),
+    "similarity-6": _of("peers", "similarity/peers"),
+    "similarity-7": _of("heatmap", "similarity/cifar10-label-5"),
+    "similarity-8": _of("tau", "similarity/tau-*"),
+    "similarity-9": _of("tau", "similarity/tau-*"),
+    "similarity-10": _of("tau", "similarity/tau-cifar100-pretrained"),
+    "dac-2": _of("samples", "dac/samples"),
+    "dac-3": _of("tau", "dac/tau"),
+    "dac-4": _of("heatmap", "dac/cifar10-label-40-60"),
+    "panm-4": _of("graph", "panm/cifar10-4"),
+    "panm-5-left": _of("samples", "panm/samples"),
+    "panm-5-right": _of("population", "panm/population"),
+    "sosicfl-4": _of("curves", "the 2-Fold study", split="test"),
+    "sosicfl-7b": _of("sweep", "a sweep of num_clusters and radius", setting="num_clusters,rho"),
+    "sosicfl-8": _of("sweep", "a sweep of the round of the assignment", setting="start_round"),
+    "fedgwc-2": _of("curves", "the CIFAR-100 study"),
+    "fedgwc-4": _of("curves", "the CIFAR-10 study", split="train", metric="mse"),
+    "fedgwc-5": _of("labels", "the CIFAR-10 study of unequal clients"),
+    "fedgwc-6": _of("labels", "the CIFAR-10 study of equal clients"),
+    "fedgwc-7": _of("classes", "the CIFAR-100 study"),
+    "fedgwc-8": _of("labels", "the CIFAR-100 study of domains"),
+}
+NOT_STORED = {
+    "sosicfl-5": "it needs models all over the simplex; a run keeps only what its clients ended with",
+    "sosicfl-6": "it needs models of the clients in each round, which a run does not keep",
+    "sosicfl-7a": "it needs the variance of each round's updates, which a run does not keep",
+}
+
+
+def plot(
+    runs: Sequence[str | Path],
+    figure: str,
+    *,
+    out: str | Path | None = None,
+    format: str = "pdf",
+    **options: Any,
+) -> Path:
+    """Draw a figure of stored runs, and write the numbers behind it beside it.
+
+    Args:
+        runs: folders of studies or runs; for a sweep, the folders of its points or the folder above them.
+        figure: a name of FIGURES, or a published figure of PAPERS such as "dac-3".
+        out: the file; default the figure's name in the current folder.
+        format: "pdf", "svg" or "png"; what the name of `out` ends with has precedence.
+        options: `metric`, `split` (curves), `cluster` ("all", "clusters" or a cluster's name), `setting` (sweeps).
+
+    Returns:
+        The path of the figure; the CSV file lies beside it under the same name.
+
+    Raises:
+        ConfigError: for an unknown figure or format, or a published figure that stored runs cannot give.
+        DataError: when the runs do not hold what the figure shows.
+    """
+    if figure in NOT_STORED:
+        raise ConfigError(f"figure {figure} cannot be drawn from stored runs: {NOT_STORED[figure]}")
+    if figure not in FIGURES and figure not in PAPERS:
+        raise ConfigError(unknown("figure", figure, [*FIGURES, *PAPERS]))
+    published = PAPERS.get(figure)
+    kind = FIGURES[published.figure if published else figure]
+    chosen = {**kind.options, **(published.options if published else {}), **options}
+    path = Path(out) if out is not None else Path(f"{figure}.{format}")
+    if path.suffix.removeprefix(".") not in FORMATS:
+        raise ConfigError(unknown("format", path.suffix.removeprefix(".") or str(path), FORMATS))
+    found, problems = find_runs(runs)
+    if not found:
+        raise DataError(f"no run could be read: {problems[0].folder}: {problems[0].reason}")
+    with mpl.rc_context(STYLE):
+        drawn, table = kind.draw(_named(found), **chosen)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stamp = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}[path.suffix.removeprefix(".")]
+        drawn.savefig(path, bbox_inches="tight", metadata=stamp)
+    table.to_csv(path.with_suffix(".csv"), index=False)
+    return path
+
+
+def _named(runs: Sequence[StoredRun]) -> list[tuple[str, StoredRun]]:
+    """The runs with a name for their line: the label, and the study where there are several."""
+    studies = {run.folder.parent.parent for run in runs}
+    return [(run.label if len(studies) == 1 else f"{run.label}, {run.study}", run) for run in runs]

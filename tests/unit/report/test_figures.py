@@ -1,0 +1,145 @@
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from coterie import figures
+from coterie.cli import app
+from coterie.errors import ConfigError, DataError
+
+
+def numbers(path):
+    return pd.read_csv(path.with_suffix(".csv"))
+
+
+@pytest.mark.parametrize("figure", ["curves", "heatmap", "bars", "clients", "graph"])
+@pytest.mark.parametrize("format", figures.FORMATS)
+def test_every_kind_is_drawn_in_every_format(population, tmp_path, figure, format):
+    """The file is of its format, and the numbers lie beside it."""
+    path = figures.plot([population], figure, out=tmp_path / f"{figure}.{format}")
+    start = {"pdf": b"%PDF", "svg": b"<?xml", "png": b"\x89PNG"}[format]
+    assert path.read_bytes().startswith(start)
+    assert len(numbers(path)) > 0
+
+
+def test_the_same_runs_give_the_same_bytes(population, tmp_path):
+    """No time of day and no random id: figures can be kept under version control."""
+    for format in figures.FORMATS:
+        first = figures.plot([population], "curves", out=tmp_path / f"a.{format}").read_bytes()
+        assert figures.plot([population], "curves", out=tmp_path / f"b.{format}").read_bytes() == first
+
+
+def test_text_of_a_vector_figure_stays_text(population, tmp_path):
+    """Labels can be searched and edited."""
+    assert ">Oracle<" in figures.plot([population], "curves", out=tmp_path / "c.svg").read_text().replace("\n", "")
+
+
+def test_bars_are_the_means_of_the_summary(small, tmp_path):
+    """DAC over clients .6375 ± .0125; over clusters .625 ± .075; in the cluster named 1 .6 ± .2."""
+    for cluster, expected in {"all": [0.6375, 0.0125], "clusters": [0.625, 0.075], "1": [0.6, 0.2]}.items():
+        table = numbers(figures.plot([small], "bars", out=tmp_path / "b.svg", cluster=cluster))
+        assert table.loc[table["method"] == "DAC", ["mean", "std"]].to_numpy()[0] == pytest.approx(expected)
+
+
+def test_numbers_of_a_heatmap_are_the_reads(population, tmp_path):
+    """Twelve clients x three reads x ten rounds x two seeds for each of the three methods that read."""
+    table = numbers(figures.plot([population], "heatmap", out=tmp_path / "h.svg"))
+    assert table.groupby("method")["times"].sum().to_dict() == {"DAC": 720, "Oracle": 720, "Random": 720}
+
+
+def test_strips_hold_the_mean_over_seeds_of_each_client(small, tmp_path):
+    """Client 0 under DAC: (.7 + .6) / 2."""
+    table = numbers(figures.plot([small], "clients", out=tmp_path / "s.svg"))
+    assert table.loc[(table["method"] == "DAC") & (table["client"] == 0), "accuracy"].item() == pytest.approx(0.65)
+
+
+@pytest.fixture
+def swept(tmp_path, write_run, final_rows):
+    """Three points of a sweep over tau, each a study of its own with two seeds."""
+    for tau in (1, 10, 100):
+        for seed in (0, 1):
+            folder = tmp_path / "sweep" / f"tau={tau}" / "DAC" / f"seed-{seed}"
+            rows = final_rows([0.1 * len(str(tau)) + 0.02 * seed] * 2, [0, 0])
+            write_run(folder, kind="dac", label="DAC", seed=seed, metrics=rows)
+            (folder / "config.toml").write_text(
+                (folder / "config.toml").read_text() + f"tau = {tau}\nrho = {2 * tau}\n"
+            )
+    return tmp_path / "sweep"
+
+
+def test_a_sweep_has_a_point_for_each_value(swept, tmp_path):
+    """Means .11 .21 .31 with a deviation of .01 over the two seeds."""
+    table = numbers(figures.plot([swept], "tau", out=tmp_path / "t.svg"))
+    assert table["tau"].tolist() == [1, 10, 100]
+    assert table["mean"].tolist() == pytest.approx([0.11, 0.21, 0.31])
+    assert table["std"].tolist() == pytest.approx([0.01] * 3)
+
+
+def test_two_settings_make_a_grid(swept, tmp_path):
+    """A row for each pair that was run."""
+    table = numbers(figures.plot([swept], "sweep", out=tmp_path / "g.svg", setting="tau,rho"))
+    assert table[["tau", "rho"]].to_numpy().tolist() == [[1, 2], [10, 20], [100, 200]]
+
+
+def test_published_figures_are_kinds_with_options(swept, tmp_path):
+    """DAC's figure 3 is the sensitivity to tau."""
+    assert len(numbers(figures.plot([swept], "dac-3", out=tmp_path / "d.svg"))) == 3
+    assert {published.figure for published in figures.PAPERS.values()} <= set(figures.FIGURES)
+
+
+def test_found_clusters_are_set_against_planted_ones(tmp_path, write_run):
+    """Labels of the last round: cluster 5 holds clients 0 and 1 of planted 0, cluster 2 one of each."""
+    labels = [5, 5, 2, 2]
+    metrics = [(0, c, planted, "train", "current", "label", float(labels[c])) for c, planted in enumerate([0, 0, 0, 1])]
+    write_run(tmp_path / "s" / "A" / "seed-0", kind="ifca", label="A", seed=0, metrics=metrics)
+    table = numbers(figures.plot([tmp_path / "s"], "fedgwc-8", out=tmp_path / "l.svg"))
+    assert table[["found", "of", "count"]].to_numpy().tolist() == [[2, 0, 1], [5, 0, 2], [2, 1, 1], [5, 1, 0]]
+    with pytest.raises(DataError, match="does not tell the classes"):
+        figures.plot([tmp_path / "s"], "classes", out=tmp_path / "c.svg")
+
+
+@pytest.mark.parametrize(
+    ("figure", "options", "error", "message"),
+    [
+        ("curve", {}, ConfigError, "did you mean 'curves'"),
+        ("curves", {"format": "jpeg"}, ConfigError, "unknown format 'jpeg'"),
+        ("sosicfl-5", {}, ConfigError, "cannot be drawn from stored runs"),
+        ("heatmap", {}, DataError, "no method here reads"),
+        ("graph", {}, DataError, "no method here reads"),
+        ("labels", {}, DataError, "no method here reports labels"),
+        ("curves", {}, DataError, "recorded no validation accuracy"),
+        ("tau", {}, DataError, "do not vary tau"),
+        ("sweep", {}, ConfigError, "needs --setting"),
+        ("bars", {"cluster": "north"}, ConfigError, "expected one of: 0, 1, all, clusters"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said_in_one_line(small, tmp_path, monkeypatch, figure, options, error, message):
+    """Nothing is written then."""
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.iterdir())
+    with pytest.raises(error, match=message):
+        figures.plot([small], figure, **options)
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_the_commands_write_and_name_their_files(small, tmp_path):
+    """coterie report and coterie plot print the path of what they wrote."""
+    page = tmp_path / "page.html"
+    told = CliRunner().invoke(app, ["report", str(small), "--out", str(page)])
+    assert told.output == f"Report: {page}\n"
+    assert page.is_file()
+    drawn = tmp_path / "bars.svg"
+    told = CliRunner().invoke(app, ["plot", str(small), "--figure", "bars", "--out", str(drawn)])
+    assert told.output == f"Figure: {drawn}\nData:   {tmp_path / 'bars.csv'}\n"
+
+
+def test_plot_without_a_figure_lists_them(small):
+    """Kinds first, then the published ones."""
+    lines = CliRunner().invoke(app, ["plot", str(small)]).output.splitlines()
+    assert lines[0].split()[0] == "curves"
+    assert any(line.startswith("dac-3") and "tau of dac/tau" in line for line in lines)
+
+
+def test_one_file_cannot_hold_two_reports(small):
+    """--out with two folders is refused before anything is read."""
+    told = CliRunner().invoke(app, ["report", str(small), str(small), "--out", "x.html"])
+    assert isinstance(told.exception, ConfigError)
