@@ -277,8 +277,7 @@ class ZenohTransport:
     def stand(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
         """Answer with one and the same message from a round on."""
         self.desk.stand(address, seal)
-        if address.kind != "probe":
-            self._announce()
+        self._announce()
 
     def _announce(self) -> None:
         if self._token is None:

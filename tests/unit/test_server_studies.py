@@ -1,0 +1,77 @@
+"""The built-in studies of the server-based papers, and a study that mixes methods with and without a server."""
+
+from pathlib import Path
+
+import pytest
+
+from coterie import config
+from coterie.study import run_study
+
+NAMES = [name for name in config.builtin() if name.startswith(("fedgwc/", "sosicfl/"))]
+
+MIXED = """
+name = "mixed"
+rounds = 2
+seeds = [0]
+evaluate = "final"
+participation = 0.5
+extra_metrics = ["balanced_accuracy", "global_accuracy"]
+
+[data]
+dataset = "digits"
+num_clients = 10
+train = 40
+validation = 8
+test = "client"
+test_samples = 12
+shift = [{ kind = "k-fold", folds = 5 }]
+
+[local]
+batch_size = 20
+optimizer = "sgd"
+lr = 0.1
+
+[[methods]]
+kind = "random"
+num_peers = 2
+
+[[methods]]
+kind = "fedavg"
+
+[[methods]]
+kind = "fedgwc"
+
+[[methods]]
+kind = "sosicfl-plus"
+endpoints = 5
+regions = 5
+"""
+
+
+def test_there_is_a_study_for_every_table():
+    """A1 to A8 of FedGWC (three triples for levels and domains), B1 to B4 of SosicFL (three splits)."""
+    assert len([name for name in NAMES if name.startswith("fedgwc/")]) == 4 + 3 * 4
+    assert len([name for name in NAMES if name.startswith("sosicfl/")]) == 4 * 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_guesses_are_marked(name: str):
+    """What a paper lost is marked in its file; FedGWC is there in every preset; evaluation is of the last models."""
+    text = config.builtin()[name].read_text(encoding="utf-8")
+    assert "ours" in text or "lost" in text
+    study = config.load(name)
+    assert study.settings.evaluate == "final"
+    assert study.settings.eval_every > 0
+    labels = {entry.label for entry in study.methods}
+    wanted = {"FedGWC", "FedGWC paper", "FedGWC released"} if name.startswith("fedgwc") else {"FedAvg", "SosicFL"}
+    assert wanted <= labels
+
+
+def test_methods_with_and_without_a_server_share_a_table(tmp_path: Path):
+    """On one federation; the global accuracy is there for those that have a global model."""
+    rows = run_study(config.loads(MIXED), out=tmp_path).rows
+    overall = rows[rows["cluster"] == "all"]
+    assert set(overall["label"]) == {"random", "fedavg", "fedgwc", "sosicfl-plus"}
+    assert set(overall.loc[overall["metric"] == "accuracy", "label"]) == set(overall["label"])
+    found = set(overall.loc[overall["metric"] == "global_accuracy", "label"])
+    assert found == {"fedavg", "fedgwc", "sosicfl-plus"}
