@@ -21,6 +21,7 @@ from rich.table import Table
 
 from coterie import cli_report
 from coterie.errors import ConfigError, CoterieError, unknown
+from coterie.net.cli import register
 
 app = typer.Typer(
     name="coterie",
@@ -329,6 +330,9 @@ def _reason(error: OSError) -> str:
 
 def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> str:
     return f"note: {message}\n"
+
+
+register(app)
 
 
 def main() -> NoReturn:

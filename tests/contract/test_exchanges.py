@@ -1,11 +1,19 @@
 """Every exchange keeps the contract of `Exchange`."""
 
+import os
+import threading
+from contextlib import ExitStack
+
+import pytest
 import torch
 
 from coterie.exchange import Faulty, InMemory
 from coterie.mailbox import Mailbox, PostOffice
 from coterie.net import local
-from coterie.net.post import Terms
+from coterie.net.desk import Missing
+from coterie.net.exchange import RemoteExchange
+from coterie.net.post import Post, Terms
+from coterie.net.zenoh_transport import ZenohTransport
 from coterie.testing import check_exchange
 
 
@@ -42,3 +50,30 @@ def test_remote_exchanges_over_the_in_process_twin_keep_the_contract():
     for exchange in made:
         exchange.post.close()
         exchange.post.transport.close()
+
+
+@pytest.mark.e2e
+def test_remote_exchanges_over_zenoh_with_mutual_tls_keep_the_contract(tmp_path):
+    """Five nodes with sockets, certificates and access lists: the same inboxes again."""
+    port = 26000 + 200 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    groups = [[0, 2], [1], [3], [4], [5]]
+    with ExitStack() as stack:
+
+        def make(groups, population):
+            who, people = local.provision(tmp_path, local.members(groups, server="n0", port=port)[0])
+            exchanges = []
+            for own in people:
+                transport = stack.enter_context(ZenohTransport(who, own.name, own))
+                exchanges.append(RemoteExchange(Post(transport, who, own.sign, terms=Terms(deadline=20.0))))
+                stack.callback(exchanges[-1].post.close)
+            for exchange in exchanges:
+                exchange.post.transport.serve_head(lambda nonce: b"here")
+            pause = threading.Event()
+            for exchange in exchanges:  # links come up within a second or two
+                for member in who.members:
+                    others = member.name != exchange.name
+                    while others and isinstance(exchange.post.transport.head(member.name, "0", 1.0), Missing):
+                        pause.wait(0.05)
+            return exchanges
+
+        check_exchange(make, groups=groups)

@@ -18,13 +18,13 @@ LAYERS = (
     ("exchange", "mailbox"),
     ("task", "engine", "heads"),
     ("methods",),
-    ("run", "record", "settings", "checkpoint", "sequential", "loop", "net", "testing"),
+    ("run", "record", "settings", "checkpoint", "sequential", "loop", "testing"),
     ("overrides", "definition", "config", "catalogue", "fanout", "cost", "ledger", "graph", "cluster", "papers",
      "summary"),
     ("gallery", "payload", "report", "drawings", "watch", "figures", "trackers"),
     ("study", "compare", "sheets", "tune"),
     ("display",),
-    ("cli_report",),
+    ("cli_report", "net"),
     ("cli", "__main__"),
 )  # fmt: skip
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from coterie import checkpoint
 from coterie.errors import ConfigError, TransportError
-from coterie.federation import Federation
+from coterie.federation import Federation, Truth
 from coterie.loop import Loop
 from coterie.methods.base import Method, Round
-from coterie.models import ModelSource, source
+from coterie.models import ModelSource
 from coterie.net import head as heads
 from coterie.net import identity as identities
 from coterie.net.desk import Missing
@@ -39,7 +39,8 @@ from coterie.net.transport import Transport
 from coterie.net.wire import VERSION
 from coterie.record import Record, write_atomically
 from coterie.rng import Rng
-from coterie.settings import DTYPES, Settings
+from coterie.run import make_task
+from coterie.settings import Settings
 from coterie.task import Task
 
 ARRIVALS = "arrivals.jsonl"
@@ -64,20 +65,9 @@ class Plan:
     model_name: str
     seed: int = 0
 
-    def task(self, federation: Federation, clusters: Tensor | None = None) -> Task:
+    def task(self, federation: Federation) -> Task:
         """Return the task of a node's rows."""
-        settings = self.settings
-        return Task(
-            federation.host(federation.ids),
-            self.method.model(source(self.model, federation.features, federation.outputs)),
-            init=settings.init,
-            buffers=settings.buffers,
-            engine=settings.engine,
-            block=settings.block,
-            dtype=DTYPES[settings.dtype],
-            device=settings.device,
-            clusters=clusters,
-        )
+        return make_task(federation, self.method, self.model, self.settings)
 
     def agreed(self, population: int) -> dict[str, Any]:
         """Return what must be equal on every node."""
@@ -143,7 +133,8 @@ class Node:
         self._sign, self._stop, self._state = sign, threading.Event(), "starting"
         self._check(federation)
         clusters = torch.tensor(roster.clusters or [-1] * roster.population)
-        self.task = plan.task(federation, clusters[federation.ids] if "truth" in plan.method.needs else None)
+        planted = Truth(clusters[federation.ids], (), ()) if roster.clusters else None
+        self.task = plan.task(replace(federation, truth=planted))
         self.schema, self.settings = heads.schema_hash(self.task.layout), plan.agreed(roster.population)
         folder.mkdir(parents=True, exist_ok=True)
         self.incarnation = self._new_incarnation()
@@ -230,6 +221,17 @@ class Node:
         """The other members."""
         return [m.name for m in self.roster.members if m.name != self.transport.name]
 
+    def look_around(self, seconds: float) -> dict[str, Head]:
+        """Ask all members how they are until all have answered, some are on their way, or `seconds` are over."""
+        until, met = time.monotonic() + seconds, {}
+        while len(met) < len(self.others):
+            met |= self.ask_heads(n for n in self.others if n not in met)
+            if time.monotonic() > until or any(h.state == "running" and h.round > 0 for h in met.values()):
+                break
+            if len(met) < len(self.others) and self._stop.wait(self.patience.poll):
+                break
+        return met
+
     def meet(self) -> bool:
         """Wait for the other members and check that they run the same.
 
@@ -240,13 +242,8 @@ class Node:
             PeerMismatch: when this node runs something else than the roster says.
         """
         self.transport.serve_head(self._head)
-        until, met = time.monotonic() + self.patience.start, {}
-        while len(met) < len(self.others):
-            met |= self.ask_heads(n for n in self.others if n not in met)
-            if time.monotonic() > until or any(h.state == "running" and h.round > 0 for h in met.values()):
-                break
-            if len(met) < len(self.others) and self._stop.wait(self.patience.poll):
-                break
+        self.post.serve_probe()
+        met = self.look_around(self.patience.start)
         odd = heads.check_study(self.roster, self.settings, self.schema, met)
         for name in odd:
             text = heads.difference(self.settings, met[name].settings)

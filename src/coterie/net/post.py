@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from coterie.errors import ExchangeError, TransportError
@@ -81,6 +82,11 @@ def gaps(tensors: Mapping[str, Tensor], address: Address) -> frozenset[str]:
     if address.kind != "request":
         return frozenset()
     return frozenset(name for name, tensor in tensors.items() if name.startswith("field.") and tensor.ndim)
+
+
+PROBE = Address(-1, 0, -1, "probe")
+"""Where every node answers with a megabyte of zeros, so that others can measure the link."""
+PROBE_BYTES = 1 << 20
 
 
 Journal = Callable[[Mapping[str, Any]], None]
@@ -160,6 +166,14 @@ class Post:
             what = Missing("withheld", address.round, str(refused))
             self.journal({"event": "withheld", "round": address.round, "client": address.client, "why": str(refused)})
         self.transport.publish(address, what, to=to)
+
+    def serve_probe(self) -> None:
+        """Answer those who measure the link to this node."""
+        self.transport.stand(PROBE, lambda at: self.seal({"probe": torch.zeros(PROBE_BYTES, dtype=torch.uint8)}, at))
+
+    def probe(self, peer: str, seconds: float) -> Delivery | Missing:
+        """Measure the link to a member with one megabyte."""
+        return self.fetch(peer, PROBE, Template({"probe": (torch.uint8, (PROBE_BYTES,))}), seconds)
 
     def fetch(self, peer: str, address: Address, template: Template, seconds: float) -> Delivery | Missing:
         """Ask one member for one message, check it, and count what came of it."""

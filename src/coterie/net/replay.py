@@ -158,7 +158,7 @@ def replay(plan: Plan, federation: Federation, folders: Mapping[Path, Iterable[i
     """
     arrivals = read_arrivals({Path(folder) / ARRIVALS: clients for folder, clients in folders.items()})
     truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
-    task = plan.task(federation, truth if "truth" in plan.method.needs else None)
+    task = plan.task(federation)
     exchange = Replayed(federation.ids, federation.population, arrivals)
     exchange.neighbours = {c: tuple(group) for group in folders.values() for c in group}
     loop = ReplayLoop(task, plan.method, exchange, plan.settings, Rng(plan.seed), Record(truth))

@@ -266,11 +266,12 @@ def check(
     if not roster.study or not roster.schema:
         found.append("the roster names no study: write it again with `coterie net roster --study STUDY.toml`")
     if own is not None:
-        found += _check_own(roster, own)
+        found += check_own(roster, own)
     return found
 
 
-def _check_own(roster: Roster, own: identity.Identity) -> list[str]:
+def check_own(roster: Roster, own: identity.Identity) -> list[str]:
+    """Return what is wrong with a roster for one member; nothing when all is well."""
     try:
         member = roster.member(own.name)
     except TransportError as error:

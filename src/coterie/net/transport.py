@@ -133,7 +133,7 @@ class InProcess:
     def stand(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
         """Answer with one and the same message from a round on."""
         self.desk.stand(address, seal)
-        self._announced = True
+        self._announced |= address.kind != "probe"
 
     def fetch(self, peer: str, expect: Expectation, deadline: float) -> Delivery | Missing:
         """Ask a node of the hub."""

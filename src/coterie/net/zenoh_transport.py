@@ -277,7 +277,8 @@ class ZenohTransport:
     def stand(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
         """Answer with one and the same message from a round on."""
         self.desk.stand(address, seal)
-        self._announce()
+        if address.kind != "probe":
+            self._announce()
 
     def _announce(self) -> None:
         if self._token is None:

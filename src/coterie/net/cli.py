@@ -1,0 +1,258 @@
+"""The commands for real peers: `coterie net ...`, `node`, `doctor`, `up`. Heavy libraries load inside them."""
+
+import importlib.util
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coterie.errors import ConfigError, TransportError
+
+net = typer.Typer(
+    no_args_is_help=True, help="Set up a network of real peers: authority, members, roster; and a demonstration."
+)
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The organiser's folder.")]
+Insecure = Annotated[
+    bool, typer.Option("--insecure-loopback", help="No TLS. On 127.0.0.1 only; for debugging.", show_default=False)
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands to the program's."""
+    app.add_typer(net, name="net")
+    app.command()(node)
+    app.command()(doctor)
+    app.command()(up)
+
+
+def _need() -> None:
+    for package in ("cryptography", "zenoh"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{package} is not installed; real peers need the extra: pip install 'coterie[net]'")
+
+
+@net.command()
+def init(
+    folder: Folder,
+    run: Annotated[str, typer.Option(help="The run's id: a-z, 0-9 and -.")],
+    members: Annotated[
+        list[str] | None,
+        typer.Option("--member", metavar="NAME=HOST:PORT", help="Make this member's key here too; for trying out."),
+    ] = None,
+    days: Annotated[float, typer.Option(help="How long the authority is valid.")] = 365.0,
+) -> None:
+    """Make the organiser's key and a private authority for one run.
+
+    [bold]Example[/bold]
+
+      coterie net init organiser --run three-hospitals
+    """
+    _need()
+    from coterie.net import identity
+
+    identity.make_authority(folder, run, days=days)
+    for text in members or ():
+        name, _, address = text.partition("=")
+        request = identity.make_request(folder, name, address)
+        identity.sign_request(folder, request, address)
+        _note_member(folder, name, address)
+    typer.echo(f"{folder}: ca.key and organiser.key stay here; give every member ca.pem and organiser.pub")
+
+
+@net.command()
+def join(
+    name: Annotated[str, typer.Argument(help="This member's name: a-z, 0-9 and -.")],
+    address: Annotated[str, typer.Argument(help="host:port where the others will reach it.")],
+    folder: Annotated[Path, typer.Option(help="Where to put key and request.")] = Path("."),
+) -> None:
+    """Make a member's key on its own machine, and the request to send to the organiser. The key never travels.
+
+    [bold]Example[/bold]
+
+      coterie net join north 192.0.2.7:7447
+    """
+    _need()
+    from coterie.net import identity
+
+    request = identity.make_request(folder, name, address)
+    typer.echo(f"{folder / (name + '.key')} stays on this machine; send {request} to the organiser")
+
+
+@net.command()
+def sign(
+    folder: Folder,
+    request: Annotated[Path, typer.Argument(help="The member's request, NAME.csr.")],
+    address: Annotated[str, typer.Argument(help="host:port as agreed with the member; the request must say the same.")],
+    days: Annotated[float, typer.Option(help="How long the certificate is valid.")] = 30.0,
+) -> None:
+    """Answer a member's request with a certificate.
+
+    [bold]Example[/bold]
+
+      coterie net sign organiser north.csr 192.0.2.7:7447
+    """
+    _need()
+    from coterie.net import identity
+
+    certificate = identity.sign_request(folder, request, address, days=days)
+    name = identity.certificate_name(certificate)
+    _note_member(folder, name, address)
+    typer.echo(
+        f"send {folder / 'members' / (name + '.pem')} to {name}; fingerprint {identity.fingerprint(certificate)}"
+    )
+
+
+@net.command()
+def roster(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER|ROSTER", help="The organiser's folder; with --check, a roster.")
+    ],
+    study: Annotated[Path | None, typer.Option(help="The study file that all members run.")] = None,
+    features: Annotated[str, typer.Option(help="Shape of one input, as in 1,8,8; not needed with --data.")] = "",
+    classes: Annotated[int | None, typer.Option(help="Number of classes; 0 for regression.")] = None,
+    server: Annotated[str, typer.Option(help="The member in the server role, for methods that need one.")] = "",
+    check: Annotated[bool, typer.Option("--check", help="Explain what is wrong with a roster.")] = False,
+    organiser: Annotated[Path, typer.Option(help="The organiser's public key, with --check.")] = Path("organiser.pub"),
+    node_file: Annotated[Path | None, typer.Option("--node", help="With --check: also check this node.toml.")] = None,
+) -> None:
+    """Write and sign the roster of all members that have a certificate, or check one.
+
+    Members get their clients in the order in which they were signed.
+
+    [bold]Examples[/bold]
+
+      coterie net roster organiser --study study.toml --features 1,8,8 --classes 10
+      coterie net roster roster.toml --check --node node.toml
+    """
+    _need()
+    from coterie.net import setup
+
+    if check:
+        problems = setup.check_roster(folder, organiser, node_file)
+        for problem in problems:
+            typer.echo(problem)
+        if problems:
+            raise typer.Exit(1)
+        typer.echo("the roster is in order")
+        return
+    if study is None or classes is None or not features:
+        raise ConfigError("a roster names its study; give --study, --features and --classes")
+    shape = tuple(int(part) for part in features.split(",") if part.strip().isdigit())
+    made = setup.write_roster(folder, study, shape, classes, server)
+    typer.echo(f"{folder / 'roster.toml'}, version {made.version}: send it and roster.toml.sig to all members")
+
+
+@net.command()
+def demo(
+    clients: Annotated[int, typer.Option(min=3, max=20, help="How many nodes.")] = 8,
+    rounds: Annotated[int, typer.Option(min=4, help="How many rounds.")] = 12,
+    port: Annotated[int, typer.Option(help="First of the ports on 127.0.0.1.")] = 21700,
+    folder: Annotated[Path | None, typer.Option(help="Where; a temporary folder by default.")] = None,
+) -> None:
+    """Run real nodes on this machine with mutual TLS, kill one on the way, and compare with the simulation.
+
+    [bold]Example[/bold]
+
+      coterie net demo
+    """
+    _need()
+    from coterie.net import fleet
+    from coterie.study import read_study
+
+    place = folder or Path(tempfile.mkdtemp(prefix="coterie-demo-"))
+    if place.exists() and any(place.iterdir()):
+        raise ConfigError(f"{place} is not empty; choose another folder")
+    place.mkdir(parents=True, exist_ok=True)
+    top = fleet.demo(place, clients=clients, rounds=rounds, port=port, say=lambda text: typer.echo(text, err=True))
+    _results(read_study(top))
+    typer.echo(f"Runs: {top}")
+
+
+def _results(study: Any) -> None:
+    from rich.console import Console
+
+    from coterie import display
+
+    display.results(study, Console())
+
+
+def node(
+    file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="What this node is told.")],
+    role: Annotated[str | None, typer.Option(help="server, on the member that the roster names.")] = None,
+    insecure: Insecure = False,
+) -> None:
+    """Take part in a run as one of its members; a node that was stopped goes on from its checkpoint.
+
+    [bold]Example[/bold]
+
+      coterie node node.toml
+    """
+    _need()
+    from coterie.net import process
+
+    if role not in (None, "peer", "server"):
+        raise ConfigError(f"--role is {role!r}; expected peer or server")
+    raise typer.Exit(process.run(file, role=role, insecure=insecure))
+
+
+def doctor(
+    file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="What the node is told.")],
+    insecure: Insecure = False,
+) -> None:
+    """Check a node before its run: identity, roster, data, ports, clocks, each member, and the time of a round.
+
+    [bold]Example[/bold]
+
+      coterie doctor node.toml
+    """
+    _need()
+    from coterie.net import doctor as examiner
+    from coterie.net import nodefile
+
+    def say(text: str, good: bool) -> None:
+        typer.echo(f"{'ok   ' if good else 'WRONG'}  {text}")
+
+    if not examiner.examine(nodefile.load(file), say, insecure=insecure):
+        raise typer.Exit(1)
+
+
+def up(
+    roster_file: Annotated[Path, typer.Argument(metavar="ROSTER.toml", help="The signed roster.")],
+    nodes: Annotated[
+        Path | None, typer.Option(help="Folder with NAME.toml of each member; the roster's by default.")
+    ] = None,
+    logs: Annotated[Path | None, typer.Option(help="Folder for logs; standard error by default.")] = None,
+) -> None:
+    """Start all members of a roster that have a node file on this machine, and wait for them.
+
+    [bold]Example[/bold]
+
+      coterie up roster.toml --nodes nodes
+    """
+    _need()
+    from coterie.net import fleet
+    from coterie.net import roster as rosters
+
+    where = nodes or roster_file.parent
+    names = [m.name for m in rosters.loads(roster_file.read_text(encoding="utf-8")).members]
+    files = {name: where / f"{name}.toml" for name in names if (where / f"{name}.toml").exists()}
+    if not files:
+        raise ConfigError(
+            f"no NAME.toml of a member in {where}; expected one of {', '.join(n + '.toml' for n in names[:3])}"
+        )
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+    with fleet.Fleet(files, logs=logs) as running:
+        for name in files:
+            running.start(name)
+        statuses = running.wait(float("inf"))
+    bad = {name: status for name, status in statuses.items() if status}
+    if bad:
+        raise TransportError(f"some nodes failed: {bad}")
+
+
+def _note_member(folder: Path, name: str, address: str) -> None:
+    from coterie.net import setup
+
+    setup.note_member(folder, name, address)

@@ -1,0 +1,169 @@
+"""Doctor: what is wrong with a node before its run, and how fast its rounds will be."""
+
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from coterie.errors import CoterieError
+from coterie.federation import Federation
+from coterie.net import head as heads
+from coterie.net import identity as identities
+from coterie.net import nodefile
+from coterie.net import roster as rosters
+from coterie.net.identity import Identity
+from coterie.net.log import Log
+from coterie.net.node import Node
+from coterie.net.nodefile import NodeFile
+from coterie.net.post import Post
+from coterie.net.roster import Roster
+from coterie.net.transport import Delivery
+from coterie.rng import Rng
+
+_LOOK = 5.0  # seconds for links to come up
+_SKEW = 30.0  # seconds of clock skew that matter: certificates have five minutes to spare
+Say = Callable[[str, bool], None]
+
+
+def examine(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
+    """Check everything that can be checked before a run.
+
+    Args:
+        file: node.toml.
+        say: is told (a sentence, whether it is good).
+        insecure: go without TLS, on loopback only.
+
+    Returns:
+        Whether nothing is wrong.
+    """
+    fine = True
+
+    def tell(text: str, good: bool = True) -> None:
+        nonlocal fine
+        fine &= good
+        say(text, good)
+
+    try:
+        own = Identity.load(file.path(file.key), file.path(file.certificate), file.path(file.ca))
+        left = own.certificate.not_valid_after_utc - datetime.now(UTC)
+        tell(f"{own.name}: key and certificate belong together; valid for {left.days} days", left.days >= 2)
+        roster = rosters.load(file.path(file.roster), file.path(file.organiser))
+        problems = rosters.check(file.path(file.roster), file.path(file.organiser), own=own)
+        for problem in problems:
+            tell(problem, False)
+        if not problems:
+            tell(f"roster of {roster.run}, version {roster.version}: signed, {len(roster.members)} members")
+        study, label, seed = file.chosen()
+        plan = nodefile.plan_of(study)
+        federation = nodefile.own_rows(file, study, roster.member(own.name).clients, roster.population)
+        samples = {split: federation.counts(split).tolist() for split in ("train", "validation")}
+        tell(f"data: {samples['train']} training and {samples['validation']} validation samples")
+    except CoterieError as error:
+        tell(str(error), False)
+        return False
+    agreed = plan.agreed(roster.population)
+    same = roster.study in ("", heads.study_hash(agreed))
+    text = "is" if same else "is not"
+    tell(f"study: {label} with seed {seed} {text} what the roster says", same)
+    address = file.listen or roster.member(own.name).address
+    free = _free(address)
+    tell(f"{address} is free" if free else f"{address} is taken: the node runs already, or another program", free)
+    if free:
+        with _visit(file, roster, own, plan, federation, insecure) as node:
+            for sentence, good in _others(node):
+                tell(sentence, good)
+    return fine
+
+
+def _free(address: str) -> bool:
+    host, port = identities.split_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+@contextmanager
+def _visit(
+    file: NodeFile, roster: Roster, own: Identity, plan: Any, federation: Federation, insecure: bool
+) -> Iterator[Node]:
+    """A node that looks around without taking part."""
+    from coterie.net.zenoh_transport import ZenohTransport
+
+    log = Log(own.name, level="error")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ZenohTransport(roster, own.name, None if insecure else own, listen=file.listen or None, log=log) as transport,
+    ):
+        terms = replace(file.network.terms, deadline=10.0)
+        node = Node(plan, federation, roster, transport, own.sign, Path(folder), terms=terms, log=log)
+        try:
+            yield node
+        finally:
+            node.close()
+
+
+def _others(node: Node) -> Iterator[tuple[str, bool]]:
+    """What can be said of each other member, and of a round."""
+    roster, rates = node.roster, []
+    heads_found = node.look_around(_LOOK)
+    for name in node.others:
+        member = roster.member(name)
+        if name not in heads_found:
+            open_ = _reachable(member.address)
+            hint = "its port is open, but it does not answer as this member" if open_ else "nothing listens there"
+            yield f"{name} at {member.address}: no answer ({hint})", False
+            continue
+        before = time.time()
+        head = node.ask_heads([name]).get(name, heads_found[name])
+        skew = head.time - (before + time.time()) / 2
+        rate = _rate(node.post, name)
+        rates += [rate] if rate else []
+        speed = f"{rate / 1e6:.1f} MB/s" if rate else "rate unknown"
+        different = head.study != heads.study_hash(node.settings) or head.schema != node.schema
+        text = f"{name} at {member.address}: {head.state} in round {head.round}, clock {skew:+.1f} s, {speed}"
+        if different:
+            text += f"; it runs something else: {heads.difference(node.settings, head.settings)}"
+        if head.roster != roster.version:
+            text += f"; it has version {head.roster} of the roster, this node has {roster.version}"
+        yield text, not different and head.roster == roster.version and abs(skew) < _SKEW
+    yield _forecast(node, rates), True
+
+
+def _reachable(address: str) -> bool:
+    try:
+        with socket.create_connection(identities.split_address(address), timeout=3.0):
+            return True
+    except OSError:
+        return False
+
+
+def _rate(post: Post, peer: str) -> float | None:
+    """Bytes a second from a member, of the second of two measurements (the first warms the link up)."""
+    post.probe(peer, 10.0)
+    found = post.probe(peer, 10.0)
+    return found.bytes / found.seconds if isinstance(found, Delivery) and found.seconds > 0 else None
+
+
+def _forecast(node: Node, rates: list[float]) -> str:
+    """How long a round will take: one local training, measured, and the transfers of its models."""
+    task, started = node.task, time.perf_counter()
+    params = task.init(Rng(0))
+    task.train(params, Rng(0).at(0), node.plan.settings.local)
+    training = time.perf_counter() - started
+    size = params.shape[1] * params.element_size()
+    peers = getattr(node.plan.method, "num_peers", 1)
+    text = f"one round: {training:.2f} s of training, {peers} models of {size / 1e6:.2f} MB"
+    if not rates:
+        return f"{text}; the network's part cannot be measured before others answer"
+    return f"{text}, about {training + peers * size / statistics.median(rates):.2f} s in all"

@@ -1,0 +1,284 @@
+"""Fleets: the nodes of one host as processes; and the demonstration."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from coterie import config, summary
+from coterie.config import StudyConfig
+from coterie.data import build_federation
+from coterie.errors import ConfigError, TransportError
+from coterie.net import head, local, nodefile
+from coterie.net.roster import Member, Roster
+from coterie.record import write_atomically
+from coterie.study import run_study
+
+Listener = Callable[[str, Mapping[str, Any]], None]
+
+
+class Fleet:
+    """Processes of `coterie node`, one for each node file.
+
+    Close it always (it is a context manager): it ends what still runs.
+
+    Args:
+        files: node.toml of each member, by name.
+        logs: folder for what each process writes on stderr; stderr of this process when None.
+        listener: is called with (name, event) for every line of a node's log.
+        arguments: more for `coterie node`.
+        threads: of each process.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[str, Path],
+        *,
+        logs: Path | None = None,
+        listener: Listener = lambda name, event: None,
+        arguments: Sequence[str] = (),
+        threads: int = 1,
+    ) -> None:
+        self.files, self.logs, self._listener, self._arguments = files, logs, listener, list(arguments)
+        self._environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self._readers: list[threading.Thread] = []
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, name: str, *arguments: str) -> None:
+        """Start a node, or start it again."""
+        command = [sys.executable, "-m", "coterie", "node", str(self.files[name]), *self._arguments, *arguments]
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=self._environment
+        )
+        self.processes[name] = process
+        reader = threading.Thread(target=self._read, args=(name, process), name=f"coterie-log-{name}")
+        reader.start()
+        self._readers.append(reader)
+
+    def _read(self, name: str, process: "subprocess.Popen[str]") -> None:
+        assert process.stderr is not None
+        path = None if self.logs is None else self.logs / f"{name}.log"
+        out = sys.stderr if path is None else path.open("a")
+        try:
+            for line in process.stderr:
+                out.write(line)
+                out.flush()
+                if line.startswith("{"):
+                    self._listener(name, json.loads(line))
+        finally:
+            process.stderr.close()
+            if path is not None:
+                out.close()
+
+    def kill(self, name: str) -> None:
+        """End a node without warning, as a power cut does."""
+        self.processes[name].kill()
+        self.processes[name].wait()
+
+    def wait(self, timeout: float) -> dict[str, int]:
+        """Wait for all nodes and return their exit statuses.
+
+        Raises:
+            TransportError: when some have not ended after `timeout` seconds.
+        """
+        until = time.monotonic() + timeout
+        for name, process in self.processes.items():
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise TransportError(f"{name} has not ended after {timeout:.0f} s; see its log") from None
+        for reader in self._readers:
+            reader.join()
+        return {name: process.returncode for name, process in self.processes.items()}
+
+    def close(self) -> None:
+        """End what still runs, in order: SIGTERM, and after ten seconds SIGKILL."""
+        running = [p for p in self.processes.values() if p.poll() is None]
+        for process in running:
+            process.send_signal(signal.SIGTERM)
+        for process in running:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        for reader in self._readers:
+            reader.join()
+
+
+def lay_out(
+    folder: Path,
+    study: StudyConfig,
+    *,
+    port: int = 21700,
+    network: Mapping[str, Any] | None = None,
+    days: float = 1.0,
+    data_dir: Path | None = None,
+) -> dict[str, Path]:
+    """Make everything that a run of a study on this host needs: keys, certificates, roster, node files.
+
+    Args:
+        folder: where.
+        study: of one run, with data of its own; one node a client.
+        port: of the first node, below 32768; the others follow.
+        network: the [network] table of every node.
+        days: how long certificates are valid.
+        data_dir: where the study's datasets lie on disk.
+
+    Returns:
+        The node files by member.
+    """
+    plan, seed = nodefile.plan_of(study), study.seeds[0]
+    federation = build_federation(study.data, seed, data_dir)
+    population = federation.population
+    if port < 1024 or port + population > 32768:
+        raise ConfigError(f"ports {port} to {port + population}; expected some between 1024 and 32768")
+    names = [f"node-{i:02d}" for i in range(population)]
+    members = tuple(Member(n, f"127.0.0.1:{port + i}", (i,)) for i, n in enumerate(names))
+    truth = federation.truth.cluster.tolist() if federation.truth is not None else []
+    server = names[0] if plan.method.server else ""
+    who = Roster("demo", members, population, server=server, clusters=tuple(truth))
+    layout = plan.task(federation).layout
+    keys = folder / "keys"
+    local.provision(
+        keys, who, days=days, study=head.study_hash(plan.agreed(population)), schema=head.schema_hash(layout)
+    )
+    write_atomically(folder / "study.toml", config.dumps(study).encode())
+    files = {}
+    for name in names:
+        lines = [
+            *(f"{key} = {json.dumps(value)}" for key, value in {
+                "study": "study.toml", "roster": "keys/roster.toml", "organiser": "keys/organiser.pub",
+                "ca": "keys/ca.pem", "key": f"keys/{name}.key", "certificate": f"keys/members/{name}.pem",
+                "role": "server" if name == server else "peer", "runs": "nodes",
+            }.items()),
+            "", "[data]", 'study = "own rows"',
+            *([f"data_dir = {json.dumps(str(data_dir.resolve()))}"] if data_dir else []),
+            "", "[network]", *(f"{key} = {json.dumps(value)}" for key, value in (network or {}).items()),
+        ]  # fmt: skip
+        files[name] = folder / f"{name}.toml"
+        write_atomically(files[name], ("\n".join(lines) + "\n").encode())
+    return files
+
+
+def gather(folder: Path, study: StudyConfig, names: Sequence[str], label: str) -> dict[str, pd.DataFrame]:
+    """Join what the nodes wrote to one run of a study, beside the simulated one.
+
+    Args:
+        folder: of the fleet.
+        study: of one run.
+        names: the nodes.
+        label: how to call the run.
+
+    Returns:
+        The tables, by name.
+    """
+    run = Path(study.methods[0].label) / f"seed-{study.seeds[0]}"
+    sources = [folder / "nodes" / name / study.name / run for name in names]
+    target = folder / "runs" / study.name / label / f"seed-{study.seeds[0]}"
+    target.mkdir(parents=True, exist_ok=True)
+    tables = {}
+    for name in ("metrics", "edges"):
+        parts = [pd.read_parquet(source / f"{name}.parquet") for source in sources]
+        parts = [p.astype({c: str for c in p.columns if isinstance(p[c].dtype, pd.CategoricalDtype)}) for p in parts]
+        tables[name] = pd.concat(parts).sort_values(["round", *(["client"] if name == "metrics" else ["reader"])])
+        kinds = {c: "category" for c in ("split", "model", "metric", "purpose") if c in tables[name]}
+        tables[name].astype(kinds).to_parquet(target / f"{name}.parquet", index=False)
+    for file in ("provenance.json",):
+        write_atomically(target / file, (sources[0] / file).read_bytes())
+    named = replace(study, methods=(replace(study.methods[0], label=label),))
+    write_atomically(target / "config.toml", config.dumps(named).encode())
+    return tables
+
+
+def demo_study(clients: int, rounds: int) -> StudyConfig:
+    """Return the study of the demonstration: DAC on the bundled digits in two rotations."""
+    return config.load(
+        "rotated-digits",
+        [
+            'name="net-demo"',
+            f"rounds={rounds}",
+            "seeds=[0]",
+            f"data.num_clients={clients}",
+            f'data.shift=[{{kind="rotation", degrees=[0, 180], sizes=[{clients - clients // 2}, {clients // 2}]}}]',
+        ],
+    ).only("DAC", 0)
+
+
+def demo(folder: Path, *, clients: int, rounds: int, port: int, say: Callable[[str], None]) -> Path:
+    """Run the demonstration: nodes on loopback with mutual TLS, one killed and restarted, beside the simulation.
+
+    Args:
+        folder: where; it must be empty.
+        clients: how many nodes.
+        rounds: how many rounds.
+        port: of the first node.
+        say: tells how it goes.
+
+    Returns:
+        The folder of the study with both runs.
+    """
+    study = demo_study(clients, rounds)
+    files = lay_out(folder, study, port=port, network={"deadline": 20.0, "start": 60.0, "linger": 20.0})
+    names, victim = list(files), list(files)[-1]
+    (folder / "logs").mkdir()
+    fleet: Fleet
+    killed = threading.Event()
+    reached: dict[str, int] = {}
+
+    def listen(name: str, event: Mapping[str, Any]) -> None:
+        if event["event"] == "round" and event["round"] > reached.get(name, -2):
+            reached[name] = event["round"]
+            if name == victim and event["round"] >= rounds // 3:
+                killed.set()
+            if name == names[0]:
+                accuracy = 100 * event.get("accuracy", float("nan"))
+                say(f"{name}: round {event['round'] + 1} of {rounds}, {event['seconds']:.2f} s, {accuracy:.0f} %")
+        elif event["event"] in ("catch_up", "redraw", "peer_down"):
+            what = {k: v for k, v in event.items() if k in ("peer", "missing", "came_from", "goes_to") and v}
+            say(f"{name}: {event['event']} {json.dumps(what)}")
+
+    say(f"{clients} nodes with mutual TLS on 127.0.0.1:{port} to {port + clients - 1}; logs in {folder / 'logs'}")
+    with Fleet(files, logs=folder / "logs", listener=listen) as fleet:
+        for name in names:
+            fleet.start(name)
+        if killed.wait(600):
+            fleet.kill(victim)
+            say(f"{victim}: killed without warning; started again")
+            fleet.start(victim)
+        statuses = fleet.wait(600)
+    if any(statuses.values()):
+        raise TransportError(f"nodes ended with {statuses}; see {folder / 'logs'}")
+    return beside_simulation(folder, study, names)
+
+
+def beside_simulation(folder: Path, study: StudyConfig, names: Sequence[str], data_dir: Path | None = None) -> Path:
+    """Simulate the same study and put both runs into one study's folder.
+
+    Returns:
+        The folder of the study.
+    """
+    torch.set_num_threads(1)
+    simulated = replace(study, methods=(replace(study.methods[0], label="simulated"),))
+    run_study(simulated, out=folder / "runs", overwrite=True, data_dir=data_dir)
+    gather(folder, study, names, "nodes")
+    both = tuple(replace(study.methods[0], label=label) for label in ("nodes", "simulated"))
+    top = folder / "runs" / study.name
+    write_atomically(top / "config.toml", config.dumps(replace(study, methods=both)).encode())
+    summary.write_summary(top)
+    return top

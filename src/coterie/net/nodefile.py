@@ -1,0 +1,275 @@
+"""node.toml: what one node is told; and its own data."""
+
+import importlib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from coterie import config, hub, tables
+from coterie.config import StudyConfig
+from coterie.data import build_federation
+from coterie.errors import ConfigError, DataError, require
+from coterie.federation import Federation
+from coterie.net.node import Patience, Plan
+from coterie.net.post import Terms
+from coterie.own_data import from_arrays
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """Where a node's own data come from; exactly one of the first five.
+
+    Args:
+        study: "own rows" of the study's own [data], for demonstrations and tests.
+        federation: a file that `Federation.save` wrote, with this node's rows.
+        arrays: an .npz file with x and y, and x_test and y_test if there is a test set.
+        folder: a dataset in the Hugging Face layout on disk.
+        function: "package.module:name", a function without arguments that returns a federation with this node's rows,
+            (x, y), or ((x, y), (x_test, y_test)).
+        label: the label column of `folder`, when there are several.
+        classes: number of classes, the same on every node; 0 for regression. Needed with arrays, folder, (x, y).
+        validation: part of the samples for validation.
+        test: part of the samples for testing, when there is no test set.
+        data_dir: where the study's datasets lie on disk.
+    """
+
+    study: str = ""
+    federation: str = ""
+    arrays: str = ""
+    folder: str = ""
+    function: str = ""
+    label: str = ""
+    classes: int | None = None
+    validation: float = 0.2
+    test: float = 0.2
+    data_dir: str = ""
+
+    def __post_init__(self) -> None:
+        tables.settle(self)
+
+
+@dataclass(frozen=True)
+class NetworkSettings:
+    """How a node behaves towards the others; every value is its own affair.
+
+    Args:
+        deadline: seconds a round waits for peers; 0 for three transfers and two trainings, half a minute at least.
+        server_wait: seconds to go on asking a server that does not answer.
+        redraws: how often the peers of a round are drawn again when some are missing.
+        half: send models in half precision.
+        chunk: bytes in a chunk, 1024 to 524288; 262144 below 1 Mbit/s.
+        start: seconds to wait at the start for members that do not answer.
+        linger: seconds to stay at the end for members that do not go on.
+        lease: seconds of silence after which a member counts as gone; 10 over long distances, 3 in one building.
+    """
+
+    deadline: float = 0.0
+    server_wait: float = 600.0
+    redraws: int = 5
+    half: bool = False
+    chunk: int = 512 * 1024
+    start: float = 60.0
+    linger: float = 120.0
+    lease: float = 10.0
+
+    def __post_init__(self) -> None:
+        tables.settle(self)
+        require(1024 <= self.chunk <= 512 * 1024, "chunk", self.chunk, "1024 to 524288 bytes")
+        require(self.lease >= 1, "lease", self.lease, "at least 1 second")
+        for name in ("deadline", "server_wait", "redraws", "start", "linger"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+
+    @property
+    def terms(self) -> Terms:
+        """For the exchange."""
+        return Terms(**{f.name: getattr(self, f.name) for f in fields(Terms)})
+
+    @property
+    def patience(self) -> Patience:
+        """For the node."""
+        return Patience(start=self.start, linger=self.linger)
+
+
+@dataclass(frozen=True)
+class NodeFile:
+    """The content of node.toml. Paths are relative to the file.
+
+    Args:
+        study: the study file that all members have, with one method and one seed, or the two below.
+        roster: the signed roster.
+        organiser: the organiser's public key.
+        key: this member's private key.
+        certificate: its certificate.
+        ca: the authority's certificate.
+        method: label of the study's method to run, when it has several.
+        seed: one of the study's seeds, when it has several.
+        role: "peer", or "server" on the member that the roster names.
+        runs: the folder under which the run's folder is made.
+        listen: host:port to listen on, when it is not the roster's address.
+        metrics_port: port on 127.0.0.1 that answers /metrics for Prometheus; 0 for none.
+        log: the least level that is written: "debug", "info", "warning" or "error".
+        data: where this node's own data come from.
+        network: deadlines and options.
+        folder: where the file is.
+    """
+
+    study: str = "study.toml"
+    roster: str = "roster.toml"
+    organiser: str = "organiser.pub"
+    key: str = "node.key"
+    certificate: str = "node.pem"
+    ca: str = "ca.pem"
+    method: str = ""
+    seed: int | None = None
+    role: Literal["peer", "server"] = "peer"
+    runs: str = "runs"
+    listen: str = ""
+    metrics_port: int = 0
+    log: Literal["debug", "info", "warning", "error"] = "info"
+    data: DataSource = field(default_factory=DataSource)
+    network: NetworkSettings = field(default_factory=NetworkSettings)
+    folder: Path = Path(".")
+
+    def __post_init__(self) -> None:
+        tables.settle(self)
+
+    def path(self, name: str) -> Path:
+        """Return a path of the file, seen from where the file is."""
+        return self.folder / name
+
+    def chosen(self) -> tuple[StudyConfig, str, int]:
+        """Return the study, and the label and seed of the run of it that this node takes part in."""
+        return choose(config.load(self.path(self.study)), self.method, self.seed)
+
+
+def choose(study: StudyConfig, method: str = "", seed: int | None = None) -> tuple[StudyConfig, str, int]:
+    """Return the one run of a study that is meant, as a study of its own.
+
+    Raises:
+        ConfigError: when the study has several methods or seeds and none is chosen.
+    """
+    labels = [entry.label for entry in study.methods]
+    if not method and len(labels) > 1:
+        raise ConfigError(f"the study has the methods {', '.join(labels)}; say which: method = {labels[0]!r}")
+    if method and method not in labels:
+        raise ConfigError(f"the study has no method {method!r}; its methods: {', '.join(labels)}")
+    if seed is None and len(study.seeds) > 1:
+        raise ConfigError(f"the study has the seeds {list(study.seeds)}; say which: seed = {study.seeds[0]}")
+    label, number = method or labels[0], study.seeds[0] if seed is None else seed
+    return study.only(label, number), label, number
+
+
+def plan_of(study: StudyConfig) -> Plan:
+    """Return what all nodes of a study of one run have in common."""
+    entry = study.scaled(study.methods[0].label)
+    return Plan(entry.method, entry.settings, study.model.kind, study.model.kind, study.seeds[0])
+
+
+def load(path: Path) -> NodeFile:
+    """Read node.toml.
+
+    Raises:
+        ConfigError: with what was found, what was expected and what to do.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    parts: dict[str, Any] = {}
+    for name, kind in (("data", DataSource), ("network", NetworkSettings)):
+        part = table.pop(name, {})
+        require(isinstance(part, Mapping), f"{path}: {name}", part, f"a table: [{name}]")
+        parts[name] = tables.parse(kind, part, f"{path}: {name}")
+    return tables.parse(NodeFile, {**table, **parts, "folder": path.resolve().parent}, str(path))
+
+
+# ---------------------------------------------------------------- data
+
+
+def own_rows(file: NodeFile, study: StudyConfig, clients: tuple[int, ...], population: int) -> Federation:
+    """Return this node's own data, as rows of the population.
+
+    Args:
+        file: node.toml.
+        study: the study of one run.
+        clients: ids of the clients hosted here.
+        population: how many there are in all.
+
+    Raises:
+        ConfigError: when not exactly one source is given.
+        DataError: when the data cannot be used.
+    """
+    source = file.data
+    kinds = {kind: getattr(source, kind) for kind in ("study", "federation", "arrays", "folder", "function")}
+    given = {kind: value for kind, value in kinds.items() if value}
+    if len(given) != 1:
+        raise ConfigError(f"[data] gives {', '.join(given) or 'nothing'}; expected exactly one of {', '.join(kinds)}")
+    if source.study:
+        require(source.study == "own rows", "data.study", source.study, "'own rows'")
+        place = file.path(source.data_dir) if source.data_dir else None
+        return build_federation(study.data, study.seeds[0], place).host(list(clients))
+    if source.federation:
+        return _placed(Federation.load(file.path(source.federation)), clients, population)
+    if source.function:
+        made = _called(source.function)
+        if isinstance(made, Federation):
+            return _placed(made, clients, population)
+        pair, test = made if isinstance(made[0], tuple) else (made, None)
+    elif source.arrays:
+        pair, test = _arrays(file.path(source.arrays))
+    else:
+        read = hub.read_folder(file.path(source.folder), source.label or None)
+        pair, test = (read.train.x, read.train.y), (read.test.x, read.test.y) if len(read.test) else None
+    if source.classes is None:
+        raise ConfigError("data.classes is missing; every node must name the same number of classes (0: regression)")
+    x, y = pair
+    federation = from_arrays(
+        x, y, clients=["own"] * len(y), test=test, classes=source.classes,
+        validation_fraction=source.validation, test_fraction=source.test, seed=study.seeds[0], name="own data",
+    )  # fmt: skip
+    return _placed(federation, clients, population)
+
+
+def _placed(federation: Federation, clients: tuple[int, ...], population: int) -> Federation:
+    """Give rows their place in the population; rows that have it already are chosen by it."""
+    if federation.population == population and set(clients) <= set(federation.ids.tolist()):
+        return federation.host(list(clients))
+    if len(federation) != len(clients):
+        raise DataError(f"the data hold {len(federation)} clients; the roster says that this node hosts {len(clients)}")
+    return replace(federation, ids=torch.tensor(clients, dtype=torch.int64), population=population, truth=None)
+
+
+def _arrays(path: Path) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = {name: file[name] for name in file.files}
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read the arrays in {path}: {error}") from None
+    for names in (("x", "y"), ("x_test", "y_test")):
+        if any(n in found for n in names) and not all(n in found for n in names):
+            raise DataError(f"{path} holds {', '.join(found)}; expected both of {' and '.join(names)}")
+    if "x" not in found:
+        raise DataError(f"{path} holds {', '.join(found) or 'nothing'}; expected x and y")
+    test = (found["x_test"], found["y_test"]) if "x_test" in found else None
+    return (found["x"], found["y"]), test
+
+
+def _called(name: str) -> Any:
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise ConfigError(f"data.function is {name!r}; expected 'package.module:name'")
+    try:
+        made = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"data.function {name!r}: {error}; the module must be importable from here") from None
+    result = made()
+    if not isinstance(result, Federation) and not (isinstance(result, tuple) and len(result) == 2):
+        raise DataError(f"{name} returned {type(result).__name__}; expected a federation, (x, y), or two such pairs")
+    return result

@@ -1,0 +1,139 @@
+"""A node as a process: everything from node.toml to the exit status."""
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from coterie import checkpoint, config, summary
+from coterie.errors import ConfigError, TransportError
+from coterie.gallery import describe
+from coterie.net import nodefile
+from coterie.net import roster as rosters
+from coterie.net.identity import Identity
+from coterie.net.log import Log, MetricsServer
+from coterie.net.node import Node
+from coterie.net.nodefile import NodeFile
+from coterie.net.roster import Roster
+from coterie.record import write_atomically
+
+if TYPE_CHECKING:
+    from coterie.net.transport import Transport
+
+_GIVEN_UP = (
+    "running without TLS on loopback: every program on this machine can read and answer messages under any name; "
+    "only the signatures of models are checked"
+)
+
+
+def credentials(file: NodeFile) -> tuple[Roster, Identity]:
+    """Read the roster and this member's identity, and check that they belong together.
+
+    Raises:
+        TransportError: with what is wrong.
+    """
+    own = Identity.load(file.path(file.key), file.path(file.certificate), file.path(file.ca))
+    roster = rosters.load(file.path(file.roster), file.path(file.organiser))
+    problems = rosters.check_own(roster, own)
+    if problems:
+        raise TransportError(problems[0])
+    if (roster.server == own.name) != (file.role == "server"):
+        expected = "server" if roster.server == own.name else "peer"
+        raise ConfigError(
+            f"role is {file.role!r}; the roster makes {own.name} a {expected}: coterie node --role {expected}"
+        )
+    return roster, own
+
+
+def run_folder(file: NodeFile, name: str) -> Path:
+    """Return where a node writes its run: the folders of a simulation, under its own name."""
+    study, label, seed = file.chosen()
+    return file.path(file.runs) / name / study.name / label / f"seed-{seed}"
+
+
+@contextmanager
+def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
+    """Make a node of a file, ready to run, and close all of it in the end.
+
+    Args:
+        file: node.toml.
+        insecure: go without TLS, on loopback only.
+    """
+    from coterie.net.zenoh_transport import ZenohTransport
+
+    study, _, _ = file.chosen()
+    roster, own = credentials(file)
+    log = Log(own.name, level=file.log)
+    clients = roster.member(own.name).clients
+    federation = nodefile.own_rows(file, study, clients, roster.population)
+    folder = run_folder(file, own.name)
+    _prepare(folder, config.dumps(study), json.dumps(describe(federation)))
+    if insecure:
+        log("insecure", level="warning", text=_GIVEN_UP)
+    with ExitStack() as stack:
+        transport: Transport = stack.enter_context(
+            ZenohTransport(
+                roster,
+                own.name,
+                None if insecure else own,
+                listen=file.listen or None,
+                lease=file.network.lease,
+                log=log,
+            )
+        )
+        node = Node(
+            nodefile.plan_of(study), federation, roster, transport, own.sign, folder,
+            terms=file.network.terms, patience=file.network.patience, log=log,
+        )  # fmt: skip
+        stack.callback(node.close)
+        if file.metrics_port:
+            stack.callback(MetricsServer(file.metrics_port, node.samples).close)
+        yield node
+
+
+def _prepare(folder: Path, study: str, described: str) -> None:
+    """Write what the study layer writes before a run, so that report, watch, compare and show find it."""
+    top = folder.parent.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, text in (
+        (top / "config.toml", study),
+        (folder / "config.toml", study),
+        (top / summary.FEDERATION, described),
+    ):
+        write_atomically(path, text.encode())
+
+
+def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
+    """Run a node to its end.
+
+    Args:
+        path: node.toml.
+        role: "peer" or "server" instead of the file's.
+        insecure: go without TLS, on loopback only.
+
+    Returns:
+        The exit status.
+    """
+    file = nodefile.load(path)
+    if role is not None:
+        file = replace(file, role=role)
+    name = credentials(file)[1].name
+    folder = run_folder(file, name)
+    if checkpoint.finished(folder):
+        Log(name, level=file.log)("done", text=f"the run in {folder} is over; delete the folder to run it again")
+        return 0
+    signal.signal(signal.SIGTERM, _terminate)
+    with opened(file, insecure=insecure) as node:
+        node.run()
+    summary.write_summary(folder.parent.parent)
+    return 0
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """Turn SIGTERM into an orderly end: the session is closed, and the checkpoint of the last round stays."""
+    sys.exit(128 + number)

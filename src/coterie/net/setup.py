@@ -1,0 +1,98 @@
+"""Setting up a run: what the organiser does with its folder."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+from coterie import config
+from coterie.errors import ConfigError, TransportError
+from coterie.models import Layout, source, template
+from coterie.net import head, nodefile
+from coterie.net import roster as rosters
+from coterie.net.identity import Identity, certificate_name, read_certificate, write_file
+from coterie.net.roster import Member, Roster
+from coterie.settings import DTYPES
+
+MEMBERS = "members.json"
+
+
+def note_member(folder: Path, name: str, address: str) -> None:
+    """Note a member's address, in the order of signing; the roster is written from these."""
+    path = folder / MEMBERS
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known[name] = address
+    write_file(path, (json.dumps(known, indent=1) + "\n").encode())
+
+
+def run_of(folder: Path) -> str:
+    """Return the run's id of an organiser's folder."""
+    subject = read_certificate(folder / "ca.pem").subject.rfc4514_string()
+    return subject.removeprefix("CN=coterie ")
+
+
+def write_roster(folder: Path, study: Path, features: tuple[int, ...], classes: int, server: str = "") -> Roster:
+    """Write and sign the roster of all members that have a certificate; one client each.
+
+    Args:
+        folder: the organiser's.
+        study: the study file, with one method and one seed.
+        features: the shape of one input.
+        classes: number of classes; 0 for regression.
+        server: the member in the server role.
+
+    Raises:
+        ConfigError: when nobody has been signed, or the study needs a server and none is named.
+    """
+    path = folder / MEMBERS
+    known = json.loads(path.read_text()) if path.exists() else {}
+    if not known:
+        raise ConfigError(f"{folder} has signed no member yet; answer requests with `coterie net sign`")
+    chosen, _, _ = nodefile.choose(config.load(study))
+    plan = nodefile.plan_of(chosen)
+    if plan.method.server and not server:
+        raise ConfigError(
+            f"{plan.method.kind} needs a server; name the member in that role: --server {next(iter(known))}"
+        )
+    module = template(plan.method.model(source(plan.model, features, classes or 1)))
+    layout = Layout(module, DTYPES[plan.settings.dtype])
+    members = []
+    for number, (name, address) in enumerate(known.items()):
+        certificate = read_certificate(folder / "members" / f"{name}.pem")
+        if certificate_name(certificate) != name:
+            raise TransportError(
+                f"{folder / 'members' / name}.pem is the certificate of {certificate_name(certificate)}"
+            )
+        members.append(rosters.certified(Member(name, address, (number,)), certificate))
+    made = Roster(
+        run_of(folder),
+        tuple(members),
+        len(members),
+        version=_last_version(folder) + 1,
+        study=head.study_hash(plan.agreed(len(members))),
+        schema=head.schema_hash(layout),
+        server=server if plan.method.server else "",
+        issued=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    rosters.write(folder / "roster.toml", made, folder / "organiser.key")
+    return made
+
+
+def _last_version(folder: Path) -> int:
+    path = folder / "roster.toml"
+    return rosters.load(path, folder / "organiser.pub").version if path.exists() else 0
+
+
+def check_roster(path: Path, organiser: Path, node_file: Path | None) -> list[str]:
+    """Explain what is wrong with a roster, and with a node beside it; an empty list when all is well."""
+    if node_file is None:
+        beside = path.with_name("organiser.pub")
+        return rosters.check(path, organiser if organiser.exists() else beside)
+    file = nodefile.load(node_file)
+    own = Identity.load(file.path(file.key), file.path(file.certificate), file.path(file.ca))
+    problems = rosters.check(path, file.path(file.organiser), own=own)
+    study, label, _ = file.chosen()
+    roster = rosters.load(path, file.path(file.organiser))
+    found = head.study_hash(nodefile.plan_of(study).agreed(roster.population))
+    if roster.study and found != roster.study:
+        problems.append(f"{file.study} ({label}) is not the study of the roster; ask the organiser for its study file")
+    return problems

@@ -1,0 +1,132 @@
+"""Real nodes as processes on loopback, with mutual TLS."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from coterie import config
+from coterie.cli import app
+from coterie.net import fleet
+from coterie.study import run_study
+
+pytestmark = pytest.mark.e2e
+
+STUDY = """
+name = "four"
+rounds = 4
+seeds = [0]
+model = { kind = "linear" }
+engine = "loop"
+
+[data]
+dataset = "digits"
+num_clients = 4
+train = 24
+validation = 8
+shift = [{ kind = "rotation", degrees = [0, 180] }]
+
+[local]
+lr = 0.01
+
+[[methods]]
+kind = "dac"
+num_peers = 2
+
+[[methods]]
+kind = "fedavg"
+"""
+QUICK = {"deadline": 20.0, "start": 40.0, "linger": 10.0}
+
+
+def port(offset: int) -> int:
+    """Ports of its own for each worker of the test run, below those that systems give to outgoing connections."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    return 24000 + 200 * worker + offset
+
+
+def table(frame: pd.DataFrame) -> pd.DataFrame:
+    frame = frame.astype({c: str for c in frame.columns if isinstance(frame[c].dtype, pd.CategoricalDtype)})
+    return frame.sort_values(list(frame.columns)).reset_index(drop=True)
+
+
+@pytest.mark.parametrize(
+    ("label", "offset"), [("dac", 0), pytest.param("fedavg", 10, marks=pytest.mark.slow)], ids=["dac", "fedavg"]
+)
+def test_four_nodes_end_with_the_bytes_of_the_simulation(tmp_path, label, offset):
+    """The same peers, weights, bytes and metrics in every round, whether four processes or one."""
+    study = config.loads(STUDY).only(label, 0)
+    files = fleet.lay_out(tmp_path, study, port=port(offset), network=QUICK)
+    (tmp_path / "logs").mkdir()
+    with fleet.Fleet(files, logs=tmp_path / "logs") as nodes:
+        for name in files:
+            nodes.start(name)
+        assert nodes.wait(120) == dict.fromkeys(files, 0), (tmp_path / "logs" / "node-00.log").read_text()
+    joined = fleet.gather(tmp_path, study, list(files), "nodes")
+    run_study(study, out=tmp_path / "simulated")
+    run = tmp_path / "simulated" / "four" / label / "seed-0"
+    for name in ("metrics", "edges"):
+        assert table(joined[name]).equals(table(pd.read_parquet(run / f"{name}.parquet")))
+
+
+def coterie(*arguments: str | Path) -> str:
+    """What a command prints, or the error it ends with."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return (
+        result.stdout if result.exception is None or isinstance(result.exception, SystemExit) else str(result.exception)
+    )
+
+
+def test_an_organiser_and_two_members_set_up_a_run_and_the_doctor_finds_what_is_missing(tmp_path):
+    """Keys are made where they are used; the roster is signed; the doctor says who is away and what is wrong."""
+    organiser, north, study = tmp_path / "organiser", tmp_path / "north", tmp_path / "study.toml"
+    north.mkdir()
+    study.write_text(STUDY.split('[[methods]]\nkind = "fedavg"')[0])
+    assert "ca.key and organiser.key stay here" in coterie("net", "init", organiser, "--run", "two")
+    for name, number in (("north", 20), ("south", 21)):
+        address = f"127.0.0.1:{port(number)}"
+        assert "stays on this machine" in coterie("net", "join", name, address, "--folder", north)
+        assert "fingerprint" in coterie("net", "sign", organiser, north / f"{name}.csr", address)
+    assert "never overwritten" in coterie("net", "join", "north", f"127.0.0.1:{port(20)}", "--folder", north)
+    written = coterie("net", "roster", organiser, "--study", study, "--features", "1,8,8", "--classes", "10")
+    assert "version 1" in written
+    file = north / "node.toml"
+    file.write_text(
+        'study = "../study.toml"\nroster = "../organiser/roster.toml"\norganiser = "../organiser/organiser.pub"\n'
+        'key = "north.key"\ncertificate = "../organiser/members/north.pem"\nca = "../organiser/ca.pem"\n'
+        '[data]\narrays = "data.npz"\nclasses = 10\n'
+    )
+    check = coterie("net", "roster", organiser / "roster.toml", "--check", "--node", file)
+    assert check == "the roster is in order\n"
+    draw = np.random.default_rng(0)
+    np.savez(north / "data.npz", x=draw.integers(0, 255, (40, 1, 8, 8), dtype=np.uint8), y=draw.integers(0, 10, 40))
+    told = coterie("doctor", file)
+    assert "ok     data: [26] training and [6] validation samples" in told
+    assert f"WRONG  south at 127.0.0.1:{port(21)}: no answer (nothing listens there)" in told
+    assert "one round: " in told
+    (north / "north.key").chmod(0o644)
+    assert "run chmod 600" in coterie("node", file)
+
+
+def test_a_node_ends_in_order_when_it_is_told_to(tmp_path):
+    """SIGTERM while it waits for the others: the session is closed, the status says which signal it was."""
+    study = config.loads(STUDY).only("dac", 0)
+    files = fleet.lay_out(tmp_path, study, port=port(30), network={**QUICK, "start": 100.0})
+    events: list = []
+    with fleet.Fleet(files, logs=tmp_path, listener=lambda name, event: events.append(event)) as nodes:
+        nodes.start("node-00", "--insecure-loopback")
+        process = nodes.processes["node-00"]
+        while not events and process.poll() is None:
+            try:
+                process.wait(0.1)
+            except subprocess.TimeoutExpired:
+                continue
+        assert events[0]["event"] == "insecure"
+        process.terminate()
+        assert process.wait(20) == 143
+    assert json.loads((tmp_path / "node-00.log").read_text().splitlines()[0])["level"] == "warning"

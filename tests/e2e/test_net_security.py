@@ -1,0 +1,267 @@
+"""Attacks on a running network of three nodes with mutual TLS; honest members go on unharmed."""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zenoh
+
+from coterie.exchange import Message
+from coterie.net import identity, local
+from coterie.net.exchange import RemoteExchange
+from coterie.net.identity import Identity
+from coterie.net.post import Post, Terms
+from coterie.net.roster import Roster
+from coterie.net.wire import Address, seal
+from coterie.net.zenoh_transport import ZenohTransport, configuration, prefix
+from coterie.rng import Rng
+
+pytestmark = pytest.mark.e2e
+PORT = 25000 + 200 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+SECONDS = 4.0
+
+
+class Honest:
+    """Nodes n0 and n1 of a roster of three; n2's credentials are at an attacker's disposal."""
+
+    def __init__(self, folder: Path) -> None:
+        who, _ = local.members([[0], [1], [2]], port=PORT)
+        self.folder = folder
+        self.roster, self.people = local.provision(folder, who)
+        self.refused: list[dict] = []
+        self.transports, self.exchanges = [], []
+        for own in self.people[:2]:
+            transport = ZenohTransport(
+                self.roster,
+                own.name,
+                own,
+                log=lambda event, **details: self.refused.append({"event": event, **details}),
+            )
+            self.transports.append(transport)
+            terms = Terms(deadline=SECONDS, redraws=0)
+            self.exchanges.append(RemoteExchange(Post(transport, self.roster, own.sign, terms=terms)))
+        self.round = 0
+
+    def close(self) -> None:
+        for exchange, transport in zip(self.exchanges, self.transports, strict=True):
+            exchange.post.close()
+            transport.close()
+
+    def exchange(self, *peers: int, seconds: float = SECONDS) -> torch.Tensor:
+        """Let both honest nodes publish in a new round and n0 read some peers; return what arrived."""
+        self.round += 1
+        a, b = self.exchanges
+        for node in (a, b):
+            node.post.terms = replace(node.post.terms, deadline=seconds)
+            node.begin(Rng(0).at(self.round))
+            node.enter(node.ids)
+        b.pull(message(1), torch.full((1, 0), -1))
+        return a.pull(message(0), torch.tensor([list(peers)])).mask[0]
+
+
+def message(client: int) -> Message:
+    return Message(torch.full((1, 4), float(client)), {"samples": torch.ones(1)})
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory) -> Iterator[Honest]:
+    network = Honest(tmp_path_factory.mktemp("honest"))
+    try:
+        until(lambda: bool(network.exchange(1)[0]))
+        yield network
+        assert network.exchange(1).tolist() == [True], "honest members are unharmed"
+    finally:
+        network.close()
+
+
+def until(condition: Callable[[], bool], tries: int = 50) -> None:
+    pause = threading.Event()
+    for _ in range(tries):
+        if condition():
+            return
+        pause.wait(0.1)
+    raise AssertionError("it did not come to be")
+
+
+@contextmanager
+def attacker(roster: Roster, name: str, own: Identity, *, port: int) -> Iterator[zenoh.Session]:
+    """A session with some credentials that keeps to no rule; it dials everybody."""
+    config = configuration(roster, roster.members[-1].name, own, listen=f"127.0.0.1:{port}")
+    config["connect"]["endpoints"] = [f"tls/{m.address}" for m in roster.members[:2]]
+    del config["access_control"], config["low_pass_filter"]
+    with zenoh.open(zenoh.Config.from_json5(json.dumps(config))) as session:
+        yield session
+
+
+def links(session: zenoh.Session) -> int:
+    return len(session.info.transports())
+
+
+def made(folder: Path, name: str, *, authority: Path | None = None, days: float = 1.0, now: datetime | None = None):
+    """Credentials of a name, by an authority of one's own or by the run's."""
+    if authority is None:
+        identity.make_authority(folder, "local", days=10, now=now)
+        authority = folder
+    request = identity.make_request(folder, name, "127.0.0.1:1")
+    identity.sign_request(authority, request, "127.0.0.1:1", days=days, now=now)
+    own = Identity.load(folder / f"{name}.key", authority / "members" / f"{name}.pem", authority / "ca.pem", now=now)
+    return own
+
+
+def answering(session: zenoh.Session, key: str, reply: Callable[[Any], None]) -> Any:
+    return session.declare_queryable(key, reply)
+
+
+@pytest.mark.parametrize("name", ["mallory", "n2"])
+def test_certificates_of_another_authority_get_no_link(honest, tmp_path, name):
+    """Neither under a name of one's own nor under a member's."""
+    own = made(tmp_path, name)
+    with attacker(honest.roster, name, own, port=PORT + 50) as session:
+        threading.Event().wait(1.5)
+        assert links(session) == 0
+        assert list(session.get(f"{prefix('local')}/n0/head/{name}?n=1", timeout=1.0)) == []
+
+
+def test_a_certificate_that_is_over_gets_no_link(honest, tmp_path):
+    """Issued by the right authority, for n2, and ended an hour ago."""
+    past = datetime.now(UTC) - timedelta(hours=25)
+    (tmp_path / "members").mkdir()
+    for name in ("ca.key", "ca.pem"):
+        (tmp_path / name).write_bytes((honest.folder / name).read_bytes())
+    (tmp_path / "ca.key").chmod(0o600)
+    request = identity.make_request(tmp_path, "n2", "127.0.0.1:1")
+    identity.sign_request(tmp_path, request, "127.0.0.1:1", days=1.0, now=past)
+    own = replace(honest.people[2], key_file=tmp_path / "n2.key", certificate_file=tmp_path / "members" / "n2.pem")
+    with attacker(honest.roster, "n2", own, port=PORT + 51) as session:
+        threading.Event().wait(1.5)
+        assert links(session) == 0
+
+
+def test_a_valid_certificate_that_is_not_on_the_roster_is_of_no_use(honest, tmp_path):
+    """It has links, and neither its questions nor its answers nor its tokens come through."""
+    (tmp_path / "members").mkdir()
+    for name in ("ca.key", "ca.pem"):
+        (tmp_path / name).write_bytes((honest.folder / name).read_bytes())
+    (tmp_path / "ca.key").chmod(0o600)
+    own = made(tmp_path, "mallory", authority=tmp_path)
+    base = prefix("local")
+    with attacker(honest.roster, "mallory", own, port=PORT + 52) as session:
+        until(lambda: links(session) == 2)
+        for key in (f"{base}/n0/model/mallory?r={honest.round};x=0;c=0;w=1", f"{base}/n0/model/n2?r=1;x=0;c=0;w=1"):
+            assert list(session.get(key, timeout=1.0)) == []
+        asked: list = []
+        queryable = answering(session, f"{base}/n2/**", lambda query: asked.append(query))
+        token = session.liveliness().declare_token(f"{base}/n2/alive")
+        threading.Event().wait(0.5)
+        assert "n2" not in honest.transports[0].alive()
+        assert honest.exchange(2, seconds=1.0).tolist() == [False]
+        assert asked == []
+        queryable.undeclare()
+        token.undeclare()
+
+
+def test_a_member_cannot_answer_announce_or_ask_under_anothers_name(honest):
+    """n2's certificate is good for n2's keys only: n1's place stays empty while n1 is cut off."""
+    base = prefix("local")
+    asked: list = []
+    with attacker(honest.roster, "n2", honest.people[2], port=PORT + 53) as session:
+        until(lambda: links(session) == 2)
+        queryable = answering(session, f"{base}/n1/**", lambda query: asked.append(query))
+        threading.Event().wait(0.5)
+        assert honest.exchange(1).tolist() == [True], "n1 itself answers"
+        token = session.liveliness().declare_token(f"{base}/n1/alive")
+        assert asked == []
+        r = honest.round
+        assert list(session.get(f"{base}/n0/model/n1?r={r};x=0;c=0;w=1", timeout=1.0)) == []
+        everybody = session.get(f"{base}/*/model/n2?r={r};x=0;c=0;w=1", timeout=1.0)
+        assert all(reply.ok is None for reply in everybody), "no wildcards"
+        mine = list(session.get(f"{base}/n0/model/n2?r={r};x=0;c=0;w=1", timeout=2.0))
+        assert len(mine) == 1, "under its own name it is served"
+        queryable.undeclare()
+        token.undeclare()
+
+
+def test_what_a_member_sends_is_checked_before_it_is_used(honest):
+    """n2 is a member and answers nonsense: each answer is refused for its own reason, and logged with its name."""
+    base, folder = prefix("local"), honest.people[2]
+    good = {"params": torch.zeros(4), "field.samples": torch.tensor(1.0)}
+
+    def sealed(tensors, **changes):
+        options = {
+            "run": "local", "peer": "n2", "inc": 1, "address": Address(honest.round, 0, 2), "schema": "",
+            "sign": folder.sign, **changes,
+        }  # fmt: skip
+        return list(seal(tensors, **options).chunks())
+
+    def nan_payload():
+        (attachment, chunk), *_ = sealed(good)
+        return [(attachment, bytes(chunk)[:-20] + b"\xff" * 20)]
+
+    bad: list[tuple[str, Callable[[], list]]] = [
+        ("refused:signature", lambda: sealed(good, sign=honest.people[0].sign)),
+        ("refused:address", lambda: sealed(good, address=Address(honest.round - 1, 0, 2))),
+        ("refused:run", lambda: sealed(good, run="other")),
+        ("refused:sender", lambda: sealed(good, peer="n1")),
+        ("refused:schema", lambda: sealed(good, schema="6" * 64)),
+        ("refused:shape", lambda: sealed({**good, "params": torch.zeros(5)})),
+        ("refused:dtype", lambda: sealed({**good, "params": torch.zeros(4).double()})),
+        ("refused:names", lambda: sealed({"params": torch.zeros(4)})),
+        ("refused:digest", nan_payload),
+        ("refused:chunk", lambda: [(b"\0\0\0\7", b"x")]),
+        ("refused:signature", lambda: [(bytes(4), b"\x80\x04cos\nsystem\n(S'true'\ntR.")]),
+        ("unreachable", lambda: sealed({**good, "params": torch.zeros(4)}, chunk=1024)[:0]),
+        ("unreachable", lambda: [(bytes(4), bytes(2 << 20))]),
+    ]
+    current: list = []
+
+    def answer(query) -> None:
+        with query:
+            for attachment, chunk in current[-1]():
+                query.reply(query.key_expr, bytes(chunk), attachment=attachment)
+
+    with attacker(honest.roster, "n2", folder, port=PORT + 54) as session:
+        until(lambda: links(session) == 2)
+        queryable = answering(session, f"{base}/n2/**", answer)
+        current.append(lambda: sealed(good))
+        until(lambda: bool(honest.exchange(2)[0]))
+        for reason, make in bad:
+            current.append(make)
+            honest.exchanges[0].post.traffic.missing.clear()
+            assert honest.exchange(2).tolist() == [False], reason
+            assert honest.exchanges[0].post.traffic.missing == {reason: 1}, reason
+        queryable.undeclare()
+    told = [r for r in honest.refused if r["event"] == "refused"]
+    assert {r["peer"] for r in told} == {"n2"}
+    assert {"signature", "shape", "digest"} <= {r["code"] for r in told}
+
+
+def test_an_oversize_question_never_reaches_the_node(honest):
+    """65 kB of question: the filter drops it; the next one of normal size is answered."""
+    base = prefix("local")
+    with attacker(honest.roster, "n2", honest.people[2], port=PORT + 55) as session:
+        until(lambda: links(session) == 2)
+        key = f"{base}/n0/model/n2?r={honest.round};x=0;c=0;w=1"
+        assert list(session.get(key, payload=bytes(1 << 20), timeout=1.0)) == []
+        assert len(list(session.get(key, timeout=2.0))) == 1
+
+
+def test_a_flood_of_questions_leaves_the_node_answering_others(honest):
+    """Two hundred open questions by one member: eight are held, the rest are told that there are too many."""
+    base = prefix("local")
+    with attacker(honest.roster, "n2", honest.people[2], port=PORT + 56) as session:
+        until(lambda: links(session) == 2)
+        open_ = [
+            session.get(f"{base}/n0/model/n2?r={honest.round + 50 + i};x=0;c=0;w=3", timeout=4.0) for i in range(200)
+        ]
+        assert honest.exchange(1).tolist() == [True]
+        assert honest.transports[0].desk.load[1] <= 8
+        codes = [json.loads(r.err.payload.to_bytes())["code"] for replies in open_ for r in replies if r.err]
+    assert codes.count("busy") >= 190

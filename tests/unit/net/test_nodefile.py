@@ -1,0 +1,144 @@
+"""node.toml: strict, and five ways to give a node its own data."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from coterie import config
+from coterie.errors import ConfigError, DataError
+from coterie.net import nodefile
+from coterie.own_data import from_arrays
+
+STUDY = config.loads(
+    'rounds = 2\nseeds = [4]\n[data]\ndataset = "digits"\nnum_clients = 3\n[[methods]]\nkind = "random"\n'
+)
+DRAW = np.random.default_rng(0)
+X, Y = DRAW.normal(size=(30, 5)).astype(np.float32), DRAW.integers(0, 3, 30)
+
+
+def made_here():
+    return X, Y
+
+
+def made_with_test():
+    return (X, Y), (X[:6], Y[:6])
+
+
+def made_badly():
+    return [1, 2, 3]
+
+
+def written(folder: Path, text: str) -> nodefile.NodeFile:
+    path = folder / "node.toml"
+    path.write_text(text)
+    return nodefile.load(path)
+
+
+def rows(folder: Path, text: str, client: int = 1, population: int = 3):
+    return nodefile.own_rows(written(folder, f"[data]\n{text}\n"), STUDY, (client,), population)
+
+
+def test_paths_are_seen_from_the_file(tmp_path):
+    file = written(tmp_path, 'roster = "../r.toml"\n[network]\ndeadline = 3\n')
+    assert file.path(file.roster) == tmp_path.resolve() / "../r.toml"
+    assert file.network.terms.deadline == 3.0
+    assert file.network.patience.start == 60.0
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("rooster = 1", "unknown key 'rooster'; did you mean 'roster'"),
+        ("role = 'boss'", "role is 'boss'"),
+        ("data = 3", "data is 3; expected a table"),
+        ("[network]\ndeadlin = 3", "unknown key 'deadlin'; did you mean 'deadline'"),
+        ("[network]\nchunk = 1000000", "chunk is 1000000; expected 1024 to 524288 bytes"),
+        ("[network]\nlease = 0.1", "lease is 0.1"),
+        ("x = ", "is not valid TOML"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, text, found):
+    with pytest.raises(ConfigError, match=found):
+        written(tmp_path, text)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        nodefile.load(tmp_path / "node.toml")
+
+
+def test_rows_of_the_studys_own_data_are_those_of_the_simulation(tmp_path):
+    federation = rows(tmp_path, 'study = "own rows"')
+    whole = nodefile.build_federation(STUDY.data, 4)
+    assert federation.ids.tolist() == [1]
+    assert torch.equal(federation.x[0], whole.x[1])
+    assert federation.truth is None
+
+
+def test_arrays_get_their_place_in_the_population(tmp_path):
+    np.savez(tmp_path / "d.npz", x=X, y=Y, x_test=X[:6], y_test=Y[:6])
+    federation = rows(tmp_path, 'arrays = "d.npz"\nclasses = 3')
+    assert (federation.ids.tolist(), federation.population, federation.classes) == ([1], 3, 3)
+    assert federation.counts("train").tolist() == [24]
+    assert len(federation.tests[0].x) == 6
+
+
+def test_a_saved_federation_keeps_its_ids_or_takes_those_of_the_roster(tmp_path):
+    alone = from_arrays(X, Y, clients=["a"] * 30, classes=3)
+    alone.save(tmp_path / "f.safetensors")
+    assert rows(tmp_path, 'federation = "f.safetensors"', client=2).ids.tolist() == [2]
+    whole = replace(from_arrays(X, Y, num_clients=3, classes=3), truth=None)
+    whole.save(tmp_path / "f.safetensors")
+    chosen = rows(tmp_path, 'federation = "f.safetensors"', client=2)
+    assert chosen.ids.tolist() == [2]
+    assert torch.equal(chosen.y[0], whole.y[2])
+
+
+@pytest.mark.parametrize(("name", "tests"), [("made_here", 1), ("made_with_test", 6)])
+def test_a_function_may_make_the_data(tmp_path, monkeypatch, name, tests):
+    monkeypatch.setitem(__import__("sys").modules, "own_module", __import__("sys").modules[__name__])
+    federation = rows(tmp_path, f'function = "own_module:{name}"\nclasses = 3')
+    assert federation.ids.tolist() == [1]
+    assert len(federation.tests[0].x) >= tests
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "found"),
+    [
+        ("", ConfigError, "gives nothing; expected exactly one of"),
+        ('arrays = "a"\nfolder = "b"', ConfigError, "gives arrays, folder"),
+        ('study = "all rows"', ConfigError, "expected 'own rows'"),
+        ('arrays = "none.npz"\nclasses = 3', DataError, "cannot read the arrays"),
+        ('arrays = "half.npz"\nclasses = 3', DataError, "expected both of x and y"),
+        ('arrays = "pickled.npz"\nclasses = 3', DataError, "cannot read the arrays"),
+        ('arrays = "good.npz"', ConfigError, "classes is missing"),
+        ('function = "nowhere"', ConfigError, "expected 'package.module:name'"),
+        ('function = "no.such:thing"', ConfigError, "must be importable"),
+        ('function = "own_module:made_badly"', DataError, "returned list"),
+    ],
+)
+def test_data_that_cannot_be_used_are_refused(tmp_path, monkeypatch, text, error, found):
+    """Arrays of objects would be unpickled: they are refused like any other file that is not plain numbers."""
+    monkeypatch.setitem(__import__("sys").modules, "own_module", __import__("sys").modules[__name__])
+    np.savez(tmp_path / "half.npz", x=X)
+    np.savez(tmp_path / "good.npz", x=X, y=Y)
+    np.savez(tmp_path / "pickled.npz", x=np.array([{}], dtype=object), y=Y)
+    with pytest.raises(error, match=found):
+        rows(tmp_path, text)
+
+
+def test_one_run_of_a_study_is_chosen():
+    many = config.loads(
+        'seeds = [0, 1]\n[data]\ndataset = "digits"\n[[methods]]\nkind = "random"\n[[methods]]\nkind = "local"\n'
+    )
+    with pytest.raises(ConfigError, match="the study has the methods random, local; say which"):
+        nodefile.choose(many)
+    with pytest.raises(ConfigError, match=r"the study has the seeds \[0, 1\]; say which"):
+        nodefile.choose(many, "local")
+    with pytest.raises(ConfigError, match="no method 'dac'"):
+        nodefile.choose(many, "dac")
+    study, label, seed = nodefile.choose(many, "local", 1)
+    assert (label, seed, len(study.methods), list(study.seeds)) == ("local", 1, 1, [1])
