@@ -1,4 +1,7 @@
-"""DAC: gossip with peers drawn by how similar they were found to be, over four similarities and three aggregations."""
+"""DAC: gossip with peers drawn by how similar they were found to be, over four similarities and three aggregations.
+
+Longer than other methods because every option on which papers and published code differ is described here.
+"""
 
 import math
 import warnings

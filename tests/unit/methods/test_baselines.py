@@ -95,7 +95,7 @@ def test_random_reads_within_clusters_as_often_as_the_formula_says(play, sizes, 
     cluster = federation.truth.cluster
     assert expected_share(cluster.numpy()) == pytest.approx(share, abs=0.001)
     run = play(Random(num_peers=10), federation)
-    pulls = torch.cat([run.exchange()[1]["peers"] for _ in range(1)] + [i["peers"] for i in run.steps(3).infos[-3:]])
+    pulls = torch.cat([info["peers"] for info in run.steps(4).infos])
     same = (cluster[pulls] == cluster.repeat(4)[:, None]).double().mean()
     assert abs(float(same) - share) < 4 * (share * (1 - share) / pulls.numel()) ** 0.5 + 0.0005
 
