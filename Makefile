@@ -40,6 +40,7 @@ test-all: setup ## every test; those marked gpu skip where there is none
 
 docs: setup ## write the generated pages of docs/reference
 	$(BIN)/python scripts/reference.py
+	$(BIN)/python scripts/reproduction.py
 
 golden: setup ## rewrite the stored runs of tests/golden; a change needs a reason in the changelog
 	COTERIE_GOLDEN=rewrite OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n0 tests/golden

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from coterie import cli_report
+from coterie import cli_compare, cli_report
 from coterie.errors import ConfigError, CoterieError, unknown
 from coterie.net.cli import register
 
@@ -207,57 +207,8 @@ def show(
     _show(read_study(folder), json_)
 
 
-@app.command()
-def compare(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of studies that have run.")],
-    paper: Annotated[bool, typer.Option("--paper", help="Beside the published numbers, with the spec's rule.")] = False,
-    equal_bytes: Annotated[bool, typer.Option("--equal-bytes", help="Rank the methods at equal bytes.")] = False,
-    json_: AsJson = False,
-) -> None:
-    """Set studies beside each other, beside the published numbers, or their methods at equal bytes.
-
-    [bold]Examples[/bold]
-
-      coterie compare runs/similarity/synthetic --paper
-      coterie compare runs/rotated-digits runs/my-study
-      coterie compare runs/rotated-digits --equal-bytes
-    """
-    from coterie import compare as comparing
-    from coterie import sheets
-
-    if paper:
-        found = [comparing.with_paper(comparing.read(folder)) for folder in folders]
-        shown = [sheet for one in found for sheet in sheets.against_paper(one)]
-        notes = [note for one in found for note in (one.reference, *one.notes)]
-    elif equal_bytes:
-        found = [comparing.at_equal_bytes(folder) for folder in folders]
-        shown, notes = [sheets.equal_bytes(one) for one in found], []
-    else:
-        found = [comparing.read(folder) for folder in folders]
-        shown, notes = [sheets.side_by_side(found)], []
-    if json_:
-        typer.echo(json.dumps([comparing.plain(one) for one in found], indent=1, ensure_ascii=False))
-        return
-    console = Console()
-    for sheet in shown:
-        _print_sheet(console, sheet)
-    for note in notes:
-        console.print(note, markup=False, highlight=False)
-
-
-def _print_sheet(console: Console, sheet: Any) -> None:
-    table = Table(title=sheet.title, title_justify="left", box=None, pad_edge=False, header_style="dim")
-    for place, head in enumerate(sheet.head):
-        table.add_column(head, justify="left" if place == 0 else "right", overflow="fold")
-    for row in sheet.rows:
-        table.add_row(*(escape(cell) for cell in row))
-    console.print(table)
-    if sheet.foot:
-        console.print(sheet.foot, markup=False, highlight=False)
-    console.print()
-
-
 cli_report.add(app)
+cli_compare.add(app)
 
 
 def _run(

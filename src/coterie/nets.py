@@ -4,6 +4,7 @@ SqueezeNet, MobileNetV2 and ResNet-18 are torchvision's, an extra: `pip install 
 """
 
 import importlib
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -112,6 +113,22 @@ def load_features(module: nn.Module, path: str | Path) -> nn.Module:
     return module
 
 
+def resnet_18_pretrained(features: tuple[int, ...], outputs: int) -> nn.Module:
+    """Build torchvision's ResNet-18 with the values of a file and a new last layer; run it with `init="given"`.
+
+    Raises:
+        ModelError: when the environment's COTERIE_RESNET18 names no such file.
+    """
+    path = os.environ.get("COTERIE_RESNET18")
+    if not path or not Path(path).is_file():
+        found = f"COTERIE_RESNET18 is {path!r}" if path else "COTERIE_RESNET18 is not set"
+        raise ModelError(
+            f"resnet-18-pretrained: {found}; expected a safetensors file with torchvision's ResNet-18 for ImageNet "
+            "(or run it from scratch: resnet-18)"
+        )
+    return load_features(from_torchvision("resnet18", features, outputs), path)
+
+
 NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "cnn-y": cnn_y,
     "lenet-5": lenet_5,
@@ -119,5 +136,6 @@ NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "squeezenet": partial(from_torchvision, "squeezenet1_1"),
     "mobilenet-v2": partial(from_torchvision, "mobilenet_v2"),
     "resnet-18": partial(from_torchvision, "resnet18"),
+    "resnet-18-pretrained": resnet_18_pretrained,
 }
 """Networks for images; see `models.NETS`."""

@@ -24,7 +24,7 @@ LAYERS = (
     ("gallery", "payload", "report", "drawings", "watch", "figures", "trackers"),
     ("study", "compare", "sheets", "tune"),
     ("display",),
-    ("cli_report", "net"),
+    ("cli_report", "cli_compare", "net"),
     ("cli", "__main__"),
 )  # fmt: skip
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

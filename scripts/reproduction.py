@@ -1,0 +1,105 @@
+"""Write docs/reference/reproduction.md: stored studies beside the numbers of their papers.
+
+    coterie run similarity/synthetic
+    python scripts/reproduction.py store runs/similarity/synthetic "coterie run similarity/synthetic"
+    python scripts/reproduction.py            (`--check` only says whether the page is up to date)
+
+A stored study is docs/reference/runs/<study>/: summary.json and config.toml as the study left them, origin.json with
+the command and the machine, and notes.md, written by hand, with what explains the differences. No number of the tables
+is typed.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from coterie import compare, sheets, summary
+
+ROOT = Path(__file__).resolve().parent.parent
+STORED = ROOT / "docs/reference/runs"
+PAGE = ROOT / "docs/reference/reproduction.md"
+HEAD = """# How close we come
+
+Written by `make docs` from the stored summaries of `docs/reference/runs`; do not edit. `coterie compare RUN --paper`
+prints the same tables for a run of yours.
+
+A number is *within* when it is apart from the paper's by at most twice the deviation of their difference, or by
+one point of accuracy. Deviations are population deviations over seeds, as in the papers; where a paper prints none it
+counts as zero. Rows that are not in the paper (tuned, or with another learning rate) stand beside the published row
+that they explain, and say so in their names.
+"""
+
+
+def store(run: Path, command: str) -> Path:
+    """Keep what a study came to: summary, settings, and where it comes from."""
+    content = summary.summarise(run)
+    target = STORED / content["study"]
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "summary.json").write_text(json.dumps(summary.plain(content), indent=1, ensure_ascii=False) + "\n")
+    shutil.copy(run / summary.CONFIG, target / summary.CONFIG)
+    runs, _ = summary.find_runs([run])
+    first = runs[0].provenance
+    origin = {
+        "command": command,
+        "python": first["python"],
+        "packages": {name: first["packages"][name] for name in ("torch", "numpy")},
+        "hardware": first["hardware"],
+        "engines": sorted({run.provenance["engine"]["name"] for run in runs}),
+        "runs": len(runs),
+        "wall_s": round(sum(t["wall_s"] for t in content["timing"]), 1),
+        "train_samples": sum(t["train_samples"] for t in content["timing"]),
+    }
+    (target / "origin.json").write_text(json.dumps(origin, indent=1) + "\n")
+    return target
+
+
+def section(folder: Path) -> str:
+    """Return the part of the page on one stored study."""
+    result = compare.read(folder)
+    comparison = compare.with_paper(result)
+    origin = json.loads((folder / "origin.json").read_text())
+    machine, packages = origin["hardware"], origin["packages"]
+    cost = (
+        f"{origin['runs']} runs, {origin['train_samples']:,} training samples, {origin['wall_s']:,.0f} s over all runs "
+        f"(one thread each, on {machine['cores']} {machine['machine']} cores shared with other work); Python "
+        f"{origin['python']}, torch {packages['torch']}, numpy {packages['numpy']}, engine "
+        f"{' and '.join(origin['engines'])}."
+    )
+    parts = [
+        f"## {result.study.name}",
+        result.study.description,
+        f"Paper: {comparison.reference}.",
+        f"```console\n$ {origin['command']}\n```",
+        cost,
+    ]
+    notes = folder / "notes.md"
+    if notes.exists():
+        parts.append(notes.read_text().strip())
+    for sheet in sheets.against_paper(comparison):
+        parts += [f"### {sheet.title}", sheets.markdown(sheet).strip()]
+    if comparison.notes:
+        parts.append("On the printed numbers: " + " ".join(comparison.notes))
+    return "\n\n".join(parts) + "\n"
+
+
+def page() -> str:
+    """Return the page."""
+    folders = sorted(path.parent for path in STORED.rglob("origin.json"))
+    return "\n".join([HEAD, *map(section, folders)])
+
+
+def main(arguments: list[str]) -> int:
+    """Store a study, write the page, or check it."""
+    if arguments[:1] == ["store"]:
+        print(store(Path(arguments[1]), arguments[2]))
+        return 0
+    text = page()
+    if arguments[:1] == ["--check"]:
+        return int(not PAGE.exists() or PAGE.read_text() != text)
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,124 @@
+"""The commands that judge: compare and tune. `cli` registers them with `add`."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from coterie.errors import ConfigError
+
+
+def add(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    for command in (compare, tune):
+        app.command()(command)
+
+
+def compare(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of studies that have run.")],
+    paper: Annotated[bool, typer.Option("--paper", help="Beside the published numbers, with the spec's rule.")] = False,
+    equal_bytes: Annotated[bool, typer.Option("--equal-bytes", help="Rank the methods at equal bytes.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print it as JSON, for programs.")] = False,
+) -> None:
+    """Set studies beside each other, beside the published numbers, or their methods at equal bytes.
+
+    [bold]Examples[/bold]
+
+      coterie compare runs/similarity/synthetic --paper
+      coterie compare runs/rotated-digits runs/my-study
+      coterie compare runs/rotated-digits --equal-bytes
+    """
+    from coterie import compare as comparing
+    from coterie import sheets
+
+    if paper:
+        found = [comparing.with_paper(comparing.read(folder)) for folder in folders]
+        shown = [sheet for one in found for sheet in sheets.against_paper(one)]
+        notes = [note for one in found for note in (one.reference, *one.notes)]
+    elif equal_bytes:
+        found = [comparing.at_equal_bytes(folder) for folder in folders]
+        shown, notes = [sheets.equal_bytes(one) for one in found], []
+    else:
+        found = [comparing.read(folder) for folder in folders]
+        shown, notes = [sheets.side_by_side(found)], []
+    if json_:
+        typer.echo(json.dumps([comparing.plain(one) for one in found], indent=1, ensure_ascii=False))
+        return
+    console = Console()
+    for sheet in shown:
+        _print_sheet(console, sheet)
+    for note in notes:
+        console.print(note, markup=False, highlight=False)
+
+
+def _print_sheet(console: Console, sheet: Any) -> None:
+    table = Table(title=sheet.title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    for place, head in enumerate(sheet.head):
+        table.add_column(head, justify="left" if place == 0 else "right", overflow="fold")
+    for row in sheet.rows:
+        table.add_row(*(escape(cell) for cell in row))
+    console.print(table)
+    if sheet.foot:
+        console.print(sheet.foot, markup=False, highlight=False)
+    console.print()
+
+
+def tune(
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="A study file, or the name of a built-in study.")],
+    grid: Annotated[
+        list[str] | None,
+        typer.Option("--grid", "-g", metavar="SETTING=VALUES", help="Values to try, e.g. lr=0.001,0.003. Repeatable."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", "-s", metavar="PATH=VALUE", help="Change a setting. Repeatable.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds.")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option("--data-dir", envvar="COTERIE_DATA", help="Folder with datasets.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the study file with the chosen values.")] = Path(
+        "tuned"
+    ),
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-w", min=1, help="Processes; one a core by default.")
+    ] = None,
+    widenings: Annotated[int, typer.Option(min=0, help="How often a grid is continued beyond its edge.")] = 3,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Choose settings of every method by the clients' validation data; the test sets are taken out before.
+
+    [bold]Examples[/bold]
+
+      coterie tune rotated-digits --grid lr=0.0003,0.001,0.003
+      coterie tune similarity/synthetic --grid lr=0.001,0.003 --grid methods.L2.tau=10,20,40 --seeds 3
+    """
+    from coterie import config
+    from coterie import tune as tuning
+    from coterie.fanout import cores
+
+    changes = [*(set_ or ()), *([f"seeds={seeds}"] if seeds is not None else [])]
+    chosen = config.load(study, changes)
+    axes = tuning.read_grid(grid) if grid else chosen.tune
+    if not axes:
+        raise ConfigError("there is nothing to tune; give --grid lr=0.001,0.003, or [tune] in the study file")
+    console = Console(stderr=True)
+
+    def show(trial: tuning.Trial) -> None:
+        values = ", ".join(f"{key} = {value}" for key, value in trial.point)
+        text = f"{trial.label}, seed {trial.seed}, {values}: validation {trial.metric} {trial.value:.5g}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    tuned = tuning.tune(
+        chosen, axes, data_dir=data_dir, workers=workers or cores(), widenings=widenings,
+        observer=None if quiet else show,
+    )  # fmt: skip
+    path = tuning.write(tuned, out)
+    for one in tuned.choices:
+        values = ", ".join(f"{key} = {value}" for key, value in one.point) or "nothing to tune"
+        edge = f"; still at the edge: {', '.join(one.at_edge)}" if one.at_edge else ""
+        typer.echo(f"{one.label}: {values} (validation {one.metric} {one.value:.5g}){edge}")
+    typer.echo(f"Study: {path}")

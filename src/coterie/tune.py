@@ -1,0 +1,305 @@
+"""tune(): the best settings of each method of a study by its clients' own validation data, and nothing else.
+
+The test sets are taken out of the federation before anything runs: no choice here can have seen them.
+"""
+
+import itertools
+import json
+import math
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from coterie import config, overrides
+from coterie.config import StudyConfig
+from coterie.data import build_federation
+from coterie.engine.optim import LocalTraining
+from coterie.errors import ConfigError, require, unknown
+from coterie.fanout import fan_out
+from coterie.federation import SPLITS, Federation, TestSet
+from coterie.record import write_atomically
+from coterie.run import simulate
+from coterie.settings import Settings
+from coterie.summary import HIGHER_IS_BETTER
+
+Point = tuple[tuple[str, Any], ...]
+"""One choice: (setting, value) for each axis of the grid."""
+
+FederationSource = Callable[[int], Federation]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one choice came to.
+
+    Args:
+        label: the method.
+        point: the choice.
+        seed: of the data and the run.
+        metric: accuracy or loss.
+        value: of the best models on the clients' validation data, mean over clients; NaN when some diverged.
+    """
+
+    label: str
+    point: Point
+    seed: int
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best point of a method.
+
+    Args:
+        label: the method.
+        point: the best choice.
+        metric: by which it was chosen.
+        value: mean over clients and seeds.
+        at_edge: settings whose best value still lies on the edge of what was tried.
+    """
+
+    label: str
+    point: Point
+    metric: str
+    value: float
+    at_edge: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The outcome of tuning.
+
+    Args:
+        study: the study with the chosen values, under the name "<study>-tuned".
+        choices: the best of each method.
+        trials: everything that was run.
+    """
+
+    study: StudyConfig
+    choices: Sequence[Choice]
+    trials: Sequence[Trial]
+
+
+def read_grid(assignments: Sequence[str]) -> dict[str, list[Any]]:
+    """Read a grid from texts such as "lr=0.001,0.003" or "methods.DAC.tau=[10, 30]".
+
+    Raises:
+        ConfigError: when one is no list of values.
+
+    Example:
+        >>> read_grid(["lr=0.001,0.003", "similarity=inv_loss,cos_grad"])
+        {'lr': [0.001, 0.003], 'similarity': ['inv_loss', 'cos_grad']}
+    """
+    grid: dict[str, list[Any]] = {}
+    for text in assignments:
+        path, equals, values = text.partition("=")
+        if not equals or not values.strip():
+            raise ConfigError(f"--grid got {text!r}; expected setting=value,value, such as lr=0.001,0.003")
+        grid[path.strip()] = _values(values.strip())
+    return grid
+
+
+def _values(text: str) -> list[Any]:
+    bare = text.removeprefix("[").removesuffix("]")
+    try:
+        return tomllib.loads(f"v = [{bare}]")["v"]
+    except tomllib.TOMLDecodeError:
+        return [part.strip() for part in bare.split(",")]
+
+
+def tune(
+    study: StudyConfig,
+    grid: Mapping[str, Sequence[Any]],
+    *,
+    data_dir: str | Path | None = None,
+    workers: int = 1,
+    widenings: int = 3,
+    federation: FederationSource | None = None,
+    observer: Callable[[Trial], None] | None = None,
+) -> Tuned:
+    """Choose settings of every method by the clients' own validation data.
+
+    A setting is a key of a [[methods]] table; a method that has no such key leaves it out. Where the best value of a
+    numeric axis is the smallest or the largest that was tried, the axis is continued by its own ratio (or step).
+
+    Args:
+        study: what to tune; its seeds are used.
+        grid: values to try, by setting ("lr", "tau") or for one method ("methods.DAC.tau").
+        data_dir: where datasets lie on disk.
+        workers: processes.
+        widenings: how often a grid is continued at most.
+        federation: your own data instead of the study's, by seed.
+        observer: hears each trial.
+
+    Raises:
+        ConfigError: when a setting fits no method, or the clients have no validation data.
+    """
+    grids = {entry.label: _grid_of(study, entry.label, grid) for entry in study.methods}
+    for path in grid:
+        if not any(path.removeprefix(f"methods.{label}.") in axes for label, axes in grids.items()):
+            raise ConfigError(f"--grid: no method of the study has a setting {path!r}; coterie methods lists them")
+    work = _Work(config.dumps(replace(study, sweep={}, tune={})), data_dir, federation)
+    trials: list[Trial] = []
+    choices: list[Choice] = []
+    for _ in range(widenings + 1):
+        done = {(trial.label, trial.point) for trial in trials}
+        jobs = [
+            (label, point, seed)
+            for seed in study.seeds
+            for label, axes in grids.items()
+            for point in _points(axes)
+            if (label, point) not in done
+        ]
+        for _, trial in fan_out(work, jobs, workers, lambda _: None):
+            trials.append(trial)
+            if observer is not None:
+                observer(trial)
+        choices = [_choose(label, [t for t in trials if t.label == label], axes) for label, axes in grids.items()]
+        wider = {one.label: _widened(grids[one.label], one) for one in choices}
+        if wider == grids:
+            break
+        grids = wider
+    return Tuned(_apply(study, choices), choices, trials)
+
+
+def write(tuned: Tuned, folder: str | Path) -> Path:
+    """Write the study with the chosen values, and all trials beside it; return the path of the study file."""
+    path = Path(folder) / f"{tuned.study.name}.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = "".join(
+        f"# {one.label}: {', '.join(f'{k} = {v!r}' for k, v in one.point)} (validation {one.metric} {one.value:.6g})\n"
+        for one in tuned.choices
+        if one.point
+    )
+    write_atomically(path, (head + config.dumps(tuned.study)).encode())
+    trials = [
+        {"label": t.label, "seed": t.seed, "metric": t.metric, "value": t.value, **dict(t.point)}
+        for t in tuned.trials
+        if math.isfinite(t.value)
+    ]
+    write_atomically(path.with_suffix(".json"), (json.dumps(trials, indent=1) + "\n").encode())
+    return path
+
+
+def blind(federation: Federation) -> Federation:
+    """Return a federation without its test sets: each holds one sample of zeros instead."""
+    x, y = federation.x[0, :1], federation.y[0, :1]
+    empty = tuple(TestSet(torch.zeros_like(x), torch.zeros_like(y), test.name) for test in federation.tests)
+    return replace(federation, tests=empty)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a worker needs to do any trial."""
+
+    study: str
+    data_dir: str | Path | None
+    federation: FederationSource | None
+
+    def __call__(self, job: tuple[str, Point, int], emit: Callable[[object], None]) -> Trial:
+        label, point, seed = job
+        study = config.loads(self.study)
+        if self.federation is None:
+            federation = build_federation(study.data, seed, self.data_dir)
+        else:
+            federation = self.federation(seed)
+        if not bool((federation.split == SPLITS["validation"]).any(1).all()):
+            raise ConfigError("tuning needs validation data of every client; give data.validation")
+        entry = _with_point(study, label, point).scaled(label)
+        settings = replace(entry.settings, eval_every=0)
+        run = simulate(blind(federation), entry.method, model=study.model.kind, settings=settings, seed=seed)
+        metric, values = _validation(run.metrics, "best" if settings.evaluate == "best_val" else "current")
+        return Trial(label, point, seed, metric, float(values.mean(skipna=False)))
+
+
+def _validation(metrics: pd.DataFrame, model: str) -> tuple[str, pd.Series]:
+    """The final validation value of each client, and of which metric."""
+    last = (metrics["split"] == "validation") & (metrics["round"] == metrics["round"].max())
+    rows = metrics.loc[(last & (metrics["model"] == model)).to_numpy()]
+    metric = "accuracy" if (rows["metric"] == "accuracy").any() else "loss"
+    return metric, rows.loc[(rows["metric"] == metric).to_numpy()].groupby("client")["value"].last()
+
+
+def _with_point(study: StudyConfig, label: str, point: Point) -> StudyConfig:
+    content = config.table(study)
+    for key, value in point:
+        overrides.put(content, f"methods.{json.dumps(label)}.{key}", value)
+    return config.parse(content)
+
+
+def _grid_of(study: StudyConfig, label: str, grid: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
+    """The axes of one method: settings that it has; those given for it alone come before those for all."""
+    entry = study.entry(label)
+    own = {f.name for f in fields(entry.method) if f.init}
+    known = own | {f.name for kind in (LocalTraining, Settings) for f in fields(kind) if f.name != "local"}
+    axes: dict[str, tuple[Any, ...]] = {}
+    for path, values in sorted(grid.items(), key=lambda item: item[0].startswith("methods.")):
+        require(len(values) > 0, f"grid of {path}", list(values), "at least one value")
+        key = path
+        if path.startswith("methods."):
+            head, _, key = path.removeprefix("methods.").rpartition(".")
+            names = {entry.label.lower(), entry.kind.lower()}
+            if head.strip('"').lower() not in names:
+                continue
+            if key not in known:
+                raise ConfigError(unknown(f"setting of {label}", key, known))
+        if key in known:
+            axes[key] = tuple(values)
+    return axes
+
+
+def _points(axes: Mapping[str, Sequence[Any]]) -> list[Point]:
+    return [tuple(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def _choose(label: str, trials: Sequence[Trial], axes: Mapping[str, Sequence[Any]]) -> Choice:
+    """The point with the best mean over seeds; the first of equals."""
+    metric = trials[0].metric
+    sign = 1 if metric in HIGHER_IS_BETTER else -1
+    values: dict[Point, list[float]] = {}
+    for trial in trials:
+        values.setdefault(trial.point, []).append(trial.value)
+    means = {point: float(np.mean(found)) for point, found in values.items()}
+    best = max(means, key=lambda point: sign * means[point] if math.isfinite(means[point]) else -math.inf)
+    if not math.isfinite(means[best]):
+        raise ConfigError(f"every setting tried for {label} diverged; try smaller learning rates")
+    edge = tuple(key for key, value in best if _side(axes[key], value))
+    return Choice(label, best, metric, means[best], edge)
+
+
+def _side(values: Sequence[Any], chosen: Any) -> int:
+    """-1 or 1 where a value is the smallest or largest of a numeric axis with more than one, else 0."""
+    if len(values) < 2 or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+        return 0
+    return int(chosen == max(values)) - int(chosen == min(values))
+
+
+def _widened(axes: Mapping[str, tuple[Any, ...]], choice: Choice) -> dict[str, tuple[Any, ...]]:
+    """Continue the axes at whose edge the best point lies."""
+    return {key: _continued(axes[key], dict(choice.point)[key]) for key in axes}
+
+
+def _continued(values: tuple[Any, ...], chosen: Any) -> tuple[Any, ...]:
+    """Add one value beyond the edge: by the ratio of the last two when all are positive, else by their step."""
+    side = _side(values, chosen)
+    if not side:
+        return values
+    ordered = sorted(values, reverse=side < 0)
+    last, before = ordered[-1], ordered[-2]
+    new = last * (last / before) if min(values) > 0 else last + (last - before)
+    new = round(new) if all(isinstance(v, int) for v in values) else float(f"{new:.6g}")
+    sensible = new > 0 if min(values) > 0 else new >= min(0, *values)
+    return (*values, new) if sensible and new not in values else values
+
+
+def _apply(study: StudyConfig, choices: Sequence[Choice]) -> StudyConfig:
+    for choice in choices:
+        study = _with_point(study, choice.label, choice.point)
+    return replace(study, name=f"{study.name}-tuned", tune={})

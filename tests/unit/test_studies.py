@@ -1,0 +1,81 @@
+"""The built-in studies: each can be read, its data can be made, its methods can start, its rows are the paper's."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+import torch
+
+from coterie import config, papers
+from coterie.data import build_federation, build_from_sources
+from coterie.datasets import Samples, Source, load
+from coterie.errors import ModelError
+from coterie.models import build
+from coterie.rng import Rng
+from coterie.run import make_task
+
+FORMS = {
+    "cifar10": ((3, 32, 32), 10),
+    "cifar100": ((3, 32, 32), 100),
+    "mnist": ((1, 28, 28), 10),
+    "fashion_mnist": ((1, 28, 28), 10),
+}
+NAMES = list(config.builtin())
+
+
+@lru_cache
+def source(name):
+    """A small stand-in of the form of a dataset; the bundled ones are themselves."""
+    if name not in FORMS:
+        return load(name, rng=Rng(0), samples=1200)
+    shape, classes = FORMS[name]
+
+    def part(size):
+        return Samples(torch.zeros(size, *shape, dtype=torch.uint8), torch.arange(size) % classes)
+
+    return Source(name, part(2000), part(classes), classes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_study_can_start(name):
+    """Its clients get few samples each; its first method takes a look at the model; clusters have the paper's names."""
+    study = config.load(name)
+    data = replace(study.data, train=2, validation=1)
+    federation = build_from_sources(data, [source(one) for one in data.names], Rng(0))
+    assert len(federation) == (study.data.num_clients or 20)
+    if study.paper is not None:
+        published = {p.cluster for p in papers.published(study.paper) if p.metric in ("accuracy", "mse")}
+        assert published - {"all", "clusters"} <= set(federation.truth.names)
+    entry = study.methods[0]
+    if not study.model.kind.startswith("resnet"):  # torchvision, and a file with weights
+        make_task(federation, entry.method, study.model.kind, replace(entry.settings, engine="loop"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_study_says_what_it_is(name):
+    study = config.load(name)
+    assert study.name == name
+    assert study.description.endswith((".", "?"))
+    assert study.paper == papers.EXPERIMENTS.get(name)
+    if study.paper is not None:
+        named = {entry.paper for entry in study.methods if entry.paper}
+        assert named == set(papers.rows(study.paper)), "every published row has its method"
+
+
+def test_every_published_experiment_has_its_study():
+    assert set(papers.EXPERIMENTS) <= set(NAMES)
+
+
+def test_the_synthetic_study_is_made_at_full_size():
+    study = config.load("similarity/synthetic")
+    federation = build_federation(study.data, 0)
+    assert len(federation) == 99
+    assert federation.split.eq(0).sum(1).eq(50).all()
+    assert federation.split.eq(1).sum(1).eq(100).all()
+    assert sorted(federation.truth.cluster.bincount().tolist()) == [33, 33, 33]
+
+
+def test_pretrained_weights_that_are_not_there_are_asked_for(monkeypatch):
+    monkeypatch.delenv("COTERIE_RESNET18", raising=False)
+    with pytest.raises(ModelError, match="COTERIE_RESNET18 is not set; expected a safetensors file"):
+        build("resnet-18-pretrained", (3, 32, 32), 100)

@@ -1,0 +1,127 @@
+"""Tuning: the best point by validation, wider grids, and test sets that nothing depends on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from coterie import config, tune
+from coterie.cli import app
+from coterie.data import build_federation
+from coterie.errors import ConfigError
+from coterie.federation import TestSet
+
+STUDY = """
+name = "small"
+rounds = 2
+seeds = [0]
+engine = "loop"
+[data]
+dataset = "synthetic-regression"
+num_clients = 4
+train = 20
+validation = 10
+test_samples = 20
+options = { dim = 3, test = 20 }
+shift = [{ kind = "regression-targets", clusters = 2 }]
+[model]
+kind = "linear"
+[local]
+optimizer = "sgd"
+lr = 0.001
+[[methods]]
+kind = "random"
+label = "Random"
+num_peers = 1
+[[methods]]
+kind = "local"
+label = "Alone"
+"""
+
+
+@pytest.fixture
+def study():
+    return config.loads(STUDY)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), 1e30])
+def test_no_choice_depends_on_the_test_sets(study, poison):
+    """With test sets of NaN, or of other numbers, every trial is what it was."""
+
+    def poisoned(seed):
+        federation = build_federation(study.data, seed)
+        tests = tuple(
+            TestSet(torch.full_like(t.x, poison), torch.full_like(t.y, poison), t.name) for t in federation.tests
+        )
+        return replace(federation, tests=tests)
+
+    grid = {"lr": [0.001, 0.003]}
+    honest = tune.tune(study, grid, widenings=0)
+    blinded = tune.tune(study, grid, widenings=0, federation=poisoned)
+    assert honest.trials == blinded.trials
+    assert config.dumps(honest.study) == config.dumps(blinded.study)
+
+
+def test_a_blind_federation_has_nothing_of_its_test_sets(study):
+    federation = build_federation(study.data, 0)
+    found = tune.blind(federation)
+    assert [t.name for t in found.tests] == [t.name for t in federation.tests]
+    assert all(len(t.x) == 1 and not t.x.any() and not t.y.any() for t in found.tests)
+    assert found.x is federation.x
+
+
+def test_the_best_point_is_chosen_and_the_grid_goes_on_beyond_its_edge(study):
+    """Two rounds from zero want a larger step than 1e-4: the grid grows by its own ratio until a point is inside."""
+    tuned = tune.tune(study, {"methods.Alone.lr": [0.0001, 0.0003]}, widenings=2)
+    tried = sorted({dict(t.point)["lr"] for t in tuned.trials if t.label == "Alone"})
+    assert tried == [0.0001, 0.0003, 0.0009, 0.0027]
+    alone = next(c for c in tuned.choices if c.label == "Alone")
+    values = {dict(t.point)["lr"]: t.value for t in tuned.trials if t.label == "Alone"}
+    assert alone.value == min(values.values())
+    assert dict(alone.point)["lr"] == min(values, key=lambda lr: values[lr])
+    assert tuned.study.entry("Alone").settings.local.lr == dict(alone.point)["lr"]
+    assert tuned.study.entry("Random").settings.local.lr == 0.001, "only Alone was tuned"
+
+
+@pytest.mark.parametrize(
+    ("values", "chosen", "wider"),
+    [
+        ((1, 10), 10, (1, 10, 100)),
+        ((1.0, 0.1), 0.1, (1.0, 0.1, 0.01)),
+        ((1, 2, 3), 2, (1, 2, 3)),
+        ((0, 5), 5, (0, 5, 10)),
+        ((0, 5), 0, (0, 5)),  # nothing below 0
+        (("a", "b"), "b", ("a", "b")),
+        ((3,), 3, (3,)),
+        ((1, 2), 1, (1, 2)),  # half of 1 is no whole number above 0
+    ],
+)
+def test_an_axis_is_continued_by_its_own_ratio_or_step(values, chosen, wider):
+    assert tune._continued(values, chosen) == wider
+
+
+def test_a_setting_nobody_has_is_refused(study):
+    with pytest.raises(ConfigError, match="no method of the study has a setting 'tua'"):
+        tune.tune(study, {"tua": [1, 2]})
+    with pytest.raises(ConfigError, match="unknown setting of Random 'num_peer'; did you mean 'num_peers'"):
+        tune.tune(study, {"methods.Random.num_peer": [1, 2]})
+
+
+def test_clients_without_validation_data_cannot_be_tuned(study):
+    bare = replace(study, data=replace(study.data, validation=0))
+    with pytest.raises(ConfigError, match="validation data of every client"):
+        tune.tune(bare, {"lr": [0.1]})
+
+
+def test_the_command_writes_a_study_that_can_be_run(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(STUDY)
+    arguments = ["tune", str(path), "--grid", "lr=0.0003,0.001", "--out", str(tmp_path / "tuned")]
+    done = CliRunner().invoke(app, [*arguments, "--workers", "1", "--widenings", "0", "--quiet"])
+    assert done.exit_code == 0, done.output
+    assert "Alone: lr = 0.001" in done.output
+    chosen = config.load(tmp_path / "tuned" / "small-tuned.toml")
+    assert chosen.name == "small-tuned"
+    assert chosen.entry("Alone").settings.local.lr == 0.001
+    assert (tmp_path / "tuned" / "small-tuned.json").exists()
