@@ -91,15 +91,22 @@ class ReturnedBatchNorm(nn.Module):
             return functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
+        axes = [axis for axis in range(x.ndim) if axis != 1]
+        places = x.numel() // x.shape[1]
+        if places == 1:
+            raise ValueError("batch normalisation takes more than one value a channel while training")
+        variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
         if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
-            axes = [axis for axis in range(x.ndim) if axis != 1]
-            variance, mean = torch.var_mean(x.detach(), axes, correction=1)
             count = self.num_batches_tracked + 1
             rate = 1 / count if self.momentum is None else self.momentum
+            unbiased = variance.detach().flatten() * (places / (places - 1))
             self.num_batches_tracked = count
-            self.running_mean = self.running_mean + rate * (mean - self.running_mean)
-            self.running_var = self.running_var + rate * (variance - self.running_var)
-        return functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+            self.running_mean = self.running_mean + rate * (mean.detach().flatten() - self.running_mean)
+            self.running_var = self.running_var + rate * (unbiased - self.running_var)
+        scale = torch.rsqrt(variance + self.eps)  # written out: the fused kernel's last bits depend on who is beside
+        if self.weight is None:
+            return (x - mean) * scale
+        return (x - mean) * (scale * self.weight.reshape(mean.shape)) + self.bias.reshape(mean.shape)
 
 
 def rewrite(module: nn.Module) -> nn.Module:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from coterie import engine as engines
@@ -261,9 +261,7 @@ class Task:
             "loss": last_epoch_mean(losses, schedule),
             "losses": losses,
             "train_samples": schedule.length.sum(1),
-            "diverged": ~torch.isfinite(out).all(1).cpu()
-            | torch.isinf(losses).any(1)
-            | (losses.isnan() & taken).any(1),
+            "diverged": _not_finite(out).cpu() | torch.isinf(losses).any(1) | (losses.isnan() & taken).any(1),
         }
         self._shared.train_seconds += time.perf_counter() - started
         return out, info
@@ -373,3 +371,9 @@ class Task:
             right += self._run(distinct, pairs, None)["accuracy"] * len(test)
             total += len(test)
         return (right / total)[which.cpu()]
+
+
+def _not_finite(rows: Float[Tensor, "clients params"]) -> Bool[Tensor, " clients"]:
+    """Return which rows hold a NaN or an infinity; where a sum is finite, no entry needs a look of its own."""
+    suspect = ~torch.isfinite(rows.sum(1))
+    return suspect.index_put((suspect.nonzero().flatten(),), ~torch.isfinite(rows[suspect]).all(1))

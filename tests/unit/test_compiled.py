@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from coterie import engine as engines
 from coterie.engine import compiler
+from coterie.engine.augment import CropFlip
 from coterie.engine.base import cross_entropy, squared_error
 from coterie.engine.compiled import CompiledEngine
 from coterie.engine.loop import LoopEngine
@@ -105,6 +106,23 @@ def test_the_reference_network_agrees_in_float32_on_bytes_and_in_regression():
     local = LocalTraining(lr=0.001)
     assert both(build("cnn-b", (1, 8, 8), 4), (1, 8, 8), 4, torch.float32, local, uint8=True) < 1e-5
     assert both(build("linear", (7,), 2), (7,), 0, torch.float64, LocalTraining(optimizer="sgd", lr=0.1)) < 1e-12
+
+
+@pytest.mark.parametrize("uint8", [False, True])
+def test_augmented_batches_are_those_of_the_loop_engine(uint8):
+    layout = Layout(build("cnn-b", (1, 8, 8), 4), torch.float32)
+    data = samples((1, 8, 8), 4, torch.float32, uint8=uint8)
+    x, y = data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+    results = []
+    for engine in (LoopEngine(layout, cross_entropy), CompiledEngine(layout, cross_entropy, x, y)):
+        rows, work = training(layout, data, LocalTraining(batch_size=11, optimizer="sgd", lr=0.1))
+        plain = rows.clone()
+        engine.train(plain, work, 2)
+        crops = CropFlip(torch.tensor([3, 1 << 60, 77]), 2, data.black())
+        results.append((engine.train(rows, replace(work, augment=crops), 2).nan_to_num(0), rows))
+        assert float((rows - plain).abs().max()) > 1e-3
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
 
 
 def test_no_result_depends_on_threads_or_on_who_is_trained_beside():

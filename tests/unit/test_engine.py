@@ -66,6 +66,38 @@ def test_loop_and_vmap_agree_on_a_users_module(optimizer, data):
             assert float((a - b).abs().max()) < 1e-10
 
 
+class Residual(nn.Module):
+    """Convolutions, batch normalisation and a skip connection, on one-channel images made of four numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(1, 5, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(5)
+        self.second = nn.Conv2d(5, 5, 3, padding="valid")
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        image = x.unflatten(1, (1, 2, 2)).repeat(1, 1, 3, 3)
+        h = torch.relu(self.norm(self.first(image)))
+        return self.head((self.second(h) + h[..., 1:-1, 1:-1]).mean((2, 3)))
+
+
+@pytest.mark.parametrize("model", [Residual, Custom, "mlp-c"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_block_changes_no_bit(model, dtype):
+    """Training, scores and evaluation, with clients of unequal size."""
+    results = []
+    for block in (1, 2, 5, 6):
+        t = Task(ragged().host(range(6)), model, engine="vmap", dtype=dtype, block=block)
+        local = LocalTraining(batch_size=4, weight_decay=0.01, drop_last=True)
+        params, info = t.train(t.init(Rng(0)), Rng(0).at(0), local)
+        losses = info["losses"].nan_to_num(0)
+        results.append((params, losses, t.loss_table(params, "train"), t.evaluate(params)["loss"]))
+    for other in results[1:]:
+        for ours, theirs in zip(results[0], other, strict=True):
+            assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize(
     "local",
     [

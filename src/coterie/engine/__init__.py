@@ -80,7 +80,7 @@ def _failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception] | No
     inputs = layout.zero_inputs(2)
     trail: list[str] = []
     handles = []
-    for module in (layout.train_module, layout.eval_module):
+    for module in engine.modules:
         for path, part in module.named_modules():
             name = f"{type(part).__name__} {path!r}" if path else type(part).__name__
             handles.append(part.register_forward_pre_hook(lambda _m, _a, name=name: trail.append(name)))

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from coterie.engine.optim import RowOptimizer
@@ -44,6 +44,7 @@ class Engine(ABC):
         objective: the loss of each sample.
 
     Attributes:
+        modules: what is run, in training and in evaluation.
         compile_seconds: what compiling took in this process; 0 when nothing was compiled, or it was kept from before.
     """
 
@@ -52,6 +53,7 @@ class Engine(ABC):
 
     def __init__(self, layout: Layout, objective: Objective) -> None:
         self.layout, self.objective = layout, objective
+        self.modules: tuple[nn.Module, ...] = (layout.train_module, layout.eval_module)
 
     @abstractmethod
     def gradients(

@@ -77,9 +77,7 @@ class CompiledEngine(VmapEngine):
     def train(
         self, rows: Float[Tensor, "clients params"], work: Training, block: int
     ) -> Float[Tensor, "clients steps"]:
-        """See `Engine.train`; `block` does not matter, but for augmented batches, which the program does not make."""
-        if work.augment is not None:
-            return super().train(rows, work, block)
+        """See `Engine.train`; `block` does not matter."""
         return self.program.train(rows, work)
 
     def measure(

@@ -48,8 +48,16 @@ struct Store {
   int64_t bytes;
 };
 
+// Random crops and flips of training images, as in coterie.engine.augment.
+struct CropFlip {
+  const int64_t* keys;  // of each client; none for no augmentation
+  const T* fill;        // of each channel
+  int64_t padding;
+};
+
 struct Training {
   Store store;
+  CropFlip augment;
   T* rows;
   const T* anchor;
   const int64_t *places, *length, *keys;
@@ -80,6 +88,37 @@ static void gather(const Store& store, const int64_t* places, int n, V* x) {
         else
           UNROLL for (int b = 0; b < N; b++) to[b] = ((const T*)store.x)[at[b] + from];
       }
+}
+
+INLINE int64_t remainder_of(uint64_t bits, int64_t span) {
+  const int64_t rest = int64_t(bits) % span;
+  return rest < 0 ? rest + span : rest;
+}
+
+// The same with a piece cut at a random place of each padded image, and every second one mirrored.
+static void gather_augmented(const Store& store, const CropFlip& augment, uint64_t key, int64_t step, int sample,
+                             const int64_t* places, int n, V* x) {
+  constexpr int H = Input::H, W = Input::W;
+  const uint64_t start = scrambled(key + step);
+  const int64_t span = 2 * augment.padding + 1;
+  for (int b = 0; b < N; b++) {
+    const int used = b < n ? b : 0;
+    const uint64_t bits = scrambled(start + sample + used), more = scrambled(bits);
+    const int64_t down = remainder_of(bits, span) - augment.padding, right = remainder_of(more, span) - augment.padding;
+    const bool mirror = scrambled(more) & 1;
+    const int64_t at = places[used] * Input::C * H * W;
+    for (int c = 0; c < Input::C; c++)
+      for (int h = 0; h < H; h++)
+        for (int t = 0; t < W; t++) {
+          const int64_t row = h + down, column = (mirror ? W - 1 - t : t) + right;
+          const bool inside = row >= 0 && row < H && column >= 0 && column < W;
+          const int64_t from = at + (c * H + row) * W + column;
+          T value = augment.fill[c];
+          if (inside)
+            value = store.bytes ? store.values[c * 256 + ((const uint8_t*)store.x)[from]] : ((const T*)store.x)[from];
+          ((T*)(x + c * Input::PLANE + h * Input::ROW + t))[b] = value;
+        }
+  }
 }
 
 // The loss of sample b, its accuracy or squared error, and (when g) the gradient of loss / size.
@@ -128,7 +167,10 @@ static void train_one(const Training& job, int64_t client, Net& net, T* moments)
     for (int from = 0; from < size; from += N) {
       const int n = size - from < N ? size - from : N;
       double score;
-      gather(job.store, places + from, n, net.input());
+      if (job.augment.keys)
+        gather_augmented(job.store, job.augment, job.augment.keys[client], s, from, places + from, n, net.input());
+      else
+        gather(job.store, places + from, n, net.input());
       net.forward<true>(step.w, key, from);
       memset(net.output_gradient(), 0, OUTPUTS * sizeof(V));
       for (int b = 0; b < n; b++)

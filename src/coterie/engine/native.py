@@ -37,9 +37,14 @@ class _Store(ctypes.Structure):
     )  # fmt: skip
 
 
+class _CropFlip(ctypes.Structure):
+    _fields_ = (("keys", _POINTER), ("fill", _POINTER), ("padding", _LONG))
+
+
 class _Training(ctypes.Structure):
     _fields_ = (
-        ("store", _Store), ("rows", _POINTER), ("anchor", _POINTER), ("places", _POINTER), ("length", _POINTER),
+        ("store", _Store), ("augment", _CropFlip), ("rows", _POINTER), ("anchor", _POINTER), ("places", _POINTER),
+        ("length", _POINTER),
         ("keys", _POINTER), ("losses", _POINTER), ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG),
         ("width", _LONG), ("trained", _LONG), ("adam", _LONG), ("lr", _DOUBLE), ("momentum", _DOUBLE),
         ("decay", _DOUBLE), ("prox", _DOUBLE),
@@ -130,11 +135,14 @@ class NativeProgram:
         places, length = _whole(work.places), _whole(work.length)
         keys = None if work.keys is None else _whole(work.keys[0])
         anchor = None if work.anchor is None or not work.prox else _rows(work.anchor)
-        inside = _rows(rows)
-        assert inside is rows
+        draws, fill = None, None
+        if work.augment is not None:
+            draws, fill = _whole(work.augment.keys), work.augment.fill.to(rows.dtype).contiguous()
+        assert rows.stride(1) == 1
+        augment = _CropFlip(_at(draws), _at(fill), work.augment.padding if work.augment else 0)
         job = _Training(
-            self._store(work.samples), _at(rows), _at(anchor), _at(places), _at(length), _at(keys), _at(losses),
-            rows.stride(0), 0 if anchor is None else anchor.stride(0), work.steps, places.shape[2],
+            self._store(work.samples), augment, _at(rows), _at(anchor), _at(places), _at(length), _at(keys),
+            _at(losses), rows.stride(0), 0 if anchor is None else anchor.stride(0), work.steps, places.shape[2],
             self.layout.trainable, int(local.optimizer == "adam"), local.lr, local.momentum, local.weight_decay,
             work.prox,
         )  # fmt: skip

@@ -70,13 +70,16 @@ class RowOptimizer:
     ) -> None:
         """Update `rows` in place; `grads` may be overwritten.
 
+        Products with `rows` are rounded before they are added: a row then ends with the same bits whether it is part
+        of a larger matrix or not.
+
         Args:
             rows: the trainable parameters.
             grads: their gradients.
             number: of this step, from 1.
         """
         if self.local.weight_decay:
-            grads = grads.add_(rows, alpha=self.local.weight_decay)
+            grads = grads.add_(rows * self.local.weight_decay)
         if self.local.optimizer == "sgd":
             self._sgd(rows, grads)
         else:
@@ -85,7 +88,7 @@ class RowOptimizer:
     def _sgd(self, rows: Tensor, grads: Tensor) -> None:
         if self.first is not None:
             grads = self.first.mul_(self.local.momentum).add_(grads)
-        rows.add_(grads, alpha=-self.local.lr)
+        rows.sub_(grads * self.local.lr)
 
     def _adam(self, rows: Tensor, grads: Tensor, number: int) -> None:
         assert self.first is not None
@@ -94,7 +97,7 @@ class RowOptimizer:
         self.first.lerp_(grads, 1 - beta1)
         self.second.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
         scale = self.second.sqrt().div_((1 - beta2**number) ** 0.5).add_(ADAM_EPS)
-        rows.addcdiv_(self.first, scale, value=-self.local.lr / (1 - beta1**number))
+        rows.sub_(torch.div(self.first, scale).mul_(self.local.lr / (1 - beta1**number)))
 
     def take(self, chosen: Tensor) -> "RowOptimizer":
         """Return the optimiser of some rows, on copies of their state."""

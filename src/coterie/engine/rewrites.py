@@ -1,9 +1,11 @@
 """Layers written in a faster way that changes no result. The engines apply them; users write stock layers."""
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 class StridedMaxPool(nn.Module):
@@ -39,6 +41,40 @@ class StridedMaxPool(nn.Module):
         return torch.where((part > best) | part.isnan(), part, best)
 
 
+class UnfoldedConv2d(nn.Module):
+    """A two-dimensional convolution as a matrix product over unfolded windows.
+
+    Many clients at once are then one batched matrix product, in which no client's result depends on how many there
+    are; the grouped convolution that PyTorch would make of them depends on it in the last bits.
+
+    Args:
+        conv: the layer it stands for, without groups; its parameters are taken over.
+    """
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.weight, self.bias = conv.weight, conv.bias
+        self.kernel, self.stride, self.dilation = conv.kernel_size, conv.stride, conv.dilation
+        self.padding = (0, 0) if isinstance(conv.padding, str) else conv.padding
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the convolution of a batch of images."""
+        windows = functional.unfold(x, self.kernel, self.dilation, self.padding, self.stride)
+        height = (x.shape[-2] + 2 * self.padding[0] - self.dilation[0] * (self.kernel[0] - 1) - 1) // self.stride[0] + 1
+        y = torch.mm(self.weight.flatten(1), windows.transpose(0, 1).flatten(1))  # one product for the whole batch
+        if self.bias is not None:
+            y = y + self.bias[:, None]
+        return y.unflatten(1, (len(x), height, windows.shape[-1] // height)).transpose(0, 1)
+
+
+def unfolded(conv: nn.Module) -> UnfoldedConv2d | None:
+    """Return the same convolution as a matrix product, or None where it has groups or another kind of padding."""
+    plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.padding_mode == "zeros"
+    if not plain or not isinstance(conv, nn.Conv2d) or conv.padding == "same":
+        return None
+    return UnfoldedConv2d(conv)
+
+
 def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[1])
 
@@ -55,16 +91,23 @@ def strided(pool: nn.MaxPool2d) -> StridedMaxPool | None:
 
 def faster(module: nn.Module) -> nn.Module:
     """Return a copy of a module in which costly layers are written in a faster way; its tensors keep their names."""
-    module = copy.deepcopy(module)
+    return _replaced(module, lambda part: strided(part) if isinstance(part, nn.MaxPool2d) else None)
 
+
+def independent(module: nn.Module) -> nn.Module:
+    """Return a copy whose layers compute the same for a client whoever is computed beside it, to the last bit."""
+    return _replaced(module, unfolded)
+
+
+def _replaced(module: nn.Module, better: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
     def visit(parent: nn.Module) -> None:
         for name, child in parent.named_children():
-            better = strided(child) if isinstance(child, nn.MaxPool2d) else None
-            if better is not None:
-                setattr(parent, name, better)
-            else:
+            new = better(child)
+            if new is None:
                 visit(child)
+            else:
+                setattr(parent, name, new)
 
-    holder = nn.ModuleList([module])
+    holder = nn.ModuleList([copy.deepcopy(module)])
     visit(holder)
     return holder[0].train(module.training)

@@ -1,6 +1,7 @@
 """The vmap engine: a block of clients as one batched program (torch.func.vmap over grad)."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from coterie.engine.base import Engine, Objective
-from coterie.engine.rewrites import faster
+from coterie.engine.rewrites import faster, independent
 from coterie.models import Layout
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -21,15 +22,21 @@ class VmapEngine(Engine):
 
     def __init__(self, layout: Layout, objective: Objective) -> None:
         super().__init__(layout, objective)
-        self._eval_module = faster(layout.eval_module)
+        self._eval_module, train_module = faster(layout.eval_module), independent(layout.train_module)
+        self.modules = (train_module, self._eval_module)
         self._convolves = any(isinstance(part, _CONVOLUTIONS) for part in layout.eval_module.modules())
-        self._gradients = vmap(grad_and_value(self._loss, has_aux=True))
+        self._gradients = {
+            device: vmap(grad_and_value(partial(self._loss, module), has_aux=True))
+            for device, module in (("cpu", train_module), ("other", layout.train_module))
+        }
         self._forward = vmap(self._outputs)
         self._forward_shared = vmap(self._outputs, in_dims=(0, None, 0))
 
-    def _loss(self, trained: dict, state: dict, inputs: dict, x: Tensor, y: Tensor) -> tuple[Tensor, dict]:
+    def _loss(
+        self, module: nn.Module, trained: dict, state: dict, inputs: dict, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, dict]:
         tensors = {**trained, **state, **inputs}
-        loss = self.objective(self.layout.call(tensors, x, training=True), y).mean()
+        loss = self.objective(functional_call(module, tensors, (x,)), y).mean()
         return loss, {name: tensors[name] for name in state}
 
     def _outputs(self, tensors: dict, x: Tensor, inputs: dict) -> Tensor:
@@ -47,7 +54,8 @@ class VmapEngine(Engine):
         views = layout.views(rows.detach())
         trained = {s.name: views[s.name] for s in layout.slots if s.stop <= layout.trainable}
         state = {name: view for name, view in views.items() if name not in trained}
-        grads, (losses, new_state) = self._gradients(trained, state, dict(inputs), x, y)
+        gradients = self._gradients["cpu" if rows.device.type == "cpu" else "other"]
+        grads, (losses, new_state) = gradients(trained, state, dict(inputs), x, y)
         after = layout.concat(new_state, trainable=False, lead=1) if state else rows[:, layout.trainable :]
         return losses.detach(), layout.concat(grads, trainable=True, lead=1), after.detach()
 
