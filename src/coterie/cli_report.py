@@ -1,4 +1,4 @@
-"""The commands that show stored runs: report, watch, plot. `cli` registers them with `add`."""
+"""The commands that show stored runs: report, watch, plot, track. `cli` registers them with `add`."""
 
 import webbrowser
 from pathlib import Path
@@ -13,7 +13,7 @@ Folders = Annotated[
 
 def add(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    for command in (report, watch, plot):
+    for command in (report, watch, plot, track):
         app.command()(command)
 
 
@@ -94,3 +94,23 @@ def plot(
     given = {name: value for name, value in options.items() if value is not None}
     path = figures.plot(runs, figure, out=out, format=format_, **given)
     typer.echo(f"Figure: {path}\nData:   {path.with_suffix('.csv')}")
+
+
+def track(
+    runs: Folders,
+    to: Annotated[str, typer.Option("--to", help="tensorboard, mlflow or wandb (offline); each is an extra.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the tracker's files.")] = Path("tracking"),
+) -> None:
+    """Copy stored runs into an experiment tracker's files on this machine; nothing is sent anywhere.
+
+    [bold]Example[/bold]
+
+      coterie track runs/rotated-digits --to tensorboard && tensorboard --logdir tracking
+    """
+    from coterie.summary import find_runs
+    from coterie.trackers import export, opener
+
+    found, problems = find_runs(runs)
+    for problem in problems:
+        typer.echo(f"left out {problem.folder}: {problem.reason}", err=True)
+    typer.echo(f"{export(found, opener(to, out))} runs written to {out}")

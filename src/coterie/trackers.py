@@ -1,0 +1,182 @@
+"""Experiment trackers, as extras: TensorBoard, MLflow, Weights & Biases; none by default, and nothing leaves by itself.
+
+A tracker is anything with the two methods of `Writer`. `live` feeds writers while a study runs, as its observer;
+`export` feeds them from stored runs. Every writer here puts its files into a folder of this machine: MLflow into a
+local store, Weights & Biases in offline mode (`wandb sync` sends them, if you ever want that).
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from coterie.errors import ConfigError
+from coterie.run import Observer, Progress
+from coterie.summary import StoredRun
+
+PROJECT = "coterie"
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """Where the values of one run go."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the values of a step: 0 is the warm-up, round r is step r + 1."""
+
+    def close(self) -> None:
+        """Take no more."""
+
+
+Opener = Callable[[str, Mapping[str, Any]], Writer]
+"""Opens the writer of a run, given its name and its settings (plain values, by dotted path)."""
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / name))
+        lines = [f"    {key} = {value}" for key, value in settings.items()]
+        self._writer.add_text("settings", "\n".join(lines))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _MLflow:
+    def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
+        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._client = MlflowClient(tracking_uri=f"sqlite:///{(folder / 'mlflow.db').resolve()}")
+        found = self._client.get_experiment_by_name(PROJECT)
+        place = (folder / "artifacts").resolve().as_uri()
+        experiment = found.experiment_id if found else self._client.create_experiment(PROJECT, artifact_location=place)
+        self._run = self._client.create_run(experiment, run_name=name).info.run_id
+        for key, value in settings.items():
+            self._client.log_param(self._run, key, value)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._client.log_metric(self._run, name, value, step=step)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+class _WeightsAndBiases:
+    def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        folder.mkdir(parents=True, exist_ok=True)
+        quiet = wandb.Settings(mode="offline", silent=True, console="off", disable_git=True, x_disable_stats=True)
+        self._run = wandb.init(
+            project=PROJECT, name=name, dir=str(folder), config=dict(settings), reinit="create_new", settings=quiet
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_KINDS = {"tensorboard": _TensorBoard, "mlflow": _MLflow, "wandb": _WeightsAndBiases}
+TRACKERS = tuple(_KINDS)
+
+
+def opener(tracker: str, folder: str | Path) -> Opener:
+    """Return what opens the writers of a tracker.
+
+    Args:
+        tracker: a name of TRACKERS.
+        folder: where its files go.
+
+    Raises:
+        ConfigError: for an unknown tracker, or when a writer is opened whose package is not installed.
+    """
+    if tracker not in _KINDS:
+        raise ConfigError(f"tracker is {tracker!r}; expected one of: {', '.join(_KINDS)}")
+
+    def open_writer(name: str, settings: Mapping[str, Any]) -> Writer:
+        try:
+            return _KINDS[tracker](Path(folder), name, settings)
+        except ImportError as error:
+            raise ConfigError(
+                f"{tracker} is not installed ({error.name or error} is missing); pip install 'coterie[{tracker}]'"
+            ) from error
+
+    return open_writer
+
+
+@contextmanager
+def live(open_writer: Opener, settings: Mapping[str, Any] | None = None) -> Iterator[Observer]:
+    """Feed a writer for each run while a study goes on.
+
+    Args:
+        open_writer: opens the writers; see `opener`.
+        settings: told to each of them.
+
+    Yields:
+        The observer for `run_study` or `simulate`. Validation loss and accuracy are means over clients.
+    """
+    writers: dict[tuple[str, int], Writer] = {}
+
+    def observe(step: Progress) -> None:
+        key = step.label, step.seed
+        if key not in writers:
+            writers[key] = open_writer(f"{step.label}-seed-{step.seed}", {**(settings or {}), "seed": step.seed})
+        values = {"validation/loss": step.loss, "validation/accuracy": step.accuracy, "seconds": step.seconds}
+        writers[key].log(step.round + 1, {name: value for name, value in values.items() if value == value})
+
+    try:
+        yield observe
+    finally:
+        for writer in writers.values():
+            writer.close()
+
+
+def export(runs: Sequence[StoredRun], open_writer: Opener) -> int:
+    """Feed writers from stored runs: each metric, mean over clients and per planted cluster, round by round.
+
+    Returns:
+        How many runs were written.
+    """
+    for run in runs:
+        writer = open_writer(f"{run.study}-{run.label}-seed-{run.seed}".replace(os.sep, "-"), dict(_flat(run.config)))
+        for index, values in _by_round(run):
+            writer.log(index + 1, values)
+        writer.close()
+    return len(runs)
+
+
+def _by_round(run: StoredRun) -> Iterator[tuple[int, dict[str, float]]]:
+    """The means of each round, by name."""
+    columns = (run.metrics[name].tolist() for name in ("round", "split", "model", "metric", "cluster", "value"))
+    sums: dict[int, dict[str, list[float]]] = {}
+    for index, split, model, metric, cluster, value in zip(*columns, strict=True):
+        name = f"{split}/{metric}" if model == "current" else f"{model} {split}/{metric}"
+        for key in (name, f"{name}/cluster {cluster}") if cluster >= 0 else (name,):
+            total = sums.setdefault(index, {}).setdefault(key, [0.0, 0.0])
+            total[0] += value
+            total[1] += 1
+    for index in sorted(sums):
+        yield index, {name: total / count for name, (total, count) in sums[index].items()}
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Settings by dotted path."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+        for place, inner in enumerate(value):
+            yield from _flat(inner, f"{path}.{place}")
+    else:
+        yield path, value if isinstance(value, (int, float, str, bool)) else str(value)

@@ -1,0 +1,147 @@
+import sqlite3
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from coterie import trackers
+from coterie.cli import app
+from coterie.errors import ConfigError
+from coterie.run import Progress
+from coterie.summary import find_runs
+
+
+class Kept:
+    """A writer that keeps what it is told: the protocol, and nothing more."""
+
+    def __init__(self, name, settings):
+        self.name, self.settings, self.steps, self.closed = name, settings, [], False
+
+    def log(self, step, values):
+        self.steps.append((step, dict(values)))
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def kept():
+    """What was opened, and the opener."""
+    opened = []
+
+    def open_writer(name, settings):
+        opened.append(Kept(name, settings))
+        return opened[-1]
+
+    return opened, open_writer
+
+
+def test_a_live_study_feeds_a_writer_for_each_run(kept):
+    """Warm-up is step 0; a value that is not a number (no accuracy in regression) is left out; all are closed."""
+    opened, open_writer = kept
+    with trackers.live(open_writer, {"rounds": 2}) as observe:
+        for label, seed in (("DAC", 0), ("DAC", 1)):
+            for index in (-1, 0):
+                observe(Progress(label, seed, index, 2, loss=1.0 + index, accuracy=float("nan"), seconds=3.0))
+        assert not opened[0].closed
+    assert [(one.name, one.settings, one.closed) for one in opened] == [
+        ("DAC-seed-0", {"rounds": 2, "seed": 0}, True),
+        ("DAC-seed-1", {"rounds": 2, "seed": 1}, True),
+    ]
+    assert opened[0].steps == [
+        (0, {"validation/loss": 0.0, "seconds": 3.0}),
+        (1, {"validation/loss": 1.0, "seconds": 3.0}),
+    ]
+
+
+def test_writers_are_closed_when_a_study_is_interrupted(kept):
+    """What was logged is kept."""
+    opened, open_writer = kept
+
+    def interrupted():
+        with trackers.live(open_writer) as observe:
+            observe(Progress("DAC", 0, 0, 2, loss=1.0, accuracy=0.5, seconds=1.0))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert opened[0].closed
+
+
+def test_stored_runs_are_exported_with_means_over_clients_and_clusters(small, kept):
+    """DAC, seed 0: test accuracy of the best models .625, in cluster 0 .7; settings by dotted path."""
+    opened, open_writer = kept
+    runs, _ = find_runs([small])
+    assert trackers.export(runs, open_writer) == 4
+    assert opened[0].name == "small-DAC-seed-0"
+    ((step, values),) = opened[0].steps
+    assert step == 2
+    assert values["best test/accuracy"] == pytest.approx(0.625)
+    assert values["best test/accuracy/cluster 0"] == pytest.approx(0.7)
+    assert opened[0].settings["methods.0.kind"] == "dac"
+    assert opened[0].settings["data.num_clients"] == 4
+
+
+def test_rounds_are_exported_in_order(population, kept):
+    """Ten rounds are steps 1 to 10."""
+    opened, open_writer = kept
+    trackers.export(find_runs([population / "DAC" / "seed-0"])[0], open_writer)
+    assert [step for step, _ in opened[0].steps] == list(range(1, 11))
+
+
+def test_an_unknown_tracker_is_refused(tmp_path):
+    """With the names of those that there are."""
+    with pytest.raises(ConfigError, match="expected one of: tensorboard, mlflow, wandb"):
+        trackers.opener("tensorbord", tmp_path)
+
+
+def test_a_tracker_that_is_not_installed_says_how_to_install_it(tmp_path, monkeypatch):
+    """One line, not a traceback of an import."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"pip install 'coterie\[wandb\]'"):
+        trackers.opener("wandb", tmp_path)("run", {})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_tensorboard_reads_back_what_was_written(small, tmp_path):
+    """Its own reader finds the value at its step."""
+    pytest.importorskip("tensorboard", reason="the extra coterie[tensorboard] is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers.export(find_runs([small / "DAC" / "seed-0"])[0], trackers.opener("tensorboard", tmp_path))
+    events = EventAccumulator(str(tmp_path / "small-DAC-seed-0")).Reload()
+    (event,) = events.Scalars("best test/accuracy")
+    assert (event.step, event.value) == (2, pytest.approx(0.625))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_reads_back_what_was_written(small, tmp_path):
+    """Its store is a file of this machine."""
+    pytest.importorskip("mlflow", reason="the extra coterie[mlflow] is not installed")
+    trackers.export(find_runs([small / "DAC" / "seed-0"])[0], trackers.opener("mlflow", tmp_path))
+    store = sqlite3.connect(tmp_path / "mlflow.db")
+    rows = store.execute("select step, value from metrics where key = 'best test/accuracy'").fetchall()
+    store.close()
+    assert rows == [(2, pytest.approx(0.625))]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_and_biases_stays_offline(small, tmp_path):
+    """A folder of an offline run, ready for `wandb sync`."""
+    pytest.importorskip("wandb", reason="the extra coterie[wandb] is not installed")
+    trackers.export(find_runs([small / "DAC" / "seed-0"])[0], trackers.opener("wandb", tmp_path))
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert list(folder.glob("*.wandb"))
+
+
+def test_the_command_copies_every_run_and_names_what_it_left_out(small, tmp_path, monkeypatch):
+    """Three runs can be read; the fourth is damaged."""
+    opened = []
+    monkeypatch.setattr(
+        trackers, "opener", lambda to, out: lambda name, settings: opened.append(name) or Kept(name, {})
+    )
+    (small / "DAC" / "seed-0" / "metrics.parquet").write_bytes(b"")
+    told = CliRunner().invoke(app, ["track", str(small), "--to", "wandb", "--out", str(tmp_path / "t")])
+    assert "left out" in told.stderr
+    assert told.stdout == f"3 runs written to {tmp_path / 't'}\n"
+    assert opened == ["small-DAC-seed-1", "small-Local-seed-0", "small-Local-seed-1"]
