@@ -137,6 +137,10 @@ class Reply:
         )
 
 
+COHORT = 1 << 10
+"""Exchanges after the g-th choice of a cohort in a round are numbered from g times this, so that processes whose
+clients sat out the exchanges before are in step again."""
+
 Rule = Callable[[Any, Message], tuple[Any, Reply]]
 """A server's pure function: (shared state, message of the cohort in the order of ids) -> (shared state, reply)."""
 

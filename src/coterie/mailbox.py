@@ -13,10 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie.errors import ExchangeError
-from coterie.exchange import Inbox, InMemory, Message, Reply, Rule, check_peers, read
+from coterie.exchange import COHORT, Inbox, InMemory, Message, Reply, Rule, check_peers, read
 from coterie.rng import Rng
-
-_GROUP = 1 << 10  # more exchanges than any cohort makes
 
 
 class PostOffice:
@@ -161,7 +159,7 @@ class Mailbox:
         Exchanges are numbered anew, so that a process that sat out the last ones is in step again.
         """
         address, self._groups = (self._round, self._groups), self._groups + 1
-        self._number = self._groups * _GROUP
+        self._number = self._groups * COHORT
         if self.server:
             self.office.announce(address, compute())
         self._expected = self.office.announced(address)

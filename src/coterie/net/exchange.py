@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie.errors import ExchangeError, TransportError
-from coterie.exchange import Inbox, InMemory, Message, PeersMissing, Reply, Rule, check_peers, nbytes_row, read
+from coterie.exchange import COHORT, Inbox, InMemory, Message, PeersMissing, Reply, Rule, check_peers, nbytes_row, read
 from coterie.net.desk import Missing
 from coterie.net.payload import Template
 from coterie.net.post import Post, RoundMissed, gaps
@@ -250,6 +250,7 @@ class RemoteExchange:
     def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
         """Choose, in the server role, or learn from it who takes part from now on: see `Exchange.cohort`."""
         number, self._groups = self._groups, self._groups + 1
+        self._number = self._groups * COHORT
         address = Address(self._rng.round, number, -1, "cohort")
         if self.server:
             self._expected = compute()

@@ -232,6 +232,11 @@ def _check_cohorts(make: _Maker) -> None:
         settings = dataclasses.replace(make.settings, participation=participation)
         params = dataclasses.replace(make, settings=settings).run()
         assert bool(torch.isfinite(params).all()), f"with participation {participation:.2f} models are not finite"
+        if make.method.server:  # whoever is outside the cohort must stay in step
+            groups = [make.federation.ids.tolist()[::2], make.federation.ids.tolist()[1::2]]
+            result = run_grouped(make.federation, make.method, groups, model=make.model, settings=settings, server=1)
+            gap = float((result - params).abs().max())
+            assert gap < 1e-9, f"with participation {participation:.2f} hosting in groups changes it by {gap:.3g}"
 
 
 def _check_silence(make: _Maker) -> None:

@@ -226,6 +226,17 @@ def test_a_node_with_another_method_is_turned_away_and_told_why(networks):
     assert "method.num_peers is 5 there and 2 here" in told[5]
 
 
+@pytest.mark.parametrize("kind", ["fedavg", "fedgwc", "ditto"])
+def test_nodes_outside_a_cohort_stay_in_step(networks, kind):
+    """With half of the clients in a round, those who sat it out fetch the newest model like the others."""
+    network = networks(kind, participation=0.5, eval_every=1)
+    network.run()
+    plan = network.plan
+    run = simulate(FEDERATION, plan.method, model="linear", settings=plan.settings, seed=3)
+    assert torch.equal(torch.cat([network.nodes[i].loop.tracker.best for i in range(6)]), run.params)
+    assert joined(network, "metrics").equals(table(run.metrics))
+
+
 def test_a_node_with_other_clients_than_the_roster_says_is_refused(networks):
     network = networks("random")
     with pytest.raises(ConfigError, match=r"the data are of clients \[2\] of 6; on the roster n0 hosts \[0\] of 6"):
