@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -202,9 +202,9 @@ def show(
     json_: AsJson = False,
 ) -> None:
     """Show the results of a study again."""
-    from coterie.study import read_study
+    from coterie.sweep import read_sweep
 
-    _show(read_study(folder), json_)
+    _show(read_sweep(folder), json_)
 
 
 cli_report.add(app)
@@ -218,12 +218,13 @@ def _run(
     """Run a study with progress, then show it."""
     from coterie import display
     from coterie.fanout import cores
-    from coterie.study import run_study
+    from coterie.report import write_report
+    from coterie.sweep import expand, run_sweep
 
     console = Console(stderr=True)
     again = ["coterie", "resume", str(out / study.name), *(["--data-dir", str(data_dir)] if data_dir else [])]
-    with _resumable(out / study.name, shlex.join(again)), display.progress(study, console, quiet) as observer:
-        done = run_study(
+    with _resumable(out / study.name, shlex.join(again)), display.progress(expand(study), console, quiet) as observer:
+        done = run_sweep(
             study,
             out=out,
             data_dir=data_dir,
@@ -232,21 +233,23 @@ def _run(
             overwrite=overwrite,
             observer=observer,
         )
-    from coterie.report import write_report
-
-    report = write_report(done.folder)
+    reports = [write_report(one.folder) for one in done]
     _show(done, as_json)
     if not as_json:
-        for name, path in (("Runs", done.folder), ("Report", report)):
-            typer.echo(f"{name + ':':<8}{path}")
+        for one, report in zip(done, reports, strict=True):
+            typer.echo(f"Runs:   {one.folder}\nReport: {report}")
 
 
-def _show(study: Any, as_json: bool) -> None:
+def _show(studies: Sequence[Any], as_json: bool) -> None:
     from coterie import display
+    from coterie.sweep import joined
 
     if as_json:
-        typer.echo(json.dumps(study.summary, indent=1, ensure_ascii=False))
-    else:
+        typer.echo(json.dumps(joined(studies), indent=1, ensure_ascii=False))
+        return
+    for study in studies:
+        if len(studies) > 1:
+            typer.echo(f"{study.config.name}\n")
         display.results(study, Console())
 
 

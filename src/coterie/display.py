@@ -24,11 +24,11 @@ MEANS = {"all": "mean over clients", "clusters": "mean over clusters"}
 
 
 @contextmanager
-def progress(study: StudyConfig, console: Console, quiet: bool) -> Iterator[Observer]:
+def progress(studies: Sequence[StudyConfig], console: Console, quiet: bool) -> Iterator[Observer]:
     """Show how the runs of a study go on.
 
     Args:
-        study: what runs.
+        studies: what runs, one after another, with the same methods.
         console: where to write.
         quiet: show nothing.
 
@@ -38,14 +38,14 @@ def progress(study: StudyConfig, console: Console, quiet: bool) -> Iterator[Obse
     if quiet:
         yield lambda step: None
     elif console.is_terminal and not console.is_dumb_terminal:
-        with _live(study, console) as observer:
+        with _live(studies, console) as observer:
             yield observer
     else:
         yield _lines(console)
 
 
 @contextmanager
-def _live(study: StudyConfig, console: Console) -> Iterator[Observer]:
+def _live(studies: Sequence[StudyConfig], console: Console) -> Iterator[Observer]:
     columns = (
         TextColumn("{task.description:<14.14}"),
         BarColumn(bar_width=24),
@@ -55,15 +55,17 @@ def _live(study: StudyConfig, console: Console) -> Iterator[Observer]:
     )
     with Progress(*columns, console=console, transient=True) as bars:
         tasks: dict[str, TaskID] = {}
-        done: dict[tuple[str, int], int] = {}
-        for entry in study.methods:
-            rounds = (study.scaled(entry.label).settings.rounds + 1) * len(study.seeds)
+        latest: dict[tuple[str, int], int] = {}
+        for entry in studies[0].methods:
+            rounds = sum((study.scaled(entry.label).settings.rounds + 1) * len(study.seeds) for study in studies)
             tasks[entry.label] = bars.add_task(entry.label, total=rounds, value="")
 
         def observe(step: Step) -> None:
-            done[step.label, step.seed] = step.round + 2
-            rounds = sum(count for (label, _), count in done.items() if label == step.label)
-            bars.update(tasks[step.label], completed=rounds, value=_quality(step))
+            """A run that is resumed starts late, and stops early when all its clients have: both count as done."""
+            before = latest.get((step.label, step.seed), -2)
+            advance = step.round - before if step.round > before else step.round + 2
+            latest[step.label, step.seed] = step.round
+            bars.update(tasks[step.label], advance=advance, value=_quality(step))
 
         yield observe
 

@@ -38,25 +38,30 @@ def assign(content: dict[str, Any], assignment: str) -> None:
     _merge(content, nested, "")
 
 
-def put(content: dict[str, Any], path: str, value: Any) -> None:
-    """Put a plain value at a dotted path; see `assign`."""
+def put(content: dict[str, Any], path: str | Sequence[str], value: Any) -> None:
+    """Put a plain value at a path, dotted or in parts, into the table of a study file; see `assign`."""
     nested: Any = value
-    for key in reversed(list(_keys(path))):
+    for key in reversed(keys(path) if isinstance(path, str) else path):
         nested = {key: nested}
     _merge(content, nested, "")
 
 
-def _keys(path: str) -> list[str]:
-    """The parts of a dotted path, as TOML reads it."""
+def keys(path: str) -> list[str]:
+    """Return the parts of a dotted path, as TOML reads it.
+
+    Example:
+        >>> keys('methods."my DAC".tau')
+        ['methods', 'my DAC', 'tau']
+    """
     try:
         nested: Any = tomllib.loads(f"{path} = 0")
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path!r} is no path of a setting, such as methods.dac.tau: {error}") from error
-    keys = []
+    parts = []
     while isinstance(nested, dict):
-        keys.append(next(iter(nested)))
-        nested = nested[keys[-1]]
-    return keys
+        parts.append(next(iter(nested)))
+        nested = nested[parts[-1]]
+    return parts
 
 
 def _merge(content: dict[str, Any], nested: Mapping[str, Any], path: str) -> None:

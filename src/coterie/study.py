@@ -165,6 +165,8 @@ def run_study(
     """
     study = study if isinstance(study, StudyConfig) else config.load(study)
     require(workers >= 1, "workers", workers, "at least 1")
+    if study.sweep:
+        raise ConfigError(f"{study.name} is a sweep; run it with run_sweep")
     folder = Path(out) / study.name
     plan = _Plan(study, folder, None if data_dir is None else Path(data_dir), federation, model)
     _check_folder(study, folder, resume, overwrite)

@@ -204,7 +204,7 @@ def summarise(study: str | Path) -> dict[str, Any]:
     Returns:
         `study`, `rows` and `timing`. A row is the final test value of one metric of one method: the mean over the
         clients of one planted cluster, over all clients ("all"), or the unweighted mean over clusters ("clusters");
-        then mean and population standard deviation over the seeds.
+        then mean and population standard deviation over the seeds. `scale` is there when the rounds were scaled.
 
     Raises:
         DataError: when the folder holds no run.
@@ -246,7 +246,9 @@ def summary_of(runs: Sequence[StoredRun], study: str | Path) -> dict[str, Any]:
         for run in runs
         if (times := run.provenance.get("timing"))
     ]
-    return {"study": runs[0].study if runs else Path(study).name, "rows": rows, "timing": timing}
+    content: dict[str, Any] = {"study": runs[0].study if runs else Path(study).name, "rows": rows, "timing": timing}
+    scales = {float(run.config.get("scale", 1.0)) for run in runs} - {1.0}
+    return {**content, "scale": min(scales)} if scales else content
 
 
 def cluster_means(run: StoredRun, metric: str) -> dict[int | str, float]:

@@ -22,7 +22,7 @@ LAYERS = (
     ("overrides", "definition", "config", "catalogue", "fanout", "cost", "ledger", "graph", "cluster", "papers",
      "summary"),
     ("gallery", "payload", "report", "drawings", "watch", "figures", "trackers"),
-    ("study", "compare", "sheets", "tune"),
+    ("study", "sweep", "compare", "sheets", "tune"),
     ("display",),
     ("cli_report", "cli_compare", "net"),
     ("cli", "__main__"),

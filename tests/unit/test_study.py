@@ -83,6 +83,12 @@ def test_the_summary_has_the_agreed_shape_and_numbers(finished):
     assert (row["method"], row["seeds"]) == ("random", 2)
 
 
+def test_a_scaled_study_says_so_in_its_summary(finished, tmp_path):
+    scaled = run_study(small("scale=0.5", "seeds=[0]"), out=tmp_path, federation=tiny_federation())
+    assert scaled.summary["scale"] == 0.5
+    assert "scale" not in finished.summary
+
+
 def test_each_client_is_compared_with_itself_trained_alone(finished):
     gains = finished.gains()
     assert gains["baseline"] == "Alone"

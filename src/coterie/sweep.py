@@ -1,0 +1,164 @@
+"""Sweeps: one study for each point of a grid over its settings.
+
+Settings of methods and of training vary inside a study: a method comes once for each value, on the same data. Settings
+of the data or the model make studies of their own, in folders under that of the sweep:
+
+    runs/<sweep>/config.toml, summary.json         the sweep, and the rows of all its studies
+    runs/<sweep>/num_clients=20/                   a study like any other
+"""
+
+import copy
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coterie import config
+from coterie.definition import StudyConfig
+from coterie.errors import ConfigError, RunExistsError, unknown
+from coterie.overrides import keys, put
+from coterie.record import write_atomically
+from coterie.study import CONFIG, Study, read_study, run_study, stored
+
+SUMMARY = "summary.json"
+_FEDERATED = ("data", "model")
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """One setting that varies.
+
+    Args:
+        path: the setting, as parts of its dotted path.
+        values: what it takes.
+    """
+
+    path: tuple[str, ...]
+    values: Sequence[Any]
+
+    @property
+    def own_study(self) -> bool:
+        """Whether each value makes a study of its own."""
+        return self.path[0] in _FEDERATED
+
+    def tag(self, value: Any) -> str:
+        """Name a value, in a form that can be part of a folder's name."""
+        text = json.dumps(value) if isinstance(value, (list, dict, bool)) else str(value)
+        return f"{self.path[-1]}={re.sub(r'[^A-Za-z0-9._+-]+', '-', text).strip('-')}"
+
+
+def expand(study: StudyConfig) -> tuple[StudyConfig, ...]:
+    """Return the studies of a sweep; the study itself when it sweeps nothing.
+
+    Raises:
+        ConfigError: when a setting does not exist, or a value does not fit.
+    """
+    if not study.sweep:
+        return (study,)
+    content = config.table(study)
+    content.pop("sweep")
+    axes = [_Axis(tuple(keys(path)), values) for path, values in study.sweep.items()]
+    outer = [axis for axis in axes if axis.own_study]
+    content["methods"] = list(_methods(content["methods"], [axis for axis in axes if not axis.own_study]))
+    studies = []
+    for point in _points(outer):
+        changed = copy.deepcopy(content)
+        for axis, value in point:
+            put(changed, axis.path, value)
+        tag = ",".join(axis.tag(value) for axis, value in point)
+        studies.append(config.parse({**changed, "name": f"{study.name}/{tag}" if tag else study.name}))
+    return tuple(studies)
+
+
+def run_sweep(study: StudyConfig | str | Path, *, out: str | Path = "runs", **options: Any) -> tuple[Study, ...]:
+    """Run a study for each point of its sweep; a study without one is run as it is.
+
+    Args:
+        study: a study, the path of a study file, or the name of a built-in one.
+        out: the folder under which the sweep's folder is made.
+        options: those of `run_study`.
+
+    Returns:
+        One study, or one for each choice of the settings of data and model.
+
+    Raises:
+        RunExistsError: when the sweep's folder is there and neither `resume` nor `overwrite` is set.
+    """
+    study = study if isinstance(study, StudyConfig) else config.load(study)
+    studies = expand(study)
+    if [one.name for one in studies] == [study.name]:
+        return (run_study(studies[0], out=out, **options),)
+    folder = Path(out) / study.name
+    if (folder / CONFIG).exists() and not (options.get("resume") or options.get("overwrite")):
+        raise RunExistsError(f"{folder} exists; go on with it with --resume, start again with --overwrite")
+    done = []
+    for one in studies:
+        done.append(run_study(one, out=out, **options))
+        write_atomically(folder / CONFIG, config.dumps(study).encode())
+    write_atomically(folder / SUMMARY, (json.dumps(joined(done), indent=1) + "\n").encode())
+    return tuple(done)
+
+
+def read_sweep(folder: str | Path) -> tuple[Study, ...]:
+    """Read the finished runs of a sweep, or of a study, again.
+
+    Args:
+        folder: of a sweep, of a study, or of one of its runs.
+
+    Raises:
+        ConfigError: when there is none in the folder.
+    """
+    study, out = stored(folder)
+    return tuple(read_study(out / one.name) for one in expand(study))
+
+
+def joined(studies: Sequence[Study]) -> dict[str, Any]:
+    """Return the content of one summary.json for several studies of a sweep: their points are part of the labels."""
+    if len(studies) == 1:
+        return dict(studies[0].summary)
+    name = studies[0].config.name.rpartition("/")[0]
+    content: dict[str, Any] = {"study": name, "rows": [], "timing": []}
+    for one in studies:
+        point = one.config.name.removeprefix(f"{name}/")
+        for part in ("rows", "timing"):
+            content[part] += [{**row, "label": f"{row['label']}, {point}"} for row in one.summary[part]]
+    return content
+
+
+def _points(axes: Sequence[_Axis]) -> Iterator[list[tuple[_Axis, Any]]]:
+    """Every choice of one value for each axis."""
+    for values in itertools.product(*(axis.values for axis in axes)):
+        yield list(zip(axes, values, strict=True))
+
+
+def _methods(entries: Sequence[dict[str, Any]], axes: Sequence[_Axis]) -> Iterator[dict[str, Any]]:
+    """Each method once for every point of the axes that concern it, with the point in its label."""
+    used = set()
+    for entry in entries:
+        concerning = [axis for axis in axes if _concerns(axis, entry, entries)]
+        used |= {axis.path for axis in concerning}
+        for point in _points(concerning):
+            changed = copy.deepcopy(entry)
+            for axis, value in point:
+                path = axis.path[2:] if axis.path[0] == "methods" else axis.path
+                put(changed, path, value)
+            if point:
+                changed["label"] = " ".join([entry["label"], *(axis.tag(value) for axis, value in point)])
+                changed.pop("paper", None)  # the published row is of one setting
+            yield changed
+    for axis in axes:
+        if axis.path not in used:
+            names = {name for entry in entries for name in (entry["label"], entry["kind"])}
+            raise ConfigError(unknown("method of this study in sweep", axis.path[1], names))
+
+
+def _concerns(axis: _Axis, entry: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether an axis varies a method: it names the method's label, or its kind where no label is so called."""
+    if axis.path[0] != "methods":
+        return True
+    name = axis.path[1].lower()
+    labels = [other["label"].lower() for other in entries]
+    return entry["label"].lower() == name if name in labels else entry["kind"].lower() == name

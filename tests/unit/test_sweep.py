@@ -1,0 +1,124 @@
+"""Sweeps: every point once, on the same data where it can be, in studies of its own where it cannot."""
+
+import json
+
+import pytest
+
+from coterie import config
+from coterie.errors import ConfigError, RunExistsError
+from coterie.study import run_study
+from coterie.sweep import expand, read_sweep, run_sweep
+from coterie.testing import tiny_federation
+
+STUDY = """
+name = "tiny"
+rounds = 1
+seeds = [0]
+model = { kind = "linear" }
+
+[data]
+dataset = "digits"
+num_clients = 4
+train = 16
+validation = 8
+
+[[methods]]
+kind = "random"
+label = "Gossip"
+paper = "random/fedavg"
+num_peers = 2
+
+[[methods]]
+kind = "local"
+lr = 0.01
+"""
+
+
+def sweep(**axes):
+    lines = [f"{json.dumps(path.replace('__', '.'))} = {json.dumps(values)}" for path, values in axes.items()]
+    return config.loads(STUDY + "\n[sweep]\n" + "\n".join(lines))
+
+
+def labels(study):
+    return [entry.label for entry in study.methods]
+
+
+def test_a_study_that_sweeps_nothing_is_itself():
+    study = config.loads(STUDY)
+    assert expand(study) == (study,)
+
+
+def test_a_setting_of_a_method_repeats_that_method_alone_and_has_no_published_row():
+    (study,) = expand(sweep(methods__gossip__num_peers=[1, 3]))
+    assert labels(study) == ["Gossip num_peers=1", "Gossip num_peers=3", "local"]
+    assert [entry.method.num_peers for entry in study.methods[:2]] == [1, 3]
+    assert [entry.paper for entry in study.methods] == [None, None, None]
+    assert (study.name, study.sweep) == ("tiny", {})
+
+
+def test_a_kind_reaches_all_its_methods_and_two_axes_make_a_grid():
+    (study,) = expand(sweep(methods__random__num_peers=[1, 2], methods__local__lr=[0.1, 0.2]))
+    assert labels(study) == ["Gossip num_peers=1", "Gossip num_peers=2", "local lr=0.1", "local lr=0.2"]
+    assert [entry.settings.local.lr for entry in study.methods[2:]] == [0.1, 0.2]
+
+
+def test_a_setting_of_training_repeats_every_method_even_one_that_overrides_it():
+    (study,) = expand(sweep(local__lr=[0.5, 0.25], rounds=[2]))
+    assert labels(study)[0] == "Gossip lr=0.5 rounds=2"
+    assert [entry.settings.local.lr for entry in study.methods] == [0.5, 0.25, 0.5, 0.25]
+    assert {entry.settings.rounds for entry in study.methods} == {2}
+
+
+def test_settings_of_the_data_make_studies_of_their_own():
+    studies = expand(sweep(data__num_clients=[4, 6], data__train=[8, 16], methods__gossip__num_peers=[1, 2]))
+    assert [study.name for study in studies] == [
+        "tiny/num_clients=4,train=8",
+        "tiny/num_clients=4,train=16",
+        "tiny/num_clients=6,train=8",
+        "tiny/num_clients=6,train=16",
+    ]
+    assert [(study.data.num_clients, study.data.train) for study in studies] == [(4, 8), (4, 16), (6, 8), (6, 16)]
+    assert {tuple(labels(study)) for study in studies} == {("Gossip num_peers=1", "Gossip num_peers=2", "local")}
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        ({"methods__gosip__num_peers": [1]}, "did you mean 'Gossip'"),
+        ({"methods__gossip__num_peer": [1]}, "did you mean 'num_peers'"),
+        ({"data__trains": [1]}, "did you mean 'train'"),
+        ({"local__lr": ["fast"]}, "lr is 'fast'; expected a number"),
+    ],
+)
+def test_a_sweep_over_what_does_not_exist_is_refused(axes, said):
+    with pytest.raises(ConfigError) as caught:
+        expand(sweep(**axes))
+    assert said in str(caught.value)
+
+
+def test_a_sweep_runs_every_point_and_joins_the_summaries(tmp_path):
+    study = sweep(data__train=[8, 16])
+    heard = []
+    done = run_sweep(study, out=tmp_path, observer=heard.append)
+    assert {(step.label, step.round) for step in heard} == {(x, r) for x in ("Gossip", "local") for r in (-1, 0)}
+    joined = json.loads((tmp_path / "tiny/summary.json").read_text())
+    assert {row["label"] for row in joined["rows"]} == {f"{x}, train={n}" for x in ("Gossip", "local") for n in (8, 16)}
+    assert len(joined["timing"]) == 4
+    assert (tmp_path / "tiny/train=8/Gossip/seed-0/metrics.parquet").exists()
+    assert [one.summary for one in read_sweep(tmp_path / "tiny")] == [one.summary for one in done]
+    heard.clear()
+    with pytest.raises(RunExistsError):
+        run_sweep(study, out=tmp_path)
+    run_sweep(study, out=tmp_path, resume=True, observer=heard.append)
+    assert heard == []
+
+
+def test_a_sweep_over_methods_is_one_study(tmp_path):
+    (done,) = run_sweep(sweep(methods__gossip__num_peers=[1, 2]), out=tmp_path, federation=tiny_federation())
+    assert done.folder == tmp_path / "tiny"
+    assert list(done.rows["label"].unique()) == ["Gossip num_peers=1", "Gossip num_peers=2", "local"]
+
+
+def test_run_study_points_to_run_sweep(tmp_path):
+    with pytest.raises(ConfigError, match="run_sweep"):
+        run_study(sweep(data__train=[8]), out=tmp_path)
