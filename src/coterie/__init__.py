@@ -58,6 +58,7 @@ _HOME = {
     "Study": "coterie.study",
     "resume_study": "coterie.study",
     "run_study": "coterie.study",
+    "run_sweep": "coterie.sweep",
     "LocalTraining": "coterie.task",
     "Task": "coterie.task",
 }

@@ -48,6 +48,7 @@ from coterie.settings import Settings as Settings
 from coterie.study import Study as Study
 from coterie.study import resume_study as resume_study
 from coterie.study import run_study as run_study
+from coterie.sweep import run_sweep as run_sweep
 from coterie.task import LocalTraining as LocalTraining
 from coterie.task import Task as Task
 
