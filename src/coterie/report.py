@@ -20,7 +20,6 @@ from coterie.record import write_atomically
 from coterie.summary import HIGHER_IS_BETTER, Problem, StoredRun, find_runs
 
 SCRIPTS = ("core.js", "curves.js", "reads.js", "graph.js", "clients.js", "cost.js", "data.js", "main.js")
-PERCENT = frozenset({"accuracy", "balanced_accuracy", "top5_accuracy"})
 
 
 def write_report(study: str | Path, out: str | Path | None = None) -> Path:
@@ -178,6 +177,11 @@ def _evaluated(config: Mapping[str, Any]) -> str:
     return f"{which}, on test data that no client trained on"
 
 
+def is_share(metric: str) -> bool:
+    """Whether a metric is an accuracy of some kind, shown in per cent."""
+    return "accuracy" in metric
+
+
 def number(value: float | None, metric: str, *, signed: bool = False) -> str:
     """Write a value as the tables show it: accuracies in per cent with two decimals, else four digits.
 
@@ -188,7 +192,7 @@ def number(value: float | None, metric: str, *, signed: bool = False) -> str:
     if value is None or not math.isfinite(value):
         return "–"
     sign = "+" if signed else ""
-    return f"{100 * value:{sign}.2f}" if metric in PERCENT else f"{value:{sign}.4g}"
+    return f"{100 * value:{sign}.2f}" if is_share(metric) else f"{value:{sign}.4g}"
 
 
 def cell(value: float | None, text: str, css: str = "") -> str:
@@ -224,7 +228,7 @@ def result_table(data: Mapping[str, Any], metric: str) -> str:
             top = kind != "oracle" and row["mean"] is not None and sign * row["mean"] == best[column]
             line.append(cell(row["mean"], text, "best" if top else ""))
         body.append(f'<tr data-label="{escape(label)}">{"".join(line)}</tr>')
-    unit = "in per cent" if metric in PERCENT else ""
+    unit = "in per cent" if is_share(metric) else ""
     better = "higher" if sign > 0 else "lower"
     caption = f"Test {metric} {unit}, {better} is better; the best in bold, Oracle (which knows the clusters) aside."
     return (
@@ -256,7 +260,7 @@ def gain_table(data: Mapping[str, Any]) -> str:
             bad = row[name] > 0 if name == "lost" else row[name] < 0
             line.append(cell(row[name], text, "" if row[name] == 0 else "loss" if bad else "gain"))
         body.append(f'<tr data-label="{escape(row["label"])}">{"".join(line)}<td>{row["seeds"]}</td></tr>')
-    unit = "percentage points of test accuracy" if metric in PERCENT else f"test {metric}, turned so that + is better"
+    unit = "percentage points of test accuracy" if is_share(metric) else f"test {metric}, turned so that + is better"
     caption = (
         f"Gain of each client over the same client under {gains['baseline']} with the same seed, in {unit}; in "
         f"brackets Student's {round(100 * gains['confidence'])} % confidence interval over seeds."

@@ -48,8 +48,8 @@ shift = [{ kind = "rotation", degrees = [0, 90], sizes = [4, 2] }]
 kind = "linear"
 
 [[methods]]
-kind = "fix-topology"
-label = "Fixed (tau=1)"
+kind = "dac"
+label = "DAC (tau=30)"
 num_peers = 2
 
 [[methods]]
@@ -194,7 +194,7 @@ def test_the_numbers_in_the_page_are_those_of_the_summary(browser, study):
     assert [float(cell.get_attribute("data-value")) for cell in cells] == [row["mean"] for row in expected]
     texts = [f"{100 * row['mean']:.2f} ± {100 * row['std']:.2f}" for row in expected]
     assert [cell.text for cell in cells] == texts
-    assert "Fixed (tau=1)" in table.text
+    assert "DAC (tau=30)" in table.text
 
 
 def test_the_slider_moves_through_the_rounds(browser, study):
@@ -227,7 +227,7 @@ def test_the_table_of_clients_sorts_and_opens_a_client(browser, study):
         return [row.find_elements(By.TAG_NAME, "td")[place].text for row in visible(browser, "#view-clients tr.pick")]
 
     heads = visible(browser, "#view-clients th button")
-    place = next(i for i, head in enumerate(heads) if head.text == "Fixed (tau=1)")
+    place = next(i for i, head in enumerate(heads) if head.text == "DAC (tau=30)")
     heads[place].click()
     down = [float(text) for text in column(place)]
     heads[place].click()
@@ -240,7 +240,7 @@ def test_the_table_of_clients_sorts_and_opens_a_client(browser, study):
     row.send_keys(Keys.ENTER)
     detail = browser.find_element(By.ID, "client-detail")
     assert f"Client {client}" in detail.text
-    assert "Peers it read most: Fixed (tau=1)" in detail.text
+    assert "Peers it read most: DAC (tau=30)" in detail.text
     assert "Labels of its training data" in detail.text
     assert logs(browser)[0] == []
 
@@ -282,8 +282,8 @@ def test_hostile_names_stay_text_in_every_view(browser, study, tmp_path):
     """A label and a cluster that hold markup are shown as written; nothing of them runs."""
     evil = "<img src=x onerror=document.title=1>"
     copy = shutil.copytree(study, tmp_path / "evil")
-    for path in (copy / "Fixed (tau=1)").glob("*/config.toml"):
-        path.write_text(path.read_text().replace('"Fixed (tau=1)"', json.dumps(evil)))
+    for path in (copy / "DAC (tau=30)").glob("*/config.toml"):
+        path.write_text(path.read_text().replace('"DAC (tau=30)"', json.dumps(evil)))
     told = json.loads((copy / "federation.json").read_text())
     (copy / "federation.json").write_text(
         json.dumps(told | {"clusters": [evil, "b"], "shift": [evil] * 6, "name": evil})

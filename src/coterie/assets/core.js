@@ -139,7 +139,7 @@ function tooltipStyle() {
 function axis(name, extra = {}) {
   return {
     name, nameLocation: "middle", nameGap: 30, nameTextStyle: { color: css("--muted") },
-    axisLabel: { color: css("--muted") }, axisLine: { lineStyle: { color: css("--line") } },
+    axisLabel: { color: css("--muted") }, axisLine: { onZero: false, lineStyle: { color: css("--line") } },
     splitLine: { lineStyle: { color: css("--line"), opacity: 0.6 } }, ...extra,
   };
 }

@@ -18,9 +18,12 @@ page.views.push({
       { name: "samples trained on", show: (v) => show(v) },
       { name: "seconds for a run", show: (v) => show(v) },
     ];
+    const extra = data.cost.some((one) => one.extra_floats || one.extra_models);
+    if (extra) columns.splice(5, 0, { name: "further models", show: (v) => show(v) }, { name: "further numbers", show: (v) => show(v) });
     const number = (v) => (v === null ? NaN : v);
     root.append(h("div", { class: "scroll" }, sortable(columns, data.cost.map((one) => ({
-      cells: [label(one), one.reads, one.bytes, one.missing, number(one.passes), number(one.train_samples), number(one.wall_s)],
+      cells: [label(one), one.reads, one.bytes, one.missing, number(one.passes),
+        ...(extra ? [number(one.extra_models), number(one.extra_floats)] : []), number(one.train_samples), number(one.wall_s)],
     })), { label: "Cost per method" })));
     root.append(h("p", { class: "note" }, "Means over clients and seeds. Forward passes are those spent on judging received models, counted by the methods that judge by loss; “–” where a method counts none."));
     if (!talking.length) return;
@@ -51,8 +54,11 @@ page.views.push({
   },
 });
 
+/* What a method had reached when it had received so many bytes, interpolated between its rounds. */
 function reachedAt(one, budget) {
-  let reached = NaN;
-  one.spent.forEach((spent, i) => { if (spent <= budget * 1.000001 && one.reached[i] !== null) reached = one.reached[i]; });
-  return reached;
+  const known = one.spent.map((s, i) => [s, one.reached[i]]).filter(([, r]) => r !== null);
+  const after = known.findIndex(([spent]) => spent >= budget);
+  if (after <= 0) return after === 0 ? known[0][1] : known.at(-1)?.[1] ?? NaN;
+  const [[x0, y0], [x1, y1]] = [known[after - 1], known[after]];
+  return x1 > x0 ? y0 + ((y1 - y0) * (budget - x0)) / (x1 - x0) : y1;
 }

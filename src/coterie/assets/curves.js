@@ -64,7 +64,7 @@ page.views.push({
       }
       const { split } = kinds[state.kind];
       const seeds = Math.max(...data.curves.map((c) => c.seeds));
-      box.append(h("p", { class: "note" }, `Models after each round on each client's own ${split} data. ` +
+      box.append(h("p", { class: "note" }, `Models after each round on each client's own ${split} data; round −1 is the warm-up. ` +
         (seeds > 1 ? `Lines are means over ${seeds} seeds, bands one standard deviation over seeds.` : "One seed, so no bands.") +
         " Scroll on the chart to zoom; click a name in the legend to hide it."));
     }
