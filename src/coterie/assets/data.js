@@ -39,7 +39,7 @@ page.views.push({
   ready: () => true,
   async draw(root, data) {
     root.append(h("h2", {}, "Run it again"), h("pre", { id: "command" }, data.command ?? ""),
-      h("p", { class: "note" }, "The study's config.toml, beside this page, is fully resolved: every setting is in it."));
+      h("p", { class: "note" }, "In the folder that holds the study's. Its config.toml is fully resolved: every setting is in it."));
     if (data.study_config) root.append(h("details", {}, h("summary", {}, "config.toml"), h("pre", {}, data.study_config)));
     const environment = (stored) => {
       const hardware = stored.hardware ?? {};

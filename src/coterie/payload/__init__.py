@@ -69,7 +69,7 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
             "provenance": [_provenance(run) for run in runs],
             "clients": clients(alike, metric, population),
             "data": json.loads(path.read_text("utf-8")) if path.is_file() else None,
-            "command": f"coterie run {shlex.quote(f'{folder.as_posix()}/{CONFIG}')} --out elsewhere",
+            "command": f"coterie run {shlex.quote(f'{runs[0].study}/{CONFIG}')} --out again",
             "study_config": config.read_text("utf-8") if config.is_file() else None,
             "problems": [{"folder": problem.folder.name, "reason": problem.reason} for problem in problems],
         }
