@@ -57,24 +57,21 @@ def heatmaps(runs: Named) -> Drawn:
     groups = {name: group for name, group in _groups(runs).items() if any(len(run.edges) for run in group)}
     if not groups:
         raise DataError("no method here reads other clients; there is nothing to show in a heatmap")
-    truths = {name: group[0].clients for name, group in groups.items()}
-    counts = {}
-    for name, group in groups.items():
-        counts[name] = sum(graph.heatmap(run.edges, len(truths[name])) for run in group)
-    most = max(float(np.max(count)) for count in counts.values())
+    counts = {name: _reads(group) for name, group in groups.items()}
+    most = max(int(count.max()) for count in counts.values())
     figure, panels = _panels(len(groups))
     norm, rows = PowerNorm(0.5, 0, most), []
     for axes, (name, count) in zip(panels, counts.items(), strict=True):
-        cluster = truths[name].to_numpy()
+        cluster = _planted(groups[name], len(count))
         order = np.argsort(cluster, kind="stable")
         axes.grid(visible=False)
-        axes.imshow(np.asarray(count)[order][:, order], cmap="magma_r", norm=norm)
+        axes.imshow(count[order][:, order], cmap="magma_r", norm=norm)
         for edge in np.flatnonzero(np.diff(cluster[order])) + 0.5:
             axes.axhline(edge, color="#888888", lw=0.5)
             axes.axvline(edge, color="#888888", lw=0.5)
         axes.set(title=name, xlabel="client read", ylabel="client that reads")
-        reader, read = np.nonzero(np.asarray(count))
-        rows += [(name, int(i), int(j), int(np.asarray(count)[i, j])) for i, j in zip(reader, read, strict=True)]
+        reader, read = np.nonzero(count)
+        rows += [(name, int(i), int(j), int(count[i, j])) for i, j in zip(reader, read, strict=True)]
     figure.colorbar(ScalarMappable(norm, "magma_r"), ax=panels, label="times read (square-root scale)", shrink=0.8)
     return figure, pd.DataFrame(rows, columns=["method", "reader", "read", "times"])
 
@@ -146,8 +143,8 @@ def graphs(runs: Named, *, peers: int = 3) -> Drawn:
     figure, panels = _panels(len(groups))
     rows = []
     for axes, (name, group) in zip(panels, groups.items(), strict=True):
-        cluster = group[0].clients.to_numpy()
-        count = np.asarray(sum(graph.heatmap(run.edges, len(cluster)) for run in group))
+        count = _reads(group)
+        cluster = _planted(group, len(count))
         angle = np.empty(len(cluster))
         angle[np.argsort(cluster, kind="stable")] = 2 * np.pi * np.arange(len(cluster)) / len(cluster)
         x, y = np.cos(angle), np.sin(angle)
@@ -262,6 +259,18 @@ def _setting(run: StoredRun, name: str) -> Any:
     places = (run.method, run.config.get("local") or {}, run.config.get("data") or {}, run.config)
     value = next((place[name] for place in places if name in place), None)
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _reads(group: Sequence[StoredRun]) -> np.ndarray:
+    """Who read whom, all seeds together."""
+    population = max(run.population for run in group)
+    return np.sum([graph.heatmap(run.edges, population) for run in group], axis=0)
+
+
+def _planted(group: Sequence[StoredRun], population: int) -> np.ndarray:
+    cluster = np.full(population, -1)
+    cluster[: group[0].population] = group[0].planted
+    return cluster
 
 
 def _groups(runs: Named) -> dict[str, list[StoredRun]]:

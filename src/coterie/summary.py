@@ -8,7 +8,7 @@ import json
 import math
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
+from jaxtyping import Int
 from scipy import stats
 
 from coterie.errors import DataError
@@ -80,6 +81,17 @@ class StoredRun:
         first = self.metrics.drop_duplicates("client")
         return pd.Series(first["cluster"].to_numpy(), index=first["client"].to_numpy()).sort_index()
 
+    @cached_property
+    def population(self) -> int:
+        """How many clients there are, as far as the tables tell: a node's own are not all of them."""
+        read = [self.edges[name].to_numpy(np.int64) for name in ("reader", "read")]
+        return max(int(ids.max()) for ids in (self.clients.index.to_numpy(np.int64), *read) if len(ids)) + 1
+
+    @cached_property
+    def planted(self) -> Int[np.ndarray, " population"]:
+        """The planted cluster of each member of the population; -1 where it is not known."""
+        return self.clients.reindex(range(self.population), fill_value=-1).to_numpy(np.int64)
+
     @property
     def rounds(self) -> int:
         """How many rounds the tables hold."""
@@ -118,6 +130,7 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[StoredRun], list[Proble
 
     Returns:
         The runs, and the folders that look like a run but could not be read; both in order of study, method, seed.
+        The folders of nodes that each hosted some clients of one run are one run.
 
     Raises:
         DataError: when a path is missing, or holds no run at all.
@@ -132,7 +145,34 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[StoredRun], list[Proble
         for folder in folders:
             run = read_run(folder)
             (runs if isinstance(run, StoredRun) else problems).append(run)
-    return runs, problems
+    return _joined(runs), problems
+
+
+def _joined(runs: Sequence[StoredRun]) -> list[StoredRun]:
+    """Put together what several nodes hosted of one run: same study, method and seed, and no client twice."""
+    out: list[StoredRun] = []
+    for run in runs:
+        key, ids = (run.study, run.label, run.seed), set(run.clients.index)
+        for place, other in enumerate(out):
+            if (other.study, other.label, other.seed) == key and ids.isdisjoint(other.clients.index):
+                out[place] = _join(other, run)
+                break
+        else:
+            out.append(run)
+    return out
+
+
+def _join(a: StoredRun, b: StoredRun) -> StoredRun:
+    times = [run.provenance.get("timing") or {} for run in (a, b)]
+    timing = {name: sum(time.get(name, 0) for time in times) for name in ("train_s", "train_samples")}
+    timing["wall_s"] = max(time.get("wall_s", 0.0) for time in times)
+    done = all(run.provenance.get("done") for run in (a, b))
+    return replace(
+        a,
+        provenance={**a.provenance, "done": done, "timing": timing},
+        metrics=pd.concat([a.metrics, b.metrics], ignore_index=True),
+        edges=pd.concat([run.edges for run in (a, b) if len(run.edges)] or [a.edges], ignore_index=True),
+    )
 
 
 def _run_folders(path: Path) -> list[Path]:

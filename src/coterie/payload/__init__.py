@@ -45,9 +45,9 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
     folder = folder or runs[0].folder.parent.parent
     metric = main_metric(runs)
     truth = runs[0].clients
-    population = int(truth.index.to_numpy().max()) + 1
+    population = max(run.population for run in runs)
     cluster = np.full(population, -1)
-    cluster[truth.index] = truth.to_numpy()
+    cluster[: runs[0].population] = runs[0].planted
     names = cluster_names(folder, (int(c) for c in np.unique(cluster) if c >= 0))
     groups = by_label(runs)
     alike = {label: [run for run in group if run.clients.equals(truth)] for label, group in groups.items()}

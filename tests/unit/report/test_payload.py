@@ -147,3 +147,15 @@ def test_labels_that_a_method_found_are_compared_with_the_truth(write_run, tmp_p
     assert (labels["ari"], labels["groups"]) == ([0.0, 1.0], [1.0, 2.0])
     np.testing.assert_array_equal(unpack(labels["label"]), [[3, 3, 3, 3], [5, 5, 2, 2]])
     assert data["curves"] == []
+
+
+def test_a_node_that_hosts_one_client_has_a_page(write_run, tmp_path):
+    """Its own row, and reads of clients that it does not host; no planted cluster is known."""
+    metrics = [(r, 2, -1, "validation", "current", "loss", 2.0 - r) for r in (0, 1)]
+    edges = [(0, 2, 5, "mix", 0.5, 100), (1, 2, 0, "missing", 0.0, 0)]
+    write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=metrics, edges=edges, done=False)
+    data = payload(*find_runs([tmp_path / "s"]))
+    assert data["cluster"] == [-1] * 6
+    assert data["clusters"] == []
+    assert data["reads"]["expected"] is None
+    assert unpack(data["reads"]["methods"][0]["counts"]).sum() == 1

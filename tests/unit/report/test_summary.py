@@ -147,3 +147,39 @@ def test_methods_come_in_the_order_of_the_study(small):
     """The study says Local before DAC; what it does not name comes last."""
     (small / "config.toml").write_text('[[methods]]\nkind = "local"\nlabel = "Local"\n')
     assert [run.label for run in summary.find_runs([small])[0]] == ["Local", "Local", "DAC", "DAC"]
+
+
+def test_nodes_that_each_hosted_some_clients_are_one_run(tmp_path, write_run, final_rows):
+    """Two nodes of one run, one of them still at work, then done: three clients together, times added up."""
+    clusters = [0, 0, 1]
+    rows = final_rows([0.2, 0.4, 0.9], clusters)
+    common = {"kind": "dac", "label": "DAC", "seed": 3, "study": "real"}
+    write_run(tmp_path / "north/real/DAC/seed-3", **common, metrics=rows[:2], edges=[(0, 0, 2, "mix", 0.5, 8)])
+    write_run(
+        tmp_path / "south/real/DAC/seed-3", **common, metrics=rows[2:], edges=[(0, 2, 1, "mix", 0.5, 8)], done=False
+    )
+    (run,), _ = summary.find_runs([tmp_path])
+    assert (run.finished, len(run.edges), run.population) == (False, 2, 3)
+    path = tmp_path / "south/real/DAC/seed-3/provenance.json"
+    path.write_text(path.read_text().replace('"done": false', '"done": true'))
+    (run,), _ = summary.find_runs([tmp_path])
+    assert run.final("accuracy").to_dict() == {0: 0.2, 1: 0.4, 2: 0.9}
+    assert run.provenance["timing"] == {"train_s": 3.0, "train_samples": 1920, "wall_s": 5.0}
+
+
+def test_one_node_alone_knows_its_own_rows_only(tmp_path, write_run, final_rows):
+    """Client 1 of at least four: it read client 3, whose cluster it does not know."""
+    rows = [(1, 1, -1, "test", "best", "accuracy", 0.5)]
+    write_run(
+        tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=rows, edges=[(0, 1, 3, "mix", 1.0, 8)]
+    )
+    (run,), _ = summary.find_runs([tmp_path / "s"])
+    assert run.population == 4
+    assert run.planted.tolist() == [-1, -1, -1, -1]
+
+
+def test_the_same_clients_under_the_same_name_are_two_runs(tmp_path, write_run, final_rows):
+    """Two points of a sweep are not parts of one run."""
+    for point in ("a", "b"):
+        write_run(tmp_path / point / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=final_rows([0.5], [0]))
+    assert len(summary.find_runs([tmp_path])[0]) == 2
