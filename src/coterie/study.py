@@ -86,6 +86,8 @@ class _Plan:
         entry = self.config.scaled(job.label)
         folder = run_folder(self.folder, job)
         folder.mkdir(parents=True, exist_ok=True)
+        for unfinished in folder.glob(".*.tmp"):  # of a process that was killed while writing
+            unfinished.unlink()
         write_atomically(folder / CONFIG, config.dumps(self.config.only(job.label, job.seed)).encode())
         run = simulate(
             self.data(job.seed),
@@ -299,5 +301,5 @@ def _prepare(study: StudyConfig, folder: Path, federation: Federation, overwrite
     if overwrite and folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / summary.FEDERATION, (json.dumps(describe(federation)) + "\n").encode())
     write_atomically(folder / CONFIG, config.dumps(study).encode())
+    write_atomically(folder / summary.FEDERATION, (json.dumps(describe(federation)) + "\n").encode())

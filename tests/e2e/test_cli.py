@@ -146,6 +146,7 @@ def test_a_file_that_cannot_grow_is_one_line_and_the_study_goes_on_later(tmp_pat
     full = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert full.returncode == 2
     assert len(full.stderr.splitlines()) == 1, full.stderr
+    assert "cannot write: File too large: runs/tiny/" in full.stderr
     assert "go on with: coterie resume runs/tiny" in full.stderr
     status, _, err = finish(start(tmp_path, "resume", "runs/tiny"))
     assert status == 0, err

@@ -142,6 +142,20 @@ def test_a_study_stopped_anywhere_goes_on_to_the_same_bytes(finished, tmp_path, 
     assert contents(done.folder) == contents(finished.folder)
 
 
+def test_what_a_killed_process_left_half_written_is_cleared_away(tmp_path):
+    federation = tiny_federation()
+
+    def stop(step):
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run_study(small("seeds=[0]"), out=tmp_path, federation=federation, observer=stop)
+    half = run_folder(tmp_path / "tiny", Job("random", 0)) / ".metrics.parquet.abc.tmp"
+    half.write_bytes(b"half")
+    resume_study(tmp_path / "tiny", federation=federation)
+    assert not half.exists()
+
+
 def test_resuming_a_finished_study_runs_nothing(finished):
     before = contents(finished.folder)
     heard = []
