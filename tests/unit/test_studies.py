@@ -19,7 +19,12 @@ FORMS = {
     "cifar100": ((3, 32, 32), 100),
     "mnist": ((1, 28, 28), 10),
     "fashion_mnist": ((1, 28, 28), 10),
+    "emnist": ((1, 28, 28), 47),
+    "tiny_imagenet": ((3, 64, 64), 200),
+    "landmarks-user-160k": ((3, 64, 64), 30),
+    "inaturalist-user-120k": ((3, 64, 64), 30),
 }
+USERS = 20
 NAMES = list(config.builtin())
 
 
@@ -31,23 +36,24 @@ def source(name):
     shape, classes = FORMS[name]
 
     def part(size):
-        return Samples(torch.zeros(size, *shape, dtype=torch.uint8), torch.arange(size) % classes)
+        users = {"user_id": torch.arange(size) % USERS}
+        return Samples(torch.zeros(size, *shape, dtype=torch.uint8), torch.arange(size) % classes, users)
 
-    return Source(name, part(2000), part(classes), classes)
+    return Source(name, part(2000), part(600), classes)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_study_can_start(name):
     """Its clients get few samples each; its first method takes a look at the model; clusters have the paper's names."""
     study = config.load(name)
-    data = replace(study.data, train=2, validation=1)
+    data = replace(study.data, train=2, validation=1, test_samples=1 if study.data.test == "client" else None)
     federation = build_from_sources(data, [source(one) for one in data.names], Rng(0))
-    assert len(federation) == (study.data.num_clients or 20)
+    assert len(federation) == (study.data.num_clients or USERS)
     if study.paper is not None:
         published = {p.cluster for p in papers.published(study.paper) if p.metric in ("accuracy", "mse")}
         assert published - {"all", "clusters"} <= set(federation.truth.names)
     entry = study.methods[0]
-    if not study.model.kind.startswith("resnet"):  # torchvision, and a file with weights
+    if not study.model.kind.startswith(("resnet", "mobilenet", "squeezenet")):  # torchvision, and files with weights
         make_task(federation, entry.method, study.model.kind, replace(entry.settings, engine="loop"))
 
 
