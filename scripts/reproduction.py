@@ -5,8 +5,8 @@
     python scripts/reproduction.py            (`--check` only says whether the page is up to date)
 
 A stored study is docs/reference/runs/<study>/: summary.json and config.toml as the study left them, origin.json with
-the command and the machine, and notes.md, written by hand, with what explains the differences. No number of the tables
-is typed.
+the command and the machine, notes.md, written by hand, with what explains the differences, and where needed trials.json
+with further runs. No number of the tables is typed.
 """
 
 import json
@@ -47,11 +47,22 @@ def store(run: Path, command: str) -> Path:
         "hardware": first["hardware"],
         "engines": sorted({run.provenance["engine"]["name"] for run in runs}),
         "runs": len(runs),
+        "rounds": max(run.rounds for run in runs),
+        "rounds_trained": {label: round(_trained(group), 1) for label, group in summary.by_label(runs).items()},
         "wall_s": round(sum(t["wall_s"] for t in content["timing"]), 1),
         "train_samples": sum(t["train_samples"] for t in content["timing"]),
     }
     (target / "origin.json").write_text(json.dumps(origin, indent=1) + "\n")
     return target
+
+
+def _trained(runs: list[summary.StoredRun]) -> float:
+    """Return in how many rounds a client trained, mean over clients and runs: fewer than all where it stopped."""
+    total = 0
+    for run in runs:
+        rows = run.metrics
+        total += int(((rows["split"] == "train") & (rows["metric"] == "loss") & (rows["round"] >= 0)).sum())
+    return total / sum(len(run.clients) for run in runs)
 
 
 def section(folder: Path) -> str:
@@ -66,6 +77,12 @@ def section(folder: Path) -> str:
         f"{origin['python']}, torch {packages['torch']}, numpy {packages['numpy']}, engine "
         f"{' and '.join(origin['engines'])}."
     )
+    trained = origin["rounds_trained"].values()
+    if min(trained) < origin["rounds"]:
+        cost += (
+            f" Of the {origin['rounds']} rounds clients trained in {min(trained):g} to {max(trained):g} on average, by "
+            "method, before they stopped early."
+        )
     parts = [
         f"## {result.study.name}",
         result.study.description,
@@ -76,11 +93,23 @@ def section(folder: Path) -> str:
     notes = folder / "notes.md"
     if notes.exists():
         parts.append(notes.read_text().strip())
+    trials = folder / "trials.json"
+    if trials.exists():
+        parts += [
+            "### Further runs with one setting changed",
+            sheets.markdown(_trials(json.loads(trials.read_text()))).strip(),
+        ]
     for sheet in sheets.against_paper(comparison):
         parts += [f"### {sheet.title}", sheets.markdown(sheet).strip()]
     if comparison.notes:
         parts.append("On the printed numbers: " + " ".join(comparison.notes))
     return "\n\n".join(parts) + "\n"
+
+
+def _trials(rows: list[dict]) -> sheets.Sheet:
+    """Return the experiments that explain differences."""
+    cells = [(r["label"], r["changes"], f"{r['mean']:.2f} ± {r['std']:.2f}", str(r["seeds"])) for r in rows]
+    return sheets.Sheet("", ("method", "changed", f"test {rows[0]['metric']}", "seeds"), cells)
 
 
 def page() -> str:

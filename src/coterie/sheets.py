@@ -64,7 +64,7 @@ def _numbers(comparison: Comparison) -> Sheet:
         (
             line.label,
             MEANS.get(line.cluster, line.cluster) if line.metric != "std_over_clusters" else "deviation over clusters",
-            _spread(line.metric, line.ours, line.std if line.seeds else None),
+            _spread(line.metric, line.ours, line.std if line.seeds > 1 else None),
             _spread(line.metric, line.paper, line.paper_std),
             _signed(line),
             "yes" if line.within else "no",
