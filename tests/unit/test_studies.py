@@ -13,6 +13,7 @@ from coterie.errors import ModelError
 from coterie.models import build
 from coterie.rng import Rng
 from coterie.run import make_task
+from coterie.sweep import expand
 
 FORMS = {
     "cifar10": ((3, 32, 32), 10),
@@ -66,6 +67,13 @@ def test_a_study_says_what_it_is(name):
     if study.paper is not None:
         named = {entry.paper for entry in study.methods if entry.paper}
         assert named == set(papers.rows(study.paper)), "every published row has its method"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if config.load(name).sweep])
+def test_a_sweep_changes_something_at_every_point(name):
+    studies = expand(config.load(name))
+    points = {config.digest(study.only(entry.label, 0)) for study in studies for entry in study.methods}
+    assert len(points) == sum(len(study.methods) for study in studies) > len(config.load(name).methods)
 
 
 def test_every_published_experiment_has_its_study():
