@@ -123,7 +123,7 @@ def test_a_label_group_without_test_samples_is_an_error(tmp_path):
     ("change", "error", "message"),
     [
         ({"num_client": 3}, ConfigError, "data: unknown key 'num_client'; did you mean 'num_clients'"),
-        ({"num_clients": "8"}, ConfigError, "data: num_clients is '8'; expected a whole number or nothing"),
+        ({"num_clients": "8"}, ConfigError, "data: num_clients is '8'; expected a whole number or \"none\""),
         ({"num_clients": 0}, ConfigError, "num_clients is 0; expected at least 1"),
         ({"train": None}, ConfigError, "validation is 5 but train is not given"),
         ({"normalise": "full"}, ConfigError, "expected 'half' or 'standard' or 'none'"),
