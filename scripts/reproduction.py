@@ -40,6 +40,7 @@ def store(run: Path, command: str) -> Path:
     shutil.copy(run / summary.CONFIG, target / summary.CONFIG)
     runs, _ = summary.find_runs([run])
     first = runs[0].provenance
+    started, ended = (run / summary.CONFIG).stat().st_mtime, (run / "summary.json").stat().st_mtime
     origin = {
         "command": command,
         "python": first["python"],
@@ -49,6 +50,7 @@ def store(run: Path, command: str) -> Path:
         "runs": len(runs),
         "rounds": max(run.rounds for run in runs),
         "rounds_trained": {label: round(_trained(group), 1) for label, group in summary.by_label(runs).items()},
+        "elapsed_s": round(ended - started, 1),  # of a study that was run in one go
         "wall_s": round(sum(t["wall_s"] for t in content["timing"]), 1),
         "train_samples": sum(t["train_samples"] for t in content["timing"]),
     }
@@ -71,9 +73,13 @@ def section(folder: Path) -> str:
     comparison = compare.with_paper(result)
     origin = json.loads((folder / "origin.json").read_text())
     machine, packages = origin["hardware"], origin["packages"]
+    cores = f"{machine['cores']} {machine['machine']} cores"
+    if "elapsed_s" in origin:
+        took = f"{origin['elapsed_s']:,.0f} s on the clock on {cores}, one thread a run"
+    else:
+        took = f"{origin['wall_s']:,.0f} s over all runs (one thread each, on {cores} shared with other work)"
     cost = (
-        f"{origin['runs']} runs, {origin['train_samples']:,} training samples, {origin['wall_s']:,.0f} s over all runs "
-        f"(one thread each, on {machine['cores']} {machine['machine']} cores shared with other work); Python "
+        f"{origin['runs']} runs, {origin['train_samples']:,} training samples, {took}; Python "
         f"{origin['python']}, torch {packages['torch']}, numpy {packages['numpy']}, engine "
         f"{' and '.join(origin['engines'])}."
     )
