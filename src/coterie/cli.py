@@ -6,6 +6,7 @@ progress and messages to standard error.
 
 import json
 import os
+import re
 import shlex
 import sys
 import warnings
@@ -145,7 +146,8 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method, in deta
                 console.print(f"    {escape(reference)}", highlight=False)
         return
     method = METHODS[name]
-    console.print(f"[bold]{name}[/bold]: {escape(method.summary)}\n\n{escape(catalogue.description(method))}\n")
+    paragraphs = re.sub(r"(?<!\n)\n(?=\w)", " ", catalogue.description(method))
+    console.print(f"[bold]{name}[/bold]: {escape(method.summary)}\n\n{escape(paragraphs)}\n")
     table = Table(box=None, pad_edge=False, header_style="dim")
     for head in ("parameter", "default", "meaning"):
         table.add_column(head, overflow="fold")

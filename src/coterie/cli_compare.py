@@ -20,7 +20,7 @@ def add(app: typer.Typer) -> None:
 
 def compare(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of studies that have run.")],
-    paper: Annotated[bool, typer.Option("--paper", help="Beside the published numbers, with the spec's rule.")] = False,
+    paper: Annotated[bool, typer.Option("--paper", help="Beside the published numbers, and which come back.")] = False,
     equal_bytes: Annotated[bool, typer.Option("--equal-bytes", help="Rank the methods at equal bytes.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print it as JSON, for programs.")] = False,
 ) -> None:
@@ -56,7 +56,8 @@ def compare(
 
 
 def _print_sheet(console: Console, sheet: Any) -> None:
-    table = Table(title=sheet.title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    console.print(sheet.title, style="italic", markup=False, highlight=False)
+    table = Table(box=None, pad_edge=False, header_style="dim")
     for place, head in enumerate(sheet.head):
         table.add_column(head, justify="left" if place == 0 else "right", overflow="fold")
     for row in sheet.rows:

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from coterie.definition import StudyConfig
 from coterie.run import Observer
@@ -119,9 +120,10 @@ def number(metric: str, value: float, digits: int = 1) -> str:
     return f"{100 * value:.{digits}f}" if metric == "accuracy" else f"{value:.4g}"
 
 
-def _table_of(rows: Any, metric: str, labels: Sequence[str], title: str, width: int) -> Table:
+def _table_of(rows: Any, metric: str, labels: Sequence[str], title: str, width: int) -> Group:
     """Methods x clusters, or clusters x methods where the clusters do not fit the width."""
     clusters = list(dict.fromkeys(rows["cluster"]))
+    seeds = int(rows["seeds"].max())
     cells = {(r.label, r.cluster): (r.mean, r.std) for r in rows.itertuples()}
     best = {
         cluster: (max if metric in HIGHER_IS_BETTER else min)(
@@ -134,13 +136,12 @@ def _table_of(rows: Any, metric: str, labels: Sequence[str], title: str, width: 
         if (label, cluster) not in cells:
             return "-"
         mean, std = cells[label, cluster]
-        text = f"{number(metric, mean)} ±{number(metric, std)}"
+        text = number(metric, mean) + (f" ±{number(metric, std)}" if seeds > 1 else "")
         return f"[bold]{text}[/bold]" if mean == best[cluster] else text
 
-    seeds = int(rows["seeds"].max())
-    title = f"{title}: mean ± std over {seeds} seed{'s' if seeds > 1 else ''}"
+    title += f": mean ± std over {seeds} seeds" if seeds > 1 else ": one seed"
     across = 12 + 11 * len(clusters) <= width or len(labels) > len(clusters)
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    table = Table(box=None, pad_edge=False, header_style="dim")
     heads, lines = (clusters, labels) if across else (labels, clusters)
     table.add_column("", overflow="fold")
     for head in heads:
@@ -148,14 +149,14 @@ def _table_of(rows: Any, metric: str, labels: Sequence[str], title: str, width: 
     for line in lines:
         values = [cell(line, head) if across else cell(head, line) for head in heads]
         table.add_row(MEANS.get(line, line), *values)
-    return table
+    return Group(Text(title, style="italic"), table)  # a title of the table itself would wrap at the table's width
 
 
-def _gain_table(gains: dict[str, Any], labels: Sequence[str]) -> Table:
+def _gain_table(gains: dict[str, Any], labels: Sequence[str]) -> Group:
     metric = gains["metric"]
     by_label = {row["label"]: row for row in gains["rows"]}
     title = f"\nGain over {gains['baseline']} of each client, {unit(metric)}: above 0 is better"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
     for head in ("mean", "worst tenth", "share that lost"):
         table.add_column(head, justify="right")
@@ -164,7 +165,7 @@ def _gain_table(gains: dict[str, Any], labels: Sequence[str]) -> Table:
             row = by_label[label]
             mean, worst = (_signed(metric, row[name]) for name in ("mean", "worst_tenth"))
             table.add_row(label, mean, worst, f"{100 * row['lost']:.0f} %")
-    return table
+    return Group(Text(title, style="italic"), table)
 
 
 def _signed(metric: str, value: float) -> str:

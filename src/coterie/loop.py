@@ -265,6 +265,8 @@ class Loop:
         last = self.next_round - 1
         model = "best" if self.settings.evaluate == "best_val" else "current"
         params = self.tracker.best if model == "best" else self._served(last)[0]
-        self.record.add_metrics(last, self.task.ids, "test", model, self._tested(last, params))
-        self.record.add_metrics(last, self.task.ids, "validation", model, self.task.measure(params, "validation"))
+        measured = {"test": self._tested(last, params), "validation": self.task.measure(params, "validation")}
+        for split, values in measured.items():
+            self.record.drop_metrics(last, split, model)  # the round may have measured its current models already
+            self.record.add_metrics(last, self.task.ids, split, model, values)
         return params

@@ -90,6 +90,14 @@ class Record:
                 value=value.detach().cpu().double().numpy(),
             )
 
+    def drop_metrics(self, round: int, split: str, model: str) -> None:
+        """Take back what was added of a split and a model in a round, since it is measured anew."""
+        wanted = {"round": round, "split": self._name(split), "model": self._name(model)}
+        for number, chunk in enumerate(self._metrics.chunks):
+            old = np.logical_and.reduce([chunk[name] == value for name, value in wanted.items()])
+            if old.any():
+                self._metrics.chunks[number] = {name: values[~old] for name, values in chunk.items()}
+
     def add_edges(self, round: int, ids: Int[Tensor, " clients"], info: Mapping[str, Tensor]) -> None:
         """Add the models that were read in a round, from the report of a method.
 

@@ -99,6 +99,13 @@ def test_measuring_more_often_does_not_change_the_trajectory():
     assert torch.equal(run(evaluate="final").params, run(evaluate="final", eval_every=1).params)
 
 
+@pytest.mark.parametrize("order", ["exchange_first", "train_first"])
+def test_no_metric_is_stored_twice_when_the_last_models_are_evaluated(order):
+    """The last round has measured them already, before its exchange where training comes first."""
+    rows = run(evaluate="final", eval_every=1, order=order).metrics
+    assert not rows.duplicated(["round", "client", "split", "model", "metric"]).any()
+
+
 def test_train_first_trains_before_the_exchange_and_has_no_warm_up():
     result = run(order="train_first", rounds=3, evaluate="final")
     assert result.timing["train_samples"] == 3 * 6 * 12
