@@ -19,6 +19,7 @@ import torch
 from coterie import config, overrides
 from coterie.config import StudyConfig
 from coterie.data import build_federation
+from coterie.definition import MethodConfig
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, require, unknown
 from coterie.fanout import fan_out
@@ -143,7 +144,7 @@ def tune(
     """
     grids = {entry.label: _grid_of(study, entry.label, grid) for entry in study.methods}
     for path in grid:
-        if not any(path.removeprefix(f"methods.{label}.") in axes for label, axes in grids.items()):
+        if not any(_setting(path, entry) in grids[entry.label] for entry in study.methods):
             raise ConfigError(f"--grid: no method of the study has a setting {path!r}; coterie methods lists them")
     work = _Work(config.dumps(replace(study, sweep={}, tune={})), data_dir, federation)
     trials: list[Trial] = []
@@ -242,17 +243,20 @@ def _grid_of(study: StudyConfig, label: str, grid: Mapping[str, Sequence[Any]]) 
     axes: dict[str, tuple[Any, ...]] = {}
     for path, values in sorted(grid.items(), key=lambda item: item[0].startswith("methods.")):
         require(len(values) > 0, f"grid of {path}", list(values), "at least one value")
-        key = path
-        if path.startswith("methods."):
-            head, _, key = path.removeprefix("methods.").rpartition(".")
-            names = {entry.label.lower(), entry.kind.lower()}
-            if head.strip('"').lower() not in names:
-                continue
-            if key not in known:
-                raise ConfigError(unknown(f"setting of {label}", key, known))
+        key = _setting(path, entry)
         if key in known:
             axes[key] = tuple(values)
+        elif key is not None and path.startswith("methods."):
+            raise ConfigError(unknown(f"setting of {label}", key, known))
     return axes
+
+
+def _setting(path: str, entry: MethodConfig) -> str | None:
+    """The setting that an axis names for a method, given for all, or for those of its label or kind; else None."""
+    if not path.startswith("methods."):
+        return path
+    head, _, key = path.removeprefix("methods.").rpartition(".")
+    return key if head.strip('"').lower() in (entry.label.lower(), entry.kind.lower()) else None
 
 
 def _points(axes: Mapping[str, Sequence[Any]]) -> list[Point]:

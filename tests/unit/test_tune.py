@@ -101,6 +101,12 @@ def test_an_axis_is_continued_by_its_own_ratio_or_step(values, chosen, wider):
     assert tune._continued(values, chosen) == wider
 
 
+def test_an_axis_may_be_given_for_every_method_of_a_kind(study):
+    """As with --set, "methods.local.lr" means the methods of the kind local, whatever their labels are."""
+    tuned = tune.tune(study, {"methods.local.lr": [0.0001, 0.001]}, widenings=0)
+    assert {t.label for t in tuned.trials if t.point} == {"Alone"}
+
+
 def test_a_setting_nobody_has_is_refused(study):
     with pytest.raises(ConfigError, match="no method of the study has a setting 'tua'"):
         tune.tune(study, {"tua": [1, 2]})
