@@ -36,6 +36,7 @@ class Head:
         schema: hash of the model's tensors.
         roster: version of the roster it has.
         time: its clock, in seconds since 1970.
+        met: the members that answered it at its start: those it counts on.
         settings: all that must be equal everywhere, as plain values.
     """
 
@@ -50,6 +51,7 @@ class Head:
     schema: str
     roster: int
     time: float
+    met: list
     settings: dict
 
     def seal(self, sign: Callable[[bytes], bytes]) -> bytes:
@@ -80,6 +82,8 @@ def read(data: bytes, verify: Callable[[bytes, bytes], bool], *, run: str, peer:
         raise Refused("head", f"it is of {head.peer[:64]} in run {head.run[:64]}, or answers another question")
     if head.state not in STATES or not -1 <= head.round < 1 << 31:
         raise Refused("head", f"state {head.state[:20]!r} in round {head.round}")
+    if not all(isinstance(name, str) for name in head.met):
+        raise Refused("head", "met is not a list of names")
     return head
 
 

@@ -28,14 +28,14 @@ _HOST = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
 _SKEW = timedelta(minutes=5)  # certificates are valid this long before they are made, for clocks that are late
 
 
-def check_name(name: str) -> str:
-    """Return the name of a member, or refuse it.
+def check_name(name: str, what: str = "member name") -> str:
+    """Return the name of a member or of a run, or refuse it.
 
     Raises:
         TransportError: when it is not made of 1 to 63 of a-z, 0-9 and "-".
     """
     if not NAME.fullmatch(name):
-        raise TransportError(f"member name {name[:80]!r}; expected 1 to 63 of the characters a-z, 0-9 and -")
+        raise TransportError(f"{what} {name[:80]!r}; expected 1 to 63 of the characters a-z, 0-9 and -")
     return name
 
 
@@ -234,8 +234,8 @@ def make_authority(folder: Path, run: str, *, days: float = 365.0, now: datetime
         now: the time.
     """
     now = now or datetime.now(UTC)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"coterie {check_name(run, 'run')}")])
     key = new_key(folder / "ca.key")
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"coterie {check_name(run)}")])
     certificate = (
         _builder(subject, subject, key.public_key(), days, now)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)

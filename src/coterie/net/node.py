@@ -131,6 +131,7 @@ class Node:
         self.plan, self.roster, self.transport, self.folder = plan, roster, transport, folder
         self.patience, self.log = patience or Patience(), log or Log(transport.name)
         self._sign, self._stop, self._state = sign, threading.Event(), "starting"
+        self._met: frozenset[str] = frozenset()
         self._check(federation)
         clusters = torch.tensor(roster.clusters or [-1] * roster.population)
         planted = Truth(clusters[federation.ids], (), ()) if roster.clusters else None
@@ -192,7 +193,8 @@ class Node:
     def _head(self, nonce: str) -> bytes:
         return Head(
             self.roster.run, self.transport.name, self.incarnation, nonce, self.loop.next_round, self._state, VERSION,
-            heads.study_hash(self.settings), self.schema, self.roster.version, time.time(), self.settings,
+            heads.study_hash(self.settings), self.schema, self.roster.version, time.time(),
+            sorted(self._met), self.settings,
         ).seal(self._sign)  # fmt: skip
 
     def ask_heads(self, names: Iterable[str]) -> dict[str, Head]:
@@ -252,8 +254,9 @@ class Node:
         absent = sorted(set(self.others) - set(met))
         self.log("met", peers=sorted(met), absent=absent, resumes=self.loop.next_round)
         self._journal({"event": "start", "round": self.loop.next_round, "incarnation": self.incarnation})
-        self._state = "running"
-        return any(h.round > max(self.loop.next_round, 0) + 1 for h in met.values()) or self.loop.next_round >= 0
+        self._met, self._state = frozenset(met), "running"
+        late = any(h.state == "running" and self.transport.name not in h.met for h in met.values())
+        return late or self.loop.next_round >= 0
 
     def _catch_up(self) -> None:
         """Jump to the round of the others: they do not wait for one that fell behind."""
