@@ -1,5 +1,6 @@
 """Attacks on a running network of three nodes with mutual TLS; honest members go on unharmed."""
 
+import hashlib
 import json
 import os
 import threading
@@ -20,7 +21,7 @@ from coterie.net.exchange import RemoteExchange
 from coterie.net.identity import Identity
 from coterie.net.post import Post, Terms
 from coterie.net.roster import Roster
-from coterie.net.wire import Address, seal
+from coterie.net.wire import Address, canonical, seal
 from coterie.net.zenoh_transport import ZenohTransport, configuration, prefix
 from coterie.rng import Rng
 
@@ -36,14 +37,14 @@ class Honest:
         who, _ = local.members([[0], [1], [2]], port=PORT)
         self.folder = folder
         self.roster, self.people = local.provision(folder, who)
-        self.refused: list[dict] = []
+        self.told: list[dict] = []
         self.transports, self.exchanges = [], []
         for own in self.people[:2]:
             transport = ZenohTransport(
                 self.roster,
                 own.name,
                 own,
-                log=lambda event, **details: self.refused.append({"event": event, **details}),
+                log=lambda event, **details: self.told.append({"event": event, **details}),
             )
             self.transports.append(transport)
             terms = Terms(deadline=SECONDS, redraws=0)
@@ -189,58 +190,158 @@ def test_a_member_cannot_answer_announce_or_ask_under_anothers_name(honest):
         token.undeclare()
 
 
-def test_what_a_member_sends_is_checked_before_it_is_used(honest):
-    """n2 is a member and answers nonsense: each answer is refused for its own reason, and logged with its name."""
-    base, folder = prefix("local"), honest.people[2]
-    good = {"params": torch.zeros(4), "field.samples": torch.tensor(1.0)}
+GOOD = {"params": torch.zeros(4), "field.samples": torch.tensor(1.0)}
 
-    def sealed(tensors, **changes):
-        options = {
-            "run": "local", "peer": "n2", "inc": 1, "address": Address(honest.round, 0, 2), "schema": "",
-            "sign": folder.sign, **changes,
-        }  # fmt: skip
-        return list(seal(tensors, **options).chunks())
 
-    def nan_payload():
-        (attachment, chunk), *_ = sealed(good)
-        return [(attachment, bytes(chunk)[:-20] + b"\xff" * 20)]
+class Liar:
+    """n2, a member in good standing that answers whatever it likes; `n0` reads it."""
 
-    bad: list[tuple[str, Callable[[], list]]] = [
-        ("refused:signature", lambda: sealed(good, sign=honest.people[0].sign)),
-        ("refused:address", lambda: sealed(good, address=Address(honest.round - 1, 0, 2))),
-        ("refused:run", lambda: sealed(good, run="other")),
-        ("refused:sender", lambda: sealed(good, peer="n1")),
-        ("refused:schema", lambda: sealed(good, schema="6" * 64)),
-        ("refused:shape", lambda: sealed({**good, "params": torch.zeros(5)})),
-        ("refused:dtype", lambda: sealed({**good, "params": torch.zeros(4).double()})),
-        ("refused:names", lambda: sealed({"params": torch.zeros(4)})),
-        ("refused:digest", nan_payload),
-        ("refused:chunk", lambda: [(b"\0\0\0\7", b"x")]),
-        ("refused:signature", lambda: [(bytes(4), b"\x80\x04cos\nsystem\n(S'true'\ntR.")]),
-        ("unreachable", lambda: sealed({**good, "params": torch.zeros(4)}, chunk=1024)[:0]),
-        ("unreachable", lambda: [(bytes(4), bytes(2 << 20))]),
-    ]
-    current: list = []
+    def __init__(self, honest: Honest) -> None:
+        self.honest, self.parts = honest, list[tuple[bytes, bytes]]()
 
-    def answer(query) -> None:
+    def answer(self, query: zenoh.Query) -> None:
         with query:
-            for attachment, chunk in current[-1]():
-                query.reply(query.key_expr, bytes(chunk), attachment=attachment)
+            for attachment, chunk in self.parts:
+                query.reply(query.key_expr, chunk, attachment=attachment)
 
-    with attacker(honest.roster, "n2", folder, port=PORT + 54) as session:
+    def sealed(self, tensors: dict[str, torch.Tensor], **changes: Any) -> list[tuple[bytes, bytes]]:
+        """A message as the format has it, for the round to come, with some parts changed."""
+        options = {
+            "run": "local", "peer": "n2", "inc": 1, "address": Address(self.honest.round + 1, 0, 2), "schema": "",
+            "sign": self.honest.people[2].sign, **changes,
+        }  # fmt: skip
+        return [(attachment, bytes(chunk)) for attachment, chunk in seal(tensors, **options).chunks()]
+
+    def signed(self, payload: bytes) -> list[tuple[bytes, bytes]]:
+        """Any bytes as the payload of a message that is in order otherwise, signed by n2."""
+        ((attachment, _),) = self.sealed(GOOD)
+        manifest = {
+            **json.loads(attachment[68:]), "bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()
+        }  # fmt: skip
+        text = canonical(manifest)
+        return [(bytes(4) + self.honest.people[2].sign(b"coterie manifest 1\n" + text) + text, payload)]
+
+    def read(self, parts: list[tuple[bytes, bytes]]) -> str:
+        """Let n0 read n2 and n1; return why n2's message was not used ("" when it was). n1's always is."""
+        self.parts = parts
+        traffic = self.honest.exchanges[0].post.traffic
+        traffic.missing.clear()
+        mine, others = self.honest.exchange(2, 1).tolist()
+        assert others, "an honest peer is unharmed"
+        assert mine == (not traffic.missing)
+        return next(iter(traffic.missing), "")
+
+    def check_refused(self, parts: list[tuple[bytes, bytes]], code: str) -> None:
+        """The message is not used, and the log says whose it was and why."""
+        self.honest.told.clear()
+        assert self.read(parts) == f"refused:{code}"
+        (told,) = [event for event in self.honest.told if event["event"] == "refused"]
+        assert (told["peer"], told["code"], told["level"]) == ("n2", code, "warning")
+
+
+@pytest.fixture(scope="module")
+def liar(honest: Honest) -> Iterator[Liar]:
+    made = Liar(honest)
+    with attacker(honest.roster, "n2", honest.people[2], port=PORT + 54) as session:
         until(lambda: links(session) == 2)
-        queryable = answering(session, f"{base}/n2/**", answer)
-        current.append(lambda: sealed(good))
-        until(lambda: bool(honest.exchange(2)[0]))
-        for reason, make in bad:
-            current.append(make)
-            honest.exchanges[0].post.traffic.missing.clear()
-            assert honest.exchange(2).tolist() == [False], reason
-            assert honest.exchanges[0].post.traffic.missing == {reason: 1}, reason
+        queryable = session.declare_queryable(f"{prefix('local')}/n2/**", made.answer)
+        until(lambda: made.read(made.sealed(GOOD)) == "")
+        yield made
+        assert made.read(made.sealed(GOOD)) == "", "what is in order is read, now as before"
         queryable.undeclare()
-    told = [r for r in honest.refused if r["event"] == "refused"]
-    assert {r["peer"] for r in told} == {"n2"}
-    assert {"signature", "shape", "digest"} <= {r["code"] for r in told}
+
+
+def with_header(header: str, data: bytes = bytes(20)) -> bytes:
+    text = header.encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data
+
+
+HEADER = (
+    '"params":{"dtype":"F32","shape":[4],"data_offsets":[0,16]},'
+    '"field.samples":{"dtype":"F32","shape":[],"data_offsets":[16,20]}'
+)
+
+
+def test_a_replayed_manifest_is_refused(liar):
+    """The message of an earlier round, which n2 did sign; of another run; and of an incarnation that has been."""
+    liar.check_refused(liar.sealed(GOOD, address=Address(liar.honest.round, 0, 2)), "address")
+    liar.check_refused(liar.sealed(GOOD, run="other"), "run")
+    assert liar.read(liar.sealed(GOOD, inc=1)) == ""
+    liar.check_refused(liar.sealed(GOOD, inc=0), "replay")
+
+
+def test_a_message_under_anothers_name_or_signature_is_refused(liar):
+    liar.check_refused(liar.sealed(GOOD, peer="n1"), "sender")
+    liar.check_refused(liar.sealed(GOOD, sign=liar.honest.people[1].sign), "signature")
+
+
+def test_another_model_is_refused(liar):
+    liar.check_refused(liar.sealed(GOOD, schema="6" * 64), "schema")
+
+
+def test_a_hostile_pickle_is_refused_and_never_loaded(liar, tmp_path):
+    """A pickle that would make a file, bare and properly signed; nothing is made."""
+    mark = tmp_path / "executed"
+    hostile = b"cos\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."
+    liar.check_refused([(bytes(4), hostile)], "signature")
+    liar.check_refused(liar.signed(hostile), "header")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("payload", "code"),
+    [
+        (with_header("{" + HEADER + "}")[:-4], "layout"),
+        (with_header("{" + HEADER.replace("[16,20]", "[0,4]") + "}"), "layout"),
+        (with_header("{" + HEADER.replace("[4]", "[-4]") + "}"), "header"),
+        (with_header("{" + HEADER + "}" + "x" * 9), "header"),
+        (b"\xff" * 40, "header"),
+        (with_header("[" * 5000), "header"),
+    ],
+    ids=["truncated", "overlapping", "a negative shape", "no JSON", "an endless header", "endless nesting"],
+)
+def test_malformed_safetensors_are_refused(liar, payload, code):
+    liar.check_refused(liar.signed(payload), code)
+
+
+def test_a_model_with_nan_or_infinity_is_refused(liar):
+    for bad in (float("nan"), float("inf")):
+        numbers = torch.tensor([0.0, bad, 0.0, 0.0, 1.0]).numpy().tobytes()
+        liar.check_refused(liar.signed(with_header("{" + HEADER + "}", numbers)), "not_finite")
+
+
+def test_a_model_of_the_wrong_shape_or_type_is_refused(liar):
+    liar.check_refused(liar.sealed({**GOOD, "params": torch.zeros(5)}), "shape")
+    liar.check_refused(liar.sealed({**GOOD, "params": torch.zeros(3)}), "shape")
+    liar.check_refused(liar.sealed({**GOOD, "params": torch.zeros(2, 2)}), "shape")
+    liar.check_refused(liar.sealed({**GOOD, "params": torch.zeros(2).double()}), "dtype")
+    liar.check_refused(liar.sealed({"params": torch.zeros(4)}), "names")
+
+
+def test_duplicate_keys_are_refused(liar):
+    """In the payload's header and in the signed manifest."""
+    liar.check_refused(liar.signed(with_header("{" + HEADER + "," + HEADER + "}")), "duplicate_key")
+    text = b'{"v":1,"v":1}'
+    signature = liar.honest.people[2].sign(b"coterie manifest 1\n" + text)
+    liar.check_refused([(bytes(4) + signature + text, b"")], "duplicate_key")
+
+
+def test_an_oversize_reply_is_dropped(liar):
+    """Two megabytes in one reply never arrive; a message that says it is a gigabyte is refused before it is kept."""
+    assert liar.read([(bytes(4), bytes(2 << 20))]) == "unreachable"
+    ((attachment, _),) = liar.sealed(GOOD)
+    text = canonical({**json.loads(attachment[68:]), "bytes": 1 << 30})
+    signature = liar.honest.people[2].sign(b"coterie manifest 1\n" + text)
+    liar.check_refused([(bytes(4) + signature + text, bytes(1 << 19))], "size")
+
+
+def test_a_reply_that_ends_early_is_not_taken_for_a_message(liar):
+    """Nothing at all, chunks out of order, and a payload that is not what the manifest says."""
+    assert liar.read([]) == "unreachable"
+    liar.check_refused([(b"\0\0\0\7", b"x")], "chunk")
+    ((attachment, chunk),) = liar.sealed(GOOD)
+    liar.check_refused([(attachment, chunk[:-1] + b"x")], "digest")
 
 
 def test_an_oversize_question_never_reaches_the_node(honest):

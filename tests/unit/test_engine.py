@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from coterie import config
+from coterie.data import build_federation
 from coterie.engine.batches import plan
 from coterie.engine.optim import RowOptimizer
 from coterie.errors import ConfigError, ModelError
@@ -96,6 +98,26 @@ def test_the_block_changes_no_bit(model, dtype):
     for other in results[1:]:
         for ours, theirs in zip(results[0], other, strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_a_client_that_trains_alone_ends_with_the_bits_it_has_among_others():
+    """Seventeen samples in batches of eight: a last batch of one, whose products round by where their input lies."""
+    study = config.loads(
+        'rounds = 1\nmodel = { kind = "cnn-b" }\n[data]\ndataset = "digits"\nnum_clients = 2\ntrain = 17\n'
+        'validation = 5\n[[methods]]\nkind = "local"\n'
+    )
+    data, local = build_federation(study.data, 0), LocalTraining(lr=0.01)
+
+    def trained(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        t = Task(data.host(ids), "cnn-b", engine="loop")
+        params, _ = t.train(t.init(Rng(0)), Rng(0).at(0), local)
+        return params, t.loss(params, "validation")
+
+    together, losses = trained([0, 1])
+    for client in (0, 1):
+        alone, loss = trained([client])
+        assert torch.equal(alone[0], together[client])
+        assert torch.equal(loss[0], losses[client])
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ class Fleet:
         listener: is called with (name, event) for every line of a node's log.
         arguments: more for `coterie node`.
         threads: of each process.
+        behind: a command that a node's own is put behind, by name: to place it in a network namespace.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class Fleet:
         listener: Listener = lambda name, event: None,
         arguments: Sequence[str] = (),
         threads: int = 1,
+        behind: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
+        self._behind = behind or {}
         self.files, self.logs, self._listener, self._arguments = files, logs, listener, list(arguments)
         self._environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         self.processes: dict[str, subprocess.Popen[str]] = {}
@@ -62,7 +65,8 @@ class Fleet:
 
     def start(self, name: str, *arguments: str) -> None:
         """Start a node, or start it again."""
-        command = [sys.executable, "-m", "coterie", "node", str(self.files[name]), *self._arguments, *arguments]
+        command = [*self._behind.get(name, ()), sys.executable, "-m", "coterie", "node", str(self.files[name])]
+        command += [*self._arguments, *arguments]
         process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=self._environment
         )
@@ -126,6 +130,7 @@ def lay_out(
     study: StudyConfig,
     *,
     port: int = 21700,
+    hosts: Sequence[str] = (),
     network: Mapping[str, Any] | None = None,
     days: float = 1.0,
     data_dir: Path | None = None,
@@ -136,6 +141,7 @@ def lay_out(
         folder: where.
         study: of one run, with data of its own; one node a client.
         port: of the first node, below 32768; the others follow.
+        hosts: an address for each node; loopback by default.
         network: the [network] table of every node.
         days: how long certificates are valid.
         data_dir: where the study's datasets lie on disk.
@@ -149,7 +155,8 @@ def lay_out(
     if port < 1024 or port + population > 32768:
         raise ConfigError(f"ports {port} to {port + population}; expected some between 1024 and 32768")
     names = [f"node-{i:02d}" for i in range(population)]
-    members = tuple(Member(n, f"127.0.0.1:{port + i}", (i,)) for i, n in enumerate(names))
+    hosts = hosts or ["127.0.0.1"] * population
+    members = tuple(Member(n, f"{hosts[i]}:{port + i}", (i,)) for i, n in enumerate(names))
     truth = federation.truth.cluster.tolist() if federation.truth is not None else []
     server = names[0] if plan.method.server else ""
     who = Roster("demo", members, population, server=server, clusters=tuple(truth))

@@ -1,0 +1,72 @@
+"""Measure the network on this machine; the results that are kept make docs/reference/network.md.
+
+    python benchmarks/network.py parity         six nodes and the simulation, method by method
+    python benchmarks/network.py replay         a run with a killed node, replayed in the simulator
+    python benchmarks/network.py churn          twelve nodes: four killed, two restarted, one cut off for 20 s
+    python benchmarks/network.py partition      six nodes: the cable between two halves is pulled for 20 s
+    python benchmarks/network.py slow           a model of 20 MB over a link of 20 Mbit/s
+    python benchmarks/network.py fuzz           20,000 damaged messages to and from a running node
+    python benchmarks/network.py efficiency     against the same bytes over raw TCP with mutual TLS
+    python benchmarks/network.py bytes          what the cost ledger predicts, and what nodes count
+
+Results are JSON in docs/reference/runs. churn, partition and slow need root and iproute2, for network namespaces.
+"""
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import netlab
+import network_attack
+import network_churn
+import network_links
+import network_parity
+import torch
+
+STORED = Path(__file__).resolve().parent.parent / "docs/reference/runs"
+MEASUREMENTS = {
+    "parity": network_parity.parity,
+    "replay": network_parity.replays,
+    "churn": network_churn.churn,
+    "partition": network_churn.partition,
+    "slow": network_links.slow,
+    "fuzz": network_attack.fuzz,
+    "efficiency": network_links.efficiency,
+    "bytes": network_links.predicted_bytes,
+}
+
+
+def main() -> None:
+    """Measure, and keep the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=MEASUREMENTS)
+    parser.add_argument("--methods", nargs="*", default=[], help="parity: only these")
+    parser.add_argument("--out", type=Path, help="where the results are kept; the repository's own place by default")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    results: list[netlab.Result] = []
+
+    def emit(result: netlab.Result) -> None:
+        print(json.dumps(result), flush=True)
+        results.append(result)
+
+    began, folder = time.perf_counter(), Path(tempfile.mkdtemp(prefix="coterie-network-"))
+    try:
+        if given.what == "parity":
+            network_parity.parity(emit, folder, given.methods)
+        else:
+            MEASUREMENTS[given.what](emit, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    place = "performance/network.json" if given.what == "efficiency" else f"network/{given.what}.json"
+    command = f"python benchmarks/network.py {given.what}"
+    if given.methods:
+        command += " --methods " + " ".join(given.methods)
+    netlab.keep(given.out or STORED / place, command, results, began)
+
+
+if __name__ == "__main__":
+    main()
