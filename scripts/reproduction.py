@@ -1,12 +1,12 @@
 """Write docs/reference/reproduction.md: stored studies beside the numbers of their papers.
 
     coterie run similarity/synthetic
-    python scripts/reproduction.py store runs/similarity/synthetic "coterie run similarity/synthetic"
+    python scripts/reproduction.py store runs/similarity/synthetic "coterie run similarity/synthetic" [--in-parts]
     python scripts/reproduction.py            (`--check` only says whether the page is up to date)
 
 A stored study is docs/reference/runs/<study>/: summary.json and config.toml as the study left them, origin.json with
-the command and the machine, notes.md, written by hand, with what explains the differences, and where needed trials.json
-with further runs. No number of the tables is typed.
+the command and the machine (and the duration, but of a study that was run `--in-parts`), notes.md, written by hand,
+with what explains the differences, and where needed trials.json with further runs. No number of the tables is typed.
 """
 
 import json
@@ -31,8 +31,8 @@ that they explain, and say so in their names.
 """
 
 
-def store(run: Path, command: str) -> Path:
-    """Keep what a study came to: summary, settings, and where it comes from."""
+def store(run: Path, command: str, *, in_one_go: bool = True) -> Path:
+    """Keep what a study came to: summary, settings, and where it comes from; its duration if it ran in one go."""
     content = summary.summarise(run)
     target = STORED / content["study"]
     target.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,6 @@ def store(run: Path, command: str) -> Path:
     shutil.copy(run / summary.CONFIG, target / summary.CONFIG)
     runs, _ = summary.find_runs([run])
     first = runs[0].provenance
-    started, ended = (run / summary.CONFIG).stat().st_mtime, (run / "summary.json").stat().st_mtime
     origin = {
         "command": command,
         "python": first["python"],
@@ -50,10 +49,12 @@ def store(run: Path, command: str) -> Path:
         "runs": len(runs),
         "rounds": max(run.rounds for run in runs),
         "rounds_trained": {label: round(_trained(group), 1) for label, group in summary.by_label(runs).items()},
-        "elapsed_s": round(ended - started, 1),  # of a study that was run in one go
         "wall_s": round(sum(t["wall_s"] for t in content["timing"]), 1),
         "train_samples": sum(t["train_samples"] for t in content["timing"]),
     }
+    if in_one_go:
+        started, ended = (run / summary.CONFIG).stat().st_mtime, (run / "summary.json").stat().st_mtime
+        origin["elapsed_s"] = round(ended - started, 1)
     (target / "origin.json").write_text(json.dumps(origin, indent=1) + "\n")
     return target
 
@@ -77,11 +78,11 @@ def section(folder: Path) -> str:
     if "elapsed_s" in origin:
         took = f"{origin['elapsed_s']:,.0f} s on the clock on {cores}, one thread a run"
     else:
-        took = f"{origin['wall_s']:,.0f} s over all runs (one thread each, on {cores} shared with other work)"
+        took = f"{origin['wall_s']:,.0f} s over all runs, on {cores} shared with other work"
     cost = (
         f"{origin['runs']} runs, {origin['train_samples']:,} training samples, {took}; Python "
         f"{origin['python']}, torch {packages['torch']}, numpy {packages['numpy']}, engine "
-        f"{' and '.join(origin['engines'])}."
+        f"{' and '.join(origin['engines'])}. Seconds a run, by method: {_seconds(folder)}."
     )
     trained = origin["rounds_trained"].values()
     if min(trained) < origin["rounds"]:
@@ -112,6 +113,14 @@ def section(folder: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _seconds(folder: Path) -> str:
+    """Return how long the runs of each method took, mean over seeds."""
+    took: dict[str, list[float]] = {}
+    for run in json.loads((folder / "summary.json").read_text())["timing"]:
+        took.setdefault(run["label"], []).append(run["wall_s"])
+    return ", ".join(f"{label} {sum(values) / len(values):,.3g}" for label, values in took.items())
+
+
 def _trials(rows: list[dict]) -> sheets.Sheet:
     """Return the experiments that explain differences."""
     cells = [(r["label"], r["changes"], f"{r['mean']:.2f} ± {r['std']:.2f}", str(r["seeds"])) for r in rows]
@@ -127,7 +136,7 @@ def page() -> str:
 def main(arguments: list[str]) -> int:
     """Store a study, write the page, or check it."""
     if arguments[:1] == ["store"]:
-        print(store(Path(arguments[1]), arguments[2]))
+        print(store(Path(arguments[1]), arguments[2], in_one_go="--in-parts" not in arguments))
         return 0
     text = page()
     if arguments[:1] == ["--check"]:
