@@ -9,7 +9,6 @@ from torch import Tensor
 from coterie.engine.base import Engine
 from coterie.engine.work import Training
 
-
 _ALIGNMENT = 64  # bytes; where PyTorch itself puts a tensor
 
 
