@@ -10,11 +10,6 @@ from typing import Literal
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
-from scipy.cluster.hierarchy import cut_tree, linkage
-from scipy.spatial.distance import squareform
-from sklearn.cluster import KMeans, SpectralClustering
-from sklearn.manifold import SpectralEmbedding
-from sklearn.metrics import davies_bouldin_score
 from torch import Tensor
 
 Axis = Literal["column", "row"]
@@ -142,6 +137,8 @@ def spectral(
         labels: how groups are read from the eigenvectors.
         seed: of the eigenvalue solver's start.
     """
+    from sklearn.cluster import SpectralClustering
+
     graph = np.maximum(affinity.double().numpy(), _WEAK)
     model = SpectralClustering(count, affinity="precomputed", assign_labels=labels, random_state=seed)
     return torch.from_numpy(model.fit_predict(graph).astype(np.int64))
@@ -185,6 +182,8 @@ def propose_split(
 
 
 def _features(affinity: Tensor, count: int, space: Space, seed: int) -> Tensor:
+    from sklearn.manifold import SpectralEmbedding
+
     if space == "rows":
         return affinity
     graph = np.maximum(affinity.double().numpy(), _WEAK)
@@ -198,6 +197,8 @@ def davies_bouldin(points: Float[Tensor, "clients features"], label: Int[Tensor,
     scikit-learn returns 0, a perfect score, when all within-cluster distances or all distances of centroids vanish.
     Coinciding centroids are no clusters at all; coinciding points in distinct clusters are perfect ones.
     """
+    from sklearn.metrics import davies_bouldin_score
+
     centres = torch.stack([points[label == group].mean(0) for group in label.unique()]).double()
     spread = torch.cdist(centres, centres)
     if float(spread.max()) <= 1e-9 * max(1.0, float(centres.norm(dim=1).max())):
@@ -244,6 +245,9 @@ def bipartition(
     Returns:
         True for the part that does not hold the first client.
     """
+    from scipy.cluster.hierarchy import cut_tree, linkage
+    from scipy.spatial.distance import squareform
+
     distance = 1 - similarity.double()
     distance = (distance + distance.T) / 2
     condensed = squareform(distance.numpy(), checks=False)
@@ -275,6 +279,8 @@ def squared_distances(
 
 def k_means(points: Float[Tensor, "clients params"], count: int, *, seed: int) -> Int[Tensor, " clients"]:
     """Group points into `count` clusters by k-means with ten restarts, numbered by their first members."""
+    from sklearn.cluster import KMeans
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Number of distinct clusters")
         model = KMeans(count, n_init=10, random_state=seed)  # pyright: ignore[reportArgumentType] (the stubs)

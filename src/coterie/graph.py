@@ -12,8 +12,6 @@ did not arrive (purpose "missing") was not read: neither is ever counted.
 import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int, Num
-from sklearn.cluster import KMeans
-from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
 from coterie.errors import DataError, require
 
@@ -140,6 +138,8 @@ def communities(counts: Num[np.ndarray, "population population"]) -> Int[np.ndar
     References:
         Ng, Jordan & Weiss, On spectral clustering, 2001; Newman, Modularity and community structure, 2006.
     """
+    from sklearn.cluster import KMeans
+
     weights = (counts + counts.T).astype(float)
     np.fill_diagonal(weights, 0)
     degree = weights.sum(1)
@@ -193,6 +193,8 @@ def agreement(label: Int[np.ndarray, " population"], truth: Int[np.ndarray, " po
         >>> agreement(np.array([1, 1, 0, 0]), np.array([0, 0, 1, 1]))
         {'ari': 1.0, 'nmi': 1.0}
     """
+    from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
+
     return {
         "ari": float(adjusted_rand_score(truth, label)),
         "nmi": float(normalized_mutual_info_score(truth, label)),

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int, Shaped
-from sklearn.metrics import adjusted_rand_score, davies_bouldin_score, rand_score, silhouette_score
 from torch import Tensor
 
 
@@ -113,6 +112,8 @@ def was(counts: Int[Tensor, "clients classes"], label: Int[Tensor, " clients"]) 
     Returns:
         NaN unless there are at least 2 clusters and fewer than clients.
     """
+    from sklearn.metrics import silhouette_score
+
     reason = _clusters("WAS", label)
     if reason is not None:
         return _undefined("WAS", reason)
@@ -126,6 +127,8 @@ def wadb(counts: Int[Tensor, "clients classes"], label: Int[Tensor, " clients"])
         NaN unless there are at least 2 clusters and fewer than clients, and where two clusters' centroids coincide
         (scikit-learn would give 0, a perfect score, when all do).
     """
+    from sklearn.metrics import davies_bouldin_score
+
     reason = _clusters("WADB", label)
     if reason is not None:
         return _undefined("WADB", reason)
@@ -143,6 +146,8 @@ def rand(truth: Int[Tensor, " clients"], label: Int[Tensor, " clients"]) -> floa
         >>> rand(torch.tensor([0, 0, 1, 1]), torch.tensor([1, 1, 0, 0]))
         1.0
     """
+    from sklearn.metrics import rand_score
+
     if len(truth) < 2:
         return _undefined("the Rand index", "there are no pairs of clients")
     return float(rand_score(truth.numpy(), label.numpy()))
@@ -150,6 +155,8 @@ def rand(truth: Int[Tensor, " clients"], label: Int[Tensor, " clients"]) -> floa
 
 def adjusted_rand(truth: Int[Tensor, " clients"], label: Int[Tensor, " clients"]) -> float:
     """Rand index adjusted for chance: 1 for equal groupings, 0 on average for random ones."""
+    from sklearn.metrics import adjusted_rand_score
+
     if len(truth) < 2:
         return _undefined("the adjusted Rand index", "there are no pairs of clients")
     return float(adjusted_rand_score(truth.numpy(), label.numpy()))

@@ -11,7 +11,6 @@ from typing import Literal
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from sklearn.decomposition import PCA, LatentDirichletAllocation
 from torch import Tensor
 
 from coterie.errors import require
@@ -133,6 +132,8 @@ def topic_mixtures(
     Returns:
         Points of the simplex; clients with the same counts get the same.
     """
+    from sklearn.decomposition import LatentDirichletAllocation
+
     require(topics <= counts.shape[1], "endpoints", topics, f"at most the {counts.shape[1]} classes")
     model = LatentDirichletAllocation(topics, learning_method="online", random_state=seed)
     return torch.from_numpy(model.fit_transform(counts.numpy()))
@@ -255,6 +256,8 @@ def gradient_points(gradients: Float[Tensor, "clients params"], topics: int) -> 
     References:
         Grinwald, Wiesner, Nakajima, Federated learning over connected modes, 2024, https://arxiv.org/abs/2403.03333
     """
+    from sklearn.decomposition import PCA
+
     require(topics <= len(gradients), "endpoints", topics, f"at most the {len(gradients)} clients")
     scores = PCA(topics, svd_solver="full").fit_transform(gradients.double().numpy())
     components = torch.from_numpy(np.ascontiguousarray(scores))
