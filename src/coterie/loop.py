@@ -25,20 +25,20 @@ _KEPT = ("loss", "passes", "extra_models", "extra_floats", "extra_bytes", "bytes
 
 @dataclass(frozen=True)
 class Tracker:
-    """What early stopping and the choice of the best model remember of each hosted client."""
+    """What early stopping and the choice of the best model remember of each hosted client; `best` may be empty."""
 
     best_loss: Float[Tensor, " clients"]
-    best: Float[Tensor, "clients params"]
+    best: Float[Tensor, "kept params"]
     bad: Int[Tensor, " clients"]
     stopped: Bool[Tensor, " clients"]
 
     @staticmethod
-    def start(params: Float[Tensor, "clients params"]) -> "Tracker":
-        """Return the tracker before anything was measured."""
+    def start(params: Float[Tensor, "clients params"], keep: bool = True) -> "Tracker":
+        """Return the tracker before anything was measured; it keeps the best models only where somebody needs them."""
         number = len(params)
         nothing = torch.full((number,), torch.inf, dtype=params.dtype)
         zero = torch.zeros(number, dtype=torch.int64)
-        return Tracker(nothing, params.clone(), zero, zero.bool())
+        return Tracker(nothing, params.clone() if keep else params[:0].clone(), zero, zero.bool())
 
     def observe(
         self,
@@ -62,7 +62,7 @@ class Tracker:
         bad = torch.where(better, 0, self.bad + worse.to(torch.int64))
         stopped = self.stopped | (bad >= patience) if patience is not None else self.stopped
         best = self.best
-        if bool(better.any()):
+        if len(best) and bool(better.any()):
             best = torch.where(better.to(params.device)[:, None], params, self.best)
         return Tracker(torch.where(better, loss, self.best_loss), best, bad, stopped)
 
@@ -86,7 +86,9 @@ class Loop:
         self.rng = rng
         self.order: Order = settings.order or method.order
         self.state = method.init(task, self.rng)
-        self.tracker = Tracker.start(self.state.params)
+        stops = settings.patience is not None and not method.server
+        keep = settings.evaluate == "best_val" or (stops and settings.stopped_broadcast == "best")
+        self.tracker = Tracker.start(self.state.params, keep)
         self.next_round = -1  # the warm-up
         self.validation: dict[str, Tensor] = {}
         self.train_samples = 0

@@ -110,14 +110,17 @@ def simulate(
     loop = Loop(task, method, door, settings, Rng(seed), record)
     identity = checkpoint.identity(method, settings, seed, federation, task)
     earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
-    written = time.perf_counter()
+    written, pause = time.perf_counter(), settings.checkpoint_seconds
     while not loop.finished:
         loop.step()
         if observer is not None:
             observer(_progress(loop, label or method.kind, seed, started))
-        if folder is not None and time.perf_counter() - written >= settings.checkpoint_seconds and not loop.finished:
+        if folder is not None and time.perf_counter() - written >= pause and not loop.finished:
+            begun = time.perf_counter()
             checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
             written = time.perf_counter()
+            if pause:  # a large population, or a slow disk: writing takes a twentieth of the time at most
+                pause = max(settings.checkpoint_seconds, 20 * (written - begun))
     if folder is not None:  # before the final evaluation, so that more rounds can follow
         checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
     params = loop.final()

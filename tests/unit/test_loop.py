@@ -215,3 +215,14 @@ def test_bad_settings_are_refused_at_the_door():
     ):
         with pytest.raises(ConfigError, match=words):
             Settings(**change)
+
+
+def test_best_models_are_kept_only_where_somebody_needs_them():
+    """Losses and stopping go on without them."""
+    params, flags = torch.ones(2, 3), torch.ones(2, dtype=torch.bool)
+    tracker = Tracker.start(params, keep=False)
+    for loss in ([1.0, 1.0], [0.5, 2.0]):
+        tracker = tracker.observe(params, torch.tensor(loss), flags, ~flags, patience=1)
+    assert len(tracker.best) == 0
+    assert tracker.best_loss.tolist() == [0.5, 1.0]
+    assert tracker.stopped.tolist() == [False, True]
