@@ -46,7 +46,7 @@ golden: setup ## rewrite the stored runs of tests/golden; a change needs a reaso
 	COTERIE_GOLDEN=rewrite OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n0 tests/golden
 
 bench: setup ## measure the engines on this machine
-	$(BIN)/python benchmarks/speed.py
+	$(BIN)/coterie bench --out benchmarks/results/this-machine.json
 
 clean: ## remove the environment and what tools left
 	rm -rf .venv dist build .pytest_cache .ruff_cache .hypothesis

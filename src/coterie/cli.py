@@ -21,6 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coterie import cli_compare, cli_report
+from coterie.bench import cli as cli_bench
 from coterie.errors import ConfigError, CoterieError, unknown
 from coterie.net.cli import register
 
@@ -289,6 +290,7 @@ def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> str:
 
 
 register(app)
+cli_bench.register(app)
 
 
 def main() -> NoReturn:

@@ -24,7 +24,7 @@ LAYERS = (
     ("gallery", "payload", "report", "drawings", "watch", "figures", "trackers"),
     ("study", "sweep", "compare", "sheets", "tune"),
     ("display",),
-    ("cli_report", "cli_compare", "net"),
+    ("cli_report", "cli_compare", "net", "bench"),
     ("cli", "__main__"),
 )  # fmt: skip
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,64 @@
+"""The benchmark measures two sides that do the same, and says nothing when they do not."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from coterie.bench import cells, measure
+from coterie.bench.cells import WORKS, Cell, Coterie, DifferentResultsError, Usual, compare
+from coterie.cli import app
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Small images and short timings."""
+    monkeypatch.setattr(cells, "SHAPES", {"cnn-b": (1, 8, 8), "mlp": (1, 3, 3)})
+    monkeypatch.setattr(measure, "_LEAST", 0.001)
+    monkeypatch.setattr(measure, "_SIDE", 32)
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_both_sides_compute_the_same(work):
+    for engine, limit in (("vmap", None), ("loop", 3)):
+        ours = Coterie(Cell("cnn-b", 7, 12, work), engine, limit)
+        compare(ours.run(), Usual(ours, 2).run(), work)
+
+
+def test_the_usual_loop_does_the_same_again_after_a_reset():
+    usual = Usual(Coterie(Cell("mlp", 7, 12, "dac-round"), "vmap"), 2)
+    first = usual.run()
+    assert not torch.equal(usual.run(), first)
+    usual.reset()
+    assert torch.equal(usual.run(), first)
+
+
+def test_sides_that_differ_are_refused():
+    ours = Coterie(Cell("mlp", 7, 12, "train"), "vmap")
+    usual = Usual(ours, 2)
+    usual.lr = 0.02
+    with pytest.raises(DifferentResultsError, match=r"train: the two sides differ by .*; expected at most 2e-03"):
+        compare(ours.run(), usual.run(), "train")
+    nothing = torch.full((2, 3), torch.nan)
+    with pytest.raises(DifferentResultsError):
+        compare(nothing, nothing, "train")
+
+
+def test_a_row_tells_costs_of_one_client_round():
+    row = measure.measure(Cell("mlp", 7, 12, "train"), "loop", 3)
+    assert row.low <= row.ratio <= row.high
+    assert row.samples_per_second == pytest.approx(12 / (row.milliseconds / 1e3))
+    # 2 * (9 * 512 + 512 * 10) operations a sample forward, and as much twice backward
+    assert Coterie(Cell("mlp", 7, 12, "train"), "vmap").flops == 3 * 12 * 2 * (9 * 512 + 512 * 10)
+
+
+def test_the_command_prints_a_line_a_cell_and_writes_json(tmp_path):
+    out = tmp_path / "results.json"
+    line = ["bench", "--nets", "mlp", "--clients", "7", "--samples", "9", "--repeats", "1", "--engines", "vmap"]
+    result = CliRunner().invoke(app, [*line, "--out", str(out)])
+    assert result.exit_code == 0
+    assert [text.split()[3] for text in result.stdout.splitlines()] == list(WORKS)
+    stored = json.loads(out.read_text())
+    assert [row["work"] for row in stored["rows"]] == list(WORKS)
+    assert stored["machine"]["torch"] == torch.__version__
