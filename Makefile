@@ -41,12 +41,13 @@ test-all: setup ## every test; those marked gpu skip where there is none
 docs: setup ## write the generated pages of docs/reference
 	$(BIN)/python scripts/reference.py
 	$(BIN)/python scripts/reproduction.py
+	$(BIN)/python scripts/performance.py
 
 golden: setup ## rewrite the stored runs of tests/golden; a change needs a reason in the changelog
 	COTERIE_GOLDEN=rewrite OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n0 tests/golden
 
 bench: setup ## measure the engines on this machine
-	$(BIN)/coterie bench --out benchmarks/results/this-machine.json
+	$(BIN)/coterie bench --json runs/bench.json
 
 clean: ## remove the environment and what tools left
 	rm -rf .venv dist build .pytest_cache .ruff_cache .hypothesis

@@ -9,12 +9,15 @@ from typer.testing import CliRunner
 from coterie.bench import cells, measure
 from coterie.bench.cells import WORKS, Cell, Coterie, DifferentResultsError, Usual, compare
 from coterie.cli import app
+from coterie.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Small images and short timings."""
-    monkeypatch.setattr(cells, "SHAPES", {"cnn-b": (1, 8, 8), "mlp": (1, 3, 3)})
+    shapes = {"cnn-b": (1, 8, 8), "mlp": (1, 3, 3)}
+    monkeypatch.setattr(cells, "SHAPES", shapes)
+    monkeypatch.setattr(measure, "SHAPES", shapes)
     monkeypatch.setattr(measure, "_LEAST", 0.001)
     monkeypatch.setattr(measure, "_SIDE", 32)
 
@@ -48,6 +51,7 @@ def test_sides_that_differ_are_refused():
 def test_a_row_tells_costs_of_one_client_round():
     row = measure.measure(Cell("mlp", 7, 12, "train"), "loop", 3)
     assert row.low <= row.ratio <= row.high
+    assert row.memory_mb > 50
     assert row.samples_per_second == pytest.approx(12 / (row.milliseconds / 1e3))
     # 2 * (9 * 512 + 512 * 10) operations a sample forward, and as much twice backward
     assert Coterie(Cell("mlp", 7, 12, "train"), "vmap").flops == 3 * 12 * 2 * (9 * 512 + 512 * 10)
@@ -55,10 +59,30 @@ def test_a_row_tells_costs_of_one_client_round():
 
 def test_the_command_prints_a_line_a_cell_and_writes_json(tmp_path):
     out = tmp_path / "results.json"
-    line = ["bench", "--nets", "mlp", "--clients", "7", "--samples", "9", "--repeats", "1", "--engines", "vmap"]
-    result = CliRunner().invoke(app, [*line, "--out", str(out)])
+    line = ["bench", "--cells", "mlp/7/*", "--samples", "9", "--repeats", "1", "--engines", "vmap"]
+    result = CliRunner().invoke(app, [*line, "--json", str(out)])
     assert result.exit_code == 0
     assert [text.split()[3] for text in result.stdout.splitlines()] == list(WORKS)
     stored = json.loads(out.read_text())
-    assert [row["work"] for row in stored["rows"]] == list(WORKS)
+    assert [row["work"] for row in stored["results"]] == list(WORKS)
     assert stored["machine"]["torch"] == torch.__version__
+
+
+def test_patterns_name_cells():
+    assert measure.cells("mlp/7/mix,mlp/*/mix", 9) == [Cell("mlp", number, 9, "mix") for number in (7, 100, 1000)]
+    assert len(measure.cells("*/*/*", 9)) == 2 * 2 * len(WORKS)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("mlp/7", r"found the cell 'mlp/7'; expected NETWORK/CLIENTS/WORK"),
+        ("mlp/few/mix", r"found the cell 'mlp/few/mix'; expected NETWORK/CLIENTS/WORK"),
+        ("mlp/1/mix", r"found 1 clients in the cell 'mlp/1/mix'; expected at least 2"),
+        ("mlq/7/mix", r"unknown network 'mlq'.*mlp"),
+        ("mlp/7/mox", r"unknown work 'mox'.*mix"),
+    ],
+)
+def test_a_pattern_that_names_no_cell_is_refused(pattern, message):
+    with pytest.raises(ConfigError, match=message):
+        measure.cells(pattern, 9)

@@ -12,45 +12,55 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(
-    quick: Annotated[bool, typer.Option("--quick", help="One small cell of each kind.")] = False,
-    nets: Annotated[str, typer.Option(help="Networks: cnn-a, cnn-b, mlp.")] = "cnn-a,cnn-b,mlp",
-    clients: Annotated[str, typer.Option(help="Populations.")] = "100,1000",
-    engines: Annotated[str, typer.Option(help="Engines: compiled, vmap, loop.")] = "compiled",
+    cells: Annotated[
+        str, typer.Option(help="Which cells, as NETWORK/CLIENTS/WORK with * for all; several with commas.")
+    ] = "*/*/*",
+    engines: Annotated[str, typer.Option(help="Engines: compiled, vmap, loop.")] = "compiled,vmap,loop",
+    quick: Annotated[bool, typer.Option("--quick", help="cnn-b/10/* with few samples and repeats.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Training samples of each client.")] = 80,
-    repeats: Annotated[int, typer.Option(min=1, help="Pairs of timings of each cell; the median counts.")] = 7,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of native programs. The usual loop has one.")] = 1,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="A JSON file for the results.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Pairs of timings of each cell; the median counts.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="Threads; the usual loop takes the better of one and these.")] = 1,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Keep the results as JSON.")] = None,
 ) -> None:
     """Measure the engines on this machine beside the usual loop of research code.
 
+    A cell is one piece of a round: a network (cnn-a, cnn-b, mlp), a population (100, 1000, or any number) and a work:
+
+      train          one epoch of every client's local training, batches of 8, Adam
+      inverse-loss   every client measures 5 peers' models on its training data
+      mix            every client averages its model with 5 peers'
+      dac-round      all of it: draw, read, measure, average, train
+
     The usual loop has one module, one DataLoader and one torch.optim.Adam per client. Both sides do the same work on
-    the same inputs, in turn; where their results differ, nothing is reported.
+    the same inputs, in turn; where their results differ, nothing is reported. The ratio is a median, with the smallest
+    and the largest; the share of matrix speed is what the work's matrix products reach of a large product's speed here.
+
+    [bold]Examples[/bold]
+
+      coterie bench --quick                                   is everything well? half a minute
+      coterie bench --cells cnn-a/100/train                   one cell, all engines
+      coterie bench --cells '*/100/*' --engines compiled      a minute or two
+      coterie bench --json results.json                       everything: a quarter of an hour
     """
     import torch
 
-    from coterie.bench import cells, measure
+    from coterie.bench import measure
     from coterie.engine import ENGINES
     from coterie.errors import ConfigError, unknown
 
-    torch.set_num_threads(1)
-    chosen = nets.split(",") if not quick else ["cnn-b"]
-    for net in chosen:
-        if net not in cells.SHAPES:
-            raise ConfigError(unknown("network", net, cells.SHAPES))
     for engine in engines.split(","):
         if engine not in ENGINES:
             raise ConfigError(unknown("engine", engine, ENGINES))
-    populations = [int(number) for number in clients.split(",")] if not quick else [10]
+    chosen = measure.cells("cnn-b/10/*", 24) if quick else measure.cells(cells, samples)
+    torch.set_num_threads(1)
     rows = []
-    for cell in measure.cells(chosen, populations, samples if not quick else 24):
+    for cell in chosen:
         for engine in engines.split(","):
-            row = measure.measure(cell, engine, repeats, threads)
-            typer.echo(
-                f"{row.net:6} {row.clients:5} clients  {row.work:12} {row.engine:8} {row.ratio:6.1f}x the usual loop "
-                f"({row.low:.1f} to {row.high:.1f}); {row.milliseconds:.2f} against {row.usual_milliseconds:.2f} ms a "
-                f"client-round; {row.roofline:.0%} of the matrix-product speed; {row.memory_mb:.0f} MB"
-            )
+            row = measure.measure(cell, engine, 3 if quick else repeats, threads)
+            typer.echo(measure.line(row))
             rows.append(row)
-    if out is not None:
-        measure.write(rows, out)
-        typer.echo(f"written to {out}", err=True)
+    if threads == 1 and min(row.processor_share for row in rows) < measure.FREE:
+        typer.echo("other work shared the processor with some cells: take their numbers with care", err=True)
+    if json is not None:
+        measure.write(rows, json)
+        typer.echo(f"written to {json}", err=True)

@@ -4,20 +4,24 @@ import json
 import os
 import platform
 import resource
+import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from coterie.bench.cells import WORKS, Cell, Coterie, Usual, compare
+from coterie.bench.cells import SHAPES, WORKS, Cell, Coterie, Usual, compare
 from coterie.engine import use_threads
+from coterie.errors import ConfigError, unknown
 
 USUAL_CLIENTS = 4  # the usual loop costs the same for every client, so a few of them tell the cost of one
+POPULATIONS = (100, 1000)
+FREE = 0.95  # share of the processor from which timings are undisturbed
 SLOW_CLIENTS = 20  # so do the engines that are not compiled
 _SIDE = 512  # rows of the matrix product that tells the machine's speed
 _LEAST = 0.05  # seconds of one timing
@@ -38,7 +42,9 @@ class Row:
         samples_per_second: training samples a second, for "train".
         roofline: floating-point operations of the matrix products a second, as a share of this machine's speed with
             large matrices.
-        memory_mb: the largest resident memory of the process so far.
+        memory_mb: the largest resident memory of the process while the engine worked, torch and both sides' data
+            included.
+        processor_share: processor time over elapsed time of all timings: below 1 with one thread, other work was run.
     """
 
     net: str
@@ -55,6 +61,7 @@ class Row:
     samples_per_second: float
     roofline: float
     memory_mb: float
+    processor_share: float
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -81,7 +88,7 @@ def measure(cell: Cell, engine: str, repeats: int, threads: int = 1) -> Row:
         cell: what to do.
         engine: which engine.
         repeats: how many pairs of timings.
-        threads: for native programs.
+        threads: for native programs, and at most for the usual loop.
 
     Raises:
         DifferentResultsError: when the engine and the usual loop do not compute the same.
@@ -90,17 +97,14 @@ def measure(cell: Cell, engine: str, repeats: int, threads: int = 1) -> Row:
     theirs = Usual(ours, USUAL_CLIENTS)
     compare(ours.run(), theirs.run(), cell.work)
     pairs: list[tuple[float, float, float]] = []
-    use_threads(threads)
-    try:
-        for _ in range(repeats):
-            theirs.reset()
-            usual = seconds(theirs.run) / len(theirs.clients)
-            speed = matrix_speed()
-            pairs.append((seconds(ours.run) / len(ours.task), usual, speed))
-    finally:
-        use_threads(0)
-    ratios = [usual / mine for mine, usual, _ in pairs]
+    started, worked = time.perf_counter(), time.process_time()
+    for _ in range(repeats):
+        usual = min(_usual(theirs, number) for number in {1, threads})
+        speed = matrix_speed()
+        _forget_peak()
+        pairs.append((_ours(ours, threads), usual, speed))
     mine = statistics.median(mine for mine, _, _ in pairs)
+    ratios = [usual / mine for mine, usual, _ in pairs]
     return Row(
         **asdict(cell),
         engine=engine,
@@ -112,16 +116,88 @@ def measure(cell: Cell, engine: str, repeats: int, threads: int = 1) -> Row:
         high=max(ratios),
         samples_per_second=cell.samples / mine if cell.work == "train" else 0.0,
         roofline=statistics.median(ours.flops / mine / speed / threads for mine, _, speed in pairs),
-        memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        memory_mb=_peak(),
+        processor_share=(time.process_time() - worked) / (time.perf_counter() - started),
     )
 
 
-def cells(nets: Sequence[str], clients: Sequence[int], samples: int) -> Iterator[Cell]:
-    """Return every combination, the small populations first."""
-    for number in sorted(clients):
-        for net in nets:
-            for work in WORKS:
-                yield Cell(net, number, samples, work)
+def _usual(theirs: Usual, threads: int) -> float:
+    """Return the seconds of the usual loop for one client-round."""
+    theirs.reset()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return seconds(theirs.run) / len(theirs.clients)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _ours(ours: Coterie, threads: int) -> float:
+    """Return the seconds of an engine for one client-round."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    use_threads(threads)
+    try:
+        return seconds(ours.run) / len(ours.task)
+    finally:
+        use_threads(0)
+        torch.set_num_threads(before)
+
+
+def _forget_peak() -> None:
+    """Let the largest resident memory begin anew, where the system can."""
+    clear = Path("/proc/self/clear_refs")
+    if clear.exists():
+        clear.write_text("5")
+
+
+def _peak() -> float:
+    """Return the largest resident memory of the process, in MB."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = [line.split() for line in status.read_text().splitlines() if line.startswith("VmHWM")]
+        if lines:
+            return int(lines[0][1]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def line(row: Row) -> str:
+    """Return a row as a line of text."""
+    return (
+        f"{row.net:6} {row.clients:5} clients  {row.work:12} {row.engine:8} {row.ratio:6.1f}x the usual loop "
+        f"({row.low:.1f} to {row.high:.1f}); {row.milliseconds:.2f} against {row.usual_milliseconds:.2f} ms a "
+        f"client-round; {row.roofline:.0%} of the matrix speed; {row.memory_mb:.0f} MB"
+    )
+
+
+def cells(patterns: str, samples: int) -> list[Cell]:
+    """Return the cells that are asked for, the small populations first.
+
+    Args:
+        patterns: NETWORK/CLIENTS/WORK with * for all, several with commas.
+        samples: training samples of each client.
+
+    Raises:
+        ConfigError: for a pattern that names no cell.
+    """
+    found: set[Cell] = set()
+    for pattern in patterns.split(","):
+        parts = pattern.split("/")
+        if len(parts) != 3 or not (parts[1] == "*" or parts[1].isdecimal()):
+            raise ConfigError(
+                f"found the cell {pattern!r}; expected NETWORK/CLIENTS/WORK, as cnn-a/100/train or */100/*"
+            )
+        net, clients, work = parts
+        for kind, name, known in (("network", net, SHAPES), ("work", work, WORKS)):
+            if name != "*" and name not in known:
+                raise ConfigError(unknown(kind, name, known))
+        if clients != "*" and int(clients) < 2:
+            raise ConfigError(f"found {clients} clients in the cell {pattern!r}; expected at least 2")
+        for one in SHAPES if net == "*" else (net,):
+            for size in POPULATIONS if clients == "*" else (int(clients),):
+                found |= {Cell(one, size, samples, each) for each in (WORKS if work == "*" else (work,))}
+    order = list(SHAPES)
+    return sorted(found, key=lambda cell: (cell.clients, order.index(cell.net), WORKS.index(cell.work)))
 
 
 def machine() -> dict[str, Any]:
@@ -141,6 +217,8 @@ def machine() -> dict[str, Any]:
 
 
 def write(rows: Sequence[Row], path: Path) -> None:
-    """Write the rows and the machine as JSON."""
+    """Write the rows, the command and the machine as JSON."""
+    command = shlex.join(["coterie", *sys.argv[1:]])
+    content = {"command": command, "machine": machine(), "results": [asdict(row) for row in rows]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    path.write_text(json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,109 @@
+"""Write docs/reference/performance.md from the measurements of docs/reference/runs/performance.
+
+    python scripts/performance.py            (`--check` only says whether the page is up to date)
+
+A measurement is NAME.json: {"command": ..., "machine": {...}, "results": [one flat object a row]}. What it says is in
+NAME.md beside it, written by hand, without results: a title (`## ...`) and what was measured. The table has a column
+for each key of the results; a measurement that needs another table has a function in TABLES. `order` in NAME.json says
+where its section stands (100 when it is missing). No number of the tables is typed.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coterie import sheets
+
+ROOT = Path(__file__).resolve().parent.parent
+STORED = ROOT / "docs/reference/runs/performance"
+PAGE = ROOT / "docs/reference/performance.md"
+HEAD = """# How fast it is
+
+Written by `make docs` from the stored measurements of `docs/reference/runs/performance`; do not edit. Each section
+names the command that repeats it. Ratios are what carries over to another machine; milliseconds are of
+the machine named.
+"""
+Rows = Sequence[Mapping[str, Any]]
+
+
+def number(value: object) -> str:
+    """Return a cell: three significant digits, thousands apart; text as it is."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return str(value)
+
+
+def plain(results: Rows) -> sheets.Sheet:
+    """Return a table with a column for each key."""
+    columns = list(dict.fromkeys(key for row in results for key in row))
+    rows = [[number(row.get(name)) for name in columns] for row in results]
+    return sheets.Sheet("", [name.replace("_", " ") for name in columns], rows)
+
+
+def engines(results: Rows) -> sheets.Sheet:
+    """Return the table of `coterie bench`."""
+    head = (
+        "cell", "engine", "threads", "times the usual loop", "from, to", "ms a client-round", "usual loop, ms",
+        "share of matrix speed", "peak MB",
+    )  # fmt: skip
+    rows = [
+        (
+            f"{row['net']}/{row['clients']}/{row['work']}",
+            row["engine"],
+            str(row["threads"]),
+            f"{row['ratio']:.1f}",
+            f"{row['low']:.1f}, {row['high']:.1f}",
+            number(row["milliseconds"]),
+            number(row["usual_milliseconds"]),
+            f"{row['roofline']:.0%}",
+            f"{row['memory_mb']:,.0f}",
+        )
+        for row in results
+    ]
+    return sheets.Sheet("", head, rows)
+
+
+TABLES: dict[str, Callable[[Rows], sheets.Sheet]] = {"engines": engines, "machine": engines}
+
+
+def section(path: Path) -> str:
+    """Return the part of the page on one measurement."""
+    stored = json.loads(path.read_text())
+    where = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in stored["machine"].items())
+    table = TABLES.get(path.stem, plain)(stored["results"])
+    parts = [
+        path.with_suffix(".md").read_text().strip(),
+        f"```console\n$ {stored['command']}\n```",
+        f"Measured with {where}.",
+    ]
+    return "\n\n".join([*parts, sheets.markdown(table).strip()]) + "\n"
+
+
+def _place(path: Path) -> tuple[int, str]:
+    return json.loads(path.read_text()).get("order", 100), path.stem
+
+
+def page() -> str:
+    """Return the page."""
+    return "\n".join([HEAD, *map(section, sorted(STORED.glob("*.json"), key=_place))])
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page, or check it."""
+    text = page()
+    if arguments[:1] == ["--check"]:
+        return int(not PAGE.exists() or PAGE.read_text() != text)
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
