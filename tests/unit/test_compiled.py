@@ -102,6 +102,15 @@ def test_a_stack_of_every_layer_trains_as_the_loop_engine_does(local, prox):
     assert both(stack_of_everything(), (2, 10, 9), 3, torch.float64, local, prox) < 1e-10
 
 
+def test_leaky_relu_is_compiled_also_where_it_changes_places_with_pooling():
+    model = nn.Sequential(
+        nn.Conv2d(2, 5, 3), nn.LeakyReLU(), nn.MaxPool2d(2), nn.Conv2d(5, 4, 3, padding=1), nn.LeakyReLU(0.3),
+        nn.Dropout(0.2), nn.Flatten(), nn.Linear(4 * 4 * 3, 9), nn.LeakyReLU(), nn.Linear(9, 3),
+    )  # fmt: skip
+    local = LocalTraining(lr=0.05, optimizer="sgd", batch_size=9)
+    assert both(model, (2, 10, 9), 3, torch.float64, local) < 1e-10
+
+
 def test_the_reference_network_agrees_in_float32_on_bytes_and_in_regression():
     local = LocalTraining(lr=0.001)
     assert both(build("cnn-b", (1, 8, 8), 4), (1, 8, 8), 4, torch.float32, local, uint8=True) < 1e-5

@@ -265,6 +265,16 @@ static void relu_back(const V* y, V* g) {
 }
 
 template <class X>
+static void leaky(V* x, T slope) {
+  each<X>([=](int, int, int, int p) { x[p] = x[p] < T(0) ? x[p] * slope : x[p]; });
+}
+
+template <class Y, class G>
+static void leaky_back(const V* y, V* g, T slope) {
+  each<G>([=](int c, int h, int t, int p) { g[p] = y[c * Y::PLANE + h * Y::ROW + t] <= T(0) ? g[p] * slope : g[p]; });
+}
+
+template <class X>
 static void hyperbolic(V* x) {
   each<X>([=](int, int, int, int p) { for (int b = 0; b < N; b++) ((T*)(x + p))[b] = std::tanh(((T*)(x + p))[b]); });
 }

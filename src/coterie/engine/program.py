@@ -154,16 +154,19 @@ class _Writer:
             back.append(f"convolve_back<{x.plain}, {wide}, {kernel}, {ph}, {pw}>({gradient}, w + {weight}, g{x.name});")
         back.append(f"convolve_weights<{padded}, {wide}, {kernel}>({x.name}, {gradient}, step, {weight}, {bias_at});")
         self._finish(back, y)
-        if taken == 2:  # ReLU and max-pooling can change places: the larger of two is the same before and after
-            self._in_place(Activation("relu"))
+        if taken == 2:  # what rises and max-pooling can change places: the larger of two is the same before and after
+            activation = self.stack[position + 1]
+            assert isinstance(activation, Activation)
+            self._in_place(activation)
         return taken
 
     def _pool_after(self, position: int) -> tuple[MaxPool | None, int]:
         rest = self.stack[position + 1 : position + 3]
         if rest and isinstance(rest[0], MaxPool):
             return rest[0], 1
-        if len(rest) == 2 and rest[0] == Activation("relu") and isinstance(rest[1], MaxPool):
-            return rest[1], 2
+        match rest:
+            case [Activation(kind="relu" | "leaky"), MaxPool() as pool]:
+                return pool, 2
         return None, 0
 
     def _finish(self, back: list[str], y: _Array) -> None:
@@ -209,10 +212,11 @@ class _Writer:
             )
             back = f"dropout_back<{x.plain}>({kept}, g{x.name}, T({scale}));"
         else:
-            name = {"relu": "relu", "tanh": "hyperbolic"}[layer.kind]
+            name = {"relu": "relu", "leaky": "leaky", "tanh": "hyperbolic"}[layer.kind]
+            slope = f", T({layer.slope!r})" if layer.kind == "leaky" else ""
             x.tanh = x.tanh or layer.kind == "tanh"
-            self.text.forward.append(f"{name}<{x.grid}>({x.inside});")
-            back = f"{name}_back<{x.grid}, {x.plain}>({x.inside}, g{x.name});"
+            self.text.forward.append(f"{name}<{x.grid}>({x.inside}{slope});")
+            back = f"{name}_back<{x.grid}, {x.plain}>({x.inside}, g{x.name}{slope});"
         if self.trained:
             self.text.backward.append([back])
 

@@ -1,7 +1,7 @@
 """Modules that are a plain stack of layers: recognised by tracing, described layer by layer.
 
-Most networks of the federated-learning literature are stacks: convolutions, pooling, ReLU, dropout, linear layers,
-each fed by the one before. For a stack the compiled engine can write the whole training step as one program.
+Most networks of the federated-learning literature are stacks: convolutions, pooling, (leaky) ReLU, dropout,
+linear layers, each fed by the one before. For a stack the compiled engine can write the whole training step as one program.
 """
 
 import operator
@@ -59,9 +59,10 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Activation:
-    """An elementwise function: "relu" or "tanh"."""
+    """An elementwise function: "relu", with a slope below zero ("leaky") where it has one, or "tanh"."""
 
     kind: str
+    slope: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,8 @@ def _from_module(part: nn.Module, path: str) -> Layer | None:
         return MaxPool((pool.height, pool.width))
     if isinstance(part, KeyedDropout):
         return Dropout(part.p, part.channels, part.layer)
+    if isinstance(part, nn.LeakyReLU) and kind is nn.LeakyReLU and part.negative_slope > 0:
+        return Activation("leaky", part.negative_slope)
     if kind in _ACTIVATIONS:
         return Activation(_ACTIVATIONS[kind])
     if isinstance(part, nn.Flatten) and (part.start_dim, part.end_dim) == (1, -1):
