@@ -97,14 +97,14 @@ def accuracies(folder: Path, study: config.StudyConfig, names: list[str]) -> dic
     return out
 
 
-def unharmed(folder: Path, clients: list[int], **options: Any) -> list[float]:
+def unharmed(folder: Path, seen: list[int], **options: Any) -> list[float]:
     """Return the mean final accuracy of some clients in simulations that nothing happens to, seed by seed."""
     out = []
     for seed in SEEDS:
         study = netlab.study_of(METHOD, seed=seed, **options)
-        run_study(study, out=folder / "unharmed")
-        found = netlab.final_accuracy(netlab.folder_of(folder / "unharmed", study))
-        out.append(round(statistics.mean(found[c] for c in clients), 2))
+        run_study(study, out=folder / f"unharmed-{seed}")
+        found = netlab.final_accuracy(netlab.folder_of(folder / f"unharmed-{seed}", study))
+        out.append(round(statistics.mean(found[c] for c in seen), 2))
     return out
 
 

@@ -172,10 +172,22 @@ def slow(emit: netlab.Emit, folder: Path) -> None:
         })  # fmt: skip
 
 
+BYTES = {
+    "random": 'kind = "random"\nnum_peers = 3',
+    "fix-topology": 'kind = "fix-topology"\nnum_peers = 3',
+    "dac": 'kind = "dac"\nnum_peers = 3',
+    "pens": 'kind = "pens"\nstage_one_rounds = 9\nnum_sampled = 3\nnum_kept = 2',
+    "panm-grad": 'kind = "panm-grad"\nnum_peers = 2\nnum_candidates = 2\nalpha = 0.5',
+    "fedavg": 'kind = "fedavg"',
+    "ifca": 'kind = "ifca"',
+}
+
+
 def predicted_bytes(emit: netlab.Emit, folder: Path) -> None:
     """Bytes that six nodes counted on the wire, and what the cost ledger predicts for the same run."""
-    for place, method in enumerate(("random", "dac", "fix-topology", "pens", "panm-grad", "fedavg", "ifca")):
-        study = netlab.study_of(network_parity.METHODS[method], clients=network_parity.NODES, rounds=4)
+    rounds = 4
+    for place, method in enumerate(BYTES):
+        study = netlab.study_of(BYTES[method], clients=network_parity.NODES, rounds=rounds)
         names = network_parity.run_nodes(folder / f"bytes-{place}", study, 27400 + 10 * place)
         plan, federation = netlab.plan_and_data(study)
         task = plan.task(federation)
@@ -184,9 +196,13 @@ def predicted_bytes(emit: netlab.Emit, folder: Path) -> None:
         )
         counted = 0
         for name in names:
-            log = folder / f"bytes-{place}/logs/{name}.log"
-            counted += json.loads(next(line for line in log.read_text().splitlines() if '"done"' in line))["bytes"]
-        emit({"method": method, "counted": counted, "predicted": cost.total(plan.method, setting, 4).bytes})
+            log = (folder / f"bytes-{place}/logs/{name}.log").read_text().splitlines()
+            counted += json.loads(next(line for line in log if '"event": "done"' in line))["bytes"]
+        away = network_parity.NODES - plan.method.server  # the client on the server's node needs no network
+        measured = (rounds + 1) * cost.measuring(plan.method, setting).bytes
+        predicted = away * (cost.total(plan.method, setting, rounds).bytes + measured)
+        emit({"method": method, "nodes": network_parity.NODES, "rounds": rounds, "counted": counted,
+              "predicted": predicted})  # fmt: skip
 
 
 def main() -> None:

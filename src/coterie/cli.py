@@ -300,7 +300,8 @@ def main() -> NoReturn:
     try:
         status = app(standalone_mode=False)
     except _Usage as error:
-        typer.echo(f"coterie: {error.format_message()}; see `coterie --help`".replace("\n", " "), err=True)
+        if text := error.format_message().rstrip("."):  # empty when a group of commands has shown its help
+            typer.echo(f"coterie: {text}; see `coterie --help`".replace("\n", " "), err=True)
         sys.exit(2)
     except CoterieError as error:
         typer.echo(f"coterie: {error}".replace("\n", " "), err=True)

@@ -206,6 +206,22 @@ def predicted(method: Method, setting: Setting, round: int) -> Cost:
     raise ConfigError(f"no prediction for {method.kind}; count what a run of it cost")
 
 
+def measuring(method: Method, setting: Setting) -> Cost:
+    """Predict what one measurement of the newest models costs a client beside the rounds.
+
+    Peers measure their own models for nothing. With a server a client fetches the newest model (with IFCA all of them)
+    after each round, to validate it, and once more in the end, to test it: rounds + 1 times.
+
+    Example:
+        >>> measuring(Ifca(clusters=3), Setting(population=10, params=100, samples=50)).models
+        3
+    """
+    if not method.server:
+        return Cost()
+    models = _server(method, setting).models - 1  # without the one that it sends
+    return Cost(models=models, bytes=models * setting.params * setting.number_bytes)
+
+
 def total(method: Method, setting: Setting, rounds: int) -> Cost:
     """Predict the cost of a whole run for one client."""
     return _sum(predicted(method, setting, round) for round in range(rounds))

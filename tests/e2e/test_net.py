@@ -129,4 +129,5 @@ def test_a_node_ends_in_order_when_it_is_told_to(tmp_path):
         assert events[0]["event"] == "insecure"
         process.terminate()
         assert process.wait(20) == 143
+    assert events[-1]["event"] == "stopped"
     assert json.loads((tmp_path / "node-00.log").read_text().splitlines()[0])["level"] == "warning"

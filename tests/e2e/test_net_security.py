@@ -15,6 +15,7 @@ import pytest
 import torch
 import zenoh
 
+from coterie.errors import TransportError
 from coterie.exchange import Message
 from coterie.net import identity, local
 from coterie.net.exchange import RemoteExchange
@@ -81,6 +82,12 @@ def honest(tmp_path_factory) -> Iterator[Honest]:
         assert network.exchange(1).tolist() == [True], "honest members are unharmed"
     finally:
         network.close()
+
+
+def test_an_address_in_use_is_named(honest):
+    """A second node with the same address ends with one line, and the first goes on."""
+    with pytest.raises(TransportError, match=rf"cannot listen on tls/127.0.0.1:{PORT}: it is in use: this node runs"):
+        ZenohTransport(honest.roster, "n0", honest.people[0])
 
 
 def until(condition: Callable[[], bool], tries: int = 50) -> None:

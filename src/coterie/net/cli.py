@@ -83,7 +83,9 @@ def join(
 def sign(
     folder: Folder,
     request: Annotated[Path, typer.Argument(help="The member's request, NAME.csr.")],
-    address: Annotated[str, typer.Argument(help="host:port as agreed with the member; the request must say the same.")],
+    address: Annotated[
+        str, typer.Argument(help="host:port as agreed with the member; the request must name this host.")
+    ],
     days: Annotated[float, typer.Option(help="How long the certificate is valid.")] = 30.0,
 ) -> None:
     """Answer a member's request with a certificate.
@@ -109,8 +111,8 @@ def roster(
         Path, typer.Argument(metavar="FOLDER|ROSTER", help="The organiser's folder; with --check, a roster.")
     ],
     study: Annotated[Path | None, typer.Option(help="The study file that all members run.")] = None,
-    features: Annotated[str, typer.Option(help="Shape of one input, as in 1,8,8; not needed with --data.")] = "",
-    classes: Annotated[int | None, typer.Option(help="Number of classes; 0 for regression.")] = None,
+    features: Annotated[str, typer.Option(help="Shape of one input, as in 1,8,8.")] = "",
+    classes: Annotated[int | None, typer.Option(min=0, help="Number of classes; 0 for regression.")] = None,
     server: Annotated[str, typer.Option(help="The member in the server role, for methods that need one.")] = "",
     check: Annotated[bool, typer.Option("--check", help="Explain what is wrong with a roster.")] = False,
     organiser: Annotated[Path, typer.Option(help="The organiser's public key, with --check.")] = Path("organiser.pub"),
@@ -138,7 +140,10 @@ def roster(
         return
     if study is None or classes is None or not features:
         raise ConfigError("a roster names its study; give --study, --features and --classes")
-    shape = tuple(int(part) for part in features.split(",") if part.strip().isdigit())
+    parts = [part.strip() for part in features.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise ConfigError(f"--features is {features!r}; expected whole numbers with commas between them, as in 1,8,8")
+    shape = tuple(map(int, parts))
     made = setup.write_roster(folder, study, shape, classes, server)
     typer.echo(f"{folder / 'roster.toml'}, version {made.version}: send it and roster.toml.sig to all members")
 
@@ -239,7 +244,8 @@ def up(
     files = {name: where / f"{name}.toml" for name in names if (where / f"{name}.toml").exists()}
     if not files:
         raise ConfigError(
-            f"no NAME.toml of a member in {where}; expected one of {', '.join(n + '.toml' for n in names[:3])}"
+            f"no NAME.toml of a member in {where}; expected one of {', '.join(n + '.toml' for n in names[:3])}; "
+            "they may lie elsewhere: --nodes FOLDER"
         )
     if logs is not None:
         logs.mkdir(parents=True, exist_ok=True)

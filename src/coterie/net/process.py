@@ -128,8 +128,12 @@ def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
         Log(name, level=file.log)("done", text=f"the run in {folder} is over; delete the folder to run it again")
         return 0
     signal.signal(signal.SIGTERM, _terminate)
-    with opened(file, insecure=insecure) as node:
-        node.run()
+    try:
+        with opened(file, insecure=insecure) as node:
+            node.run()
+    except (KeyboardInterrupt, SystemExit):
+        Log(name, level=file.log)("stopped", level="warning", text="told to end; started again it goes on from here")
+        raise
     summary.write_summary(folder.parent.parent)
     return 0
 

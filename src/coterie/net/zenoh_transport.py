@@ -173,7 +173,12 @@ class ZenohTransport:
             self._session = zenoh.open(zenoh.Config.from_json5(json.dumps(config)))
         except zenoh.ZError as error:
             address = config["listen"]["endpoints"][0]
-            raise TransportError(f"cannot open {address}: {str(error)[:300]}; is the port free?") from None
+            why = (
+                "it is in use: this node runs already, or another program does"
+                if "in use" in str(error)
+                else str(error)
+            )
+            raise TransportError(f"cannot listen on {address}: {why[:300]}") from None
         room = max(64, 4 * len(roster.members))
         self.desk = Desk()
         self._senders = ThreadPoolExecutor(senders, "coterie-send")

@@ -62,6 +62,8 @@ def test_a_method_with_a_server_needs_a_member_in_that_role(organiser):
 def test_mistakes_are_told_in_a_line(organiser, tmp_path):
     assert "a roster names its study" in coterie("roster", organiser)
     assert "never overwritten" in coterie("init", organiser, "--run", "two")
+    odd = coterie("roster", organiser, "--study", "rotated-digits", "--features", "1,b", "--classes", "2")
+    assert "--features is '1,b'; expected whole numbers" in odd
     assert "run 'Two'; expected 1 to 63" in coterie("init", tmp_path / "x", "--run", "Two")
     assert not (tmp_path / "x").exists(), "nothing is made before everything is checked"
     coterie("init", tmp_path / "empty", "--run", "one")
@@ -90,4 +92,4 @@ def test_without_the_extra_the_commands_say_what_to_install(monkeypatch, tmp_pat
 def test_up_names_the_files_it_looked_for(organiser):
     write(organiser, "random")
     result = CliRunner().invoke(app, ["up", str(organiser / "roster.toml")])
-    assert "expected one of north.toml, south.toml" in str(result.exception)
+    assert "expected one of north.toml, south.toml; they may lie elsewhere: --nodes" in str(result.exception)

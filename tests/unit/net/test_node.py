@@ -10,7 +10,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from torch import nn
 
+from coterie import cost
 from coterie.errors import ConfigError, PeerMismatch
 from coterie.loop import Loop
 from coterie.methods import METHODS
@@ -25,6 +27,11 @@ from coterie.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
 
 FEDERATION = tiny_federation()
+
+
+def wide() -> nn.Module:
+    """A model of 16,003 numbers."""
+    return nn.Sequential(nn.Linear(4, 2000), nn.ReLU(), nn.Linear(2000, 3))
 
 
 class Network:
@@ -278,3 +285,21 @@ def test_the_log_is_one_json_object_a_line_from_a_level_on():
     assert json.loads(stream.getvalue()) == {
         "time": 12.5, "level": "error", "node": "a", "round": -1, "event": "loud", "peer": "b"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["random", "dac", "panm-grad", "fedavg", "ifca"])
+def test_counted_bytes_are_within_two_percent_of_the_ledgers_prediction(tmp_path, kind):
+    """Six nodes with a model of a few thousand numbers, two rounds: what they count on the wire, envelopes included."""
+    options = {"num_peers": 2, "num_candidates": 3} if kind == "panm-grad" else {}
+    plan = Plan(METHODS[kind](**options), tiny_settings(rounds=2), wide, "wide", seed=3)
+    network = Network(tmp_path, plan)
+    try:
+        network.run()
+        counted = sum(node.post.traffic.bytes for node in network.nodes.values())
+        params = network.nodes[0].task.layout.size
+    finally:
+        network.close()
+    setting = cost.Setting(population=6, params=params, samples=12, group=3, number_bytes=8)
+    away = 6 - plan.method.server  # the client on the server's node needs no network
+    expected = cost.total(plan.method, setting, 2).bytes + 3 * cost.measuring(plan.method, setting).bytes
+    assert counted == pytest.approx(away * expected, rel=0.02)
