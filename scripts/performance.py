@@ -9,6 +9,7 @@ where its section stands (100 when it is missing). No number of the tables is ty
 """
 
 import json
+import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -71,7 +72,33 @@ def engines(results: Rows) -> sheets.Sheet:
     return sheets.Sheet("", head, rows)
 
 
-TABLES: dict[str, Callable[[Rows], sheets.Sheet]] = {"engines": engines, "machine": engines}
+def exchanges(results: Rows) -> sheets.Sheet:
+    """Return the table of rounds between machines beside the same bytes over raw TCP."""
+    head = ("", "ms a round", "its runs", "times raw TCP", "90 % within (ms)", "MB a node received", "more bytes")
+    middle = {}
+    for kind in ("raw", "coterie"):
+        middle[kind] = statistics.median(row["median_ms"] for row in results if row["kind"] == kind)
+    rows = []
+    for kind, name in (("raw", "raw TCP, mutual TLS 1.3"), ("coterie", "nodes")):
+        runs = [row for row in results if row["kind"] == kind]
+        rows.append((
+            name,
+            f"{middle[kind]:.1f}",
+            ", ".join(f"{row['median_ms']:.0f}" for row in runs),
+            f"{middle[kind] / middle['raw']:.2f}",
+            f"{max(row['p90_ms'] for row in runs):.0f}",
+            f"{runs[0]['bytes_a_node'] / 1e6:.2f}",
+            f"{runs[0]['overhead']:.3%}",
+        ))  # fmt: skip
+    first = results[0]
+    what = (
+        f"{first['nodes']} nodes, models of {first['model_bytes'] / 1e6:g} MB, {first['peers']} peers a round, "
+        f"{first['rounds']} rounds a run after the first ones."
+    )
+    return sheets.Sheet("", head, rows, what)
+
+
+TABLES: dict[str, Callable[[Rows], sheets.Sheet]] = {"engines": engines, "machine": engines, "network": exchanges}
 
 
 def section(path: Path) -> str:

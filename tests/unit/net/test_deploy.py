@@ -1,0 +1,75 @@
+"""The guide for three hospitals does what it says: commands run, files are read, the unit is the one shipped."""
+
+import configparser
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coterie import config
+from coterie.cli import app
+from coterie.net import nodefile, roster
+
+DOCS = Path(__file__).resolve().parents[3] / "docs/how-to"
+GUIDE = (DOCS / "deploy-in-three-hospitals.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    """The guide's blocks of code in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    """The guide's `coterie net` commands, in order."""
+    lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("coterie net")]
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+def test_the_commands_of_the_guide_lead_to_a_roster_that_is_in_order(tmp_path, monkeypatch):
+    """Organiser and three members in one folder; what the guide sends about is where it has to be."""
+    monkeypatch.chdir(tmp_path)
+    study, node = blocks("toml")
+    Path("study.toml").write_text(study)
+    Path("node.toml").write_text(node)
+
+    def run(*arguments: str) -> str:
+        result = CliRunner().invoke(app, list(arguments))
+        assert result.exit_code == 0, result.output + str(result.exception)
+        return result.stdout
+
+    said = ""
+    for command in commands():
+        if command[:2] == ["net", "sign"] and command[3] != "north.csr":  # South and West do as North did
+            run("net", "join", command[3].removesuffix(".csr"), command[4])
+        if "--check" in command:
+            for sent in ("ca.pem", "organiser.pub", "members/north.pem", "roster.toml", "roster.toml.sig"):
+                Path(Path(sent).name).write_bytes((tmp_path / "organiser" / sent).read_bytes())
+        said = run(*command)
+    assert said == "the roster is in order\n"
+    assert [m.name for m in roster.load(Path("roster.toml"), Path("organiser.pub")).members] == [
+        "north",
+        "south",
+        "west",
+    ]
+    assert Path("north.key").stat().st_mode & 0o777 == 0o600
+    assert nodefile.load(Path("node.toml")).metrics_port == 9464
+    assert config.load(Path("study.toml")).methods[0].label == "dac"
+
+
+def test_the_unit_is_the_one_of_the_guide():
+    shipped = (DOCS / "deploy/coterie-node.service").read_text()
+    (shown,) = blocks("ini")
+    assert shown.strip() == "\n".join(line for line in shipped.splitlines() if not line.startswith("#")).strip()
+    unit = configparser.ConfigParser(strict=False)
+    unit.read_string(shown)
+    assert unit["Service"]["RestartPreventExitStatus"] == "2"
+
+
+def test_the_compose_file_starts_a_node_that_comes_back_and_may_do_little():
+    yaml = pytest.importorskip("yaml")
+    (node,) = yaml.safe_load((DOCS / "deploy/compose.yaml").read_text())["services"].values()
+    assert "exec /tmp/v/bin/coterie node node.toml" in node["command"][-1], "signals reach the node"
+    assert node["restart"].startswith("on-failure")
+    assert node["cap_drop"] == ["ALL"]
