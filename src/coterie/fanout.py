@@ -8,14 +8,16 @@ another. A worker that dies takes the others with it: what they had written stay
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.multiprocessing  # tensors are sent through shared memory
 
 from coterie.engine import use_threads
 from coterie.errors import CoterieError
@@ -42,12 +44,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def fan_out(work: Work[J, R], jobs: Sequence[J], workers: int, emit: Emit) -> Iterator[tuple[J, R]]:
+def fan_out(work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> Iterator[tuple[J, R]]:
     """Do every job and yield (job, result) as they finish.
 
     Args:
         work: (job, emit) -> result; it can be pickled when there is more than one worker.
-        jobs: what to do, in this order.
+        jobs: what to do, in this order; the next is taken when a worker is free. Tensors of a job reach the worker
+            through shared memory, not as copies.
         workers: how many processes; 1 works in this one.
         emit: receives what the jobs emit while they run.
 
@@ -55,18 +58,18 @@ def fan_out(work: Work[J, R], jobs: Sequence[J], workers: int, emit: Emit) -> It
         CoterieError, OSError: what a job raised, after all workers have been stopped.
         WorkerDied: when a worker ended without an answer.
     """
-    workers = min(workers, len(jobs))
-    if workers <= 1:
+    waiting = iter(jobs)
+    first = list(islice(waiting, max(1, workers)))
+    if len(first) <= 1:
         with one_thread():
             use_threads(cores())
-            for job in jobs:
+            for job in chain(first, waiting):
                 yield job, work(job, emit)
         return
     crew: list[_Worker[J]] = []
     try:
-        waiting = iter(jobs)
-        for job in [next(waiting) for _ in range(workers)]:
-            crew.append(_start(work, job, max(1, cores() // workers)))
+        for job in first:
+            crew.append(_start(work, job, max(1, cores() // len(first))))
         while busy := [w for w in crew if w.job is not None]:
             for ready in wait([w.connection for w in busy]):
                 worker = next(w for w in busy if w.connection is ready)

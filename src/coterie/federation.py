@@ -112,6 +112,12 @@ class Federation:
         """How many outputs a model needs: the classes, or the size of a regression target."""
         return self.classes if self.classes else max(1, int(torch.tensor(self.y.shape[2:]).prod()))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all inputs and targets, those of the test sets too."""
+        tensors = [self.x, self.y, self.split, *(t for test in self.tests for t in (test.x, test.y))]
+        return sum(t.nbytes for t in tensors)
+
     def counts(self, split: str) -> Int[Tensor, " clients"]:
         """Return how many samples each client has in a split ("train" or "validation")."""
         return (self.split == SPLITS[split]).sum(1)

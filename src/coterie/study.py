@@ -32,6 +32,7 @@ from coterie.record import write_atomically
 from coterie.run import Observer, Progress, make_task, simulate
 
 CONFIG = "config.toml"
+SHARED = Path("/dev/shm")
 FederationSource = Federation | Callable[[int], Federation]
 
 
@@ -73,8 +74,19 @@ class Study:
 
 
 @dataclass(frozen=True)
+class _Given:
+    """A job with its data, which all workers share; None where they do not fit into the shared memory."""
+
+    job: Job
+    federation: Federation | None
+
+    def __str__(self) -> str:
+        return str(self.job)
+
+
+@dataclass(frozen=True)
 class _Plan:
-    """What a worker needs to do any job of a study; `plan(job, emit)` does one."""
+    """What a worker needs to do any job of a study; `plan(given, emit)` does one."""
 
     config: StudyConfig
     folder: Path
@@ -82,7 +94,8 @@ class _Plan:
     federation: FederationSource | None
     model: ModelSource | None
 
-    def __call__(self, job: Job, emit: Callable[[object], None]) -> tuple[int, ...]:
+    def __call__(self, given: _Given, emit: Callable[[object], None]) -> tuple[int, ...]:
+        job = given.job
         entry = self.config.scaled(job.label)
         folder = run_folder(self.folder, job)
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +103,7 @@ class _Plan:
             unfinished.unlink()
         write_atomically(folder / CONFIG, config.dumps(self.config.only(job.label, job.seed)).encode())
         run = simulate(
-            self.data(job.seed),
+            given.federation or self.data(job.seed),
             entry.method,
             model=self.network,
             settings=entry.settings,
@@ -133,6 +146,12 @@ class _Plan:
 def _federation(study: str, seed: int, data_dir: Path | None) -> Federation:
     """The federation of a study file and a seed; the last one is kept, since jobs come seed by seed."""
     return build_federation(config.loads(study).data, seed, data_dir)
+
+
+def _shared(federation: Federation) -> Federation | None:
+    """The federation, if the shared memory of this machine has room for it: containers often have little."""
+    room = shutil.disk_usage(SHARED).free if SHARED.exists() else federation.nbytes
+    return federation if federation.nbytes <= room else None
 
 
 def run_study(
@@ -181,7 +200,9 @@ def run_study(
         if observer is not None and isinstance(message, Progress):
             observer(message)
 
-    for _ in fan_out(plan, waiting, workers, emit):
+    crew = min(workers, len(waiting))
+    given = (_Given(job, _shared(plan.data(job.seed)) if crew > 1 else None) for job in waiting)
+    for _ in fan_out(plan, given, crew, emit):
         pass
     return _conclude(study, folder)
 

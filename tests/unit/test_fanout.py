@@ -25,6 +25,11 @@ def fill_the_disk(job, emit):
     raise OSError(28, "No space left on device", "somewhere")
 
 
+def fill_row(job, emit):
+    row, table = job
+    table[row] = row + 1
+
+
 def die(job, emit):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -44,6 +49,28 @@ def test_two_workers_do_every_job_once_and_report():
     assert os.getpid() not in {result[1] for _, result in done}
     assert {result[2] for _, result in done} == {1}
     assert sorted(map(str, heard)) == ["doing 1", "doing 2", "doing 3"]
+
+
+def test_tensors_of_a_job_are_shared_with_the_workers_not_copied():
+    """What a worker writes into the tensor of a job is seen here."""
+    table = torch.zeros(2, 3)
+    done = list(fan_out(fill_row, [(0, table), (1, table)], 2, print))
+    assert len(done) == 2
+    assert table.tolist() == [[1.0] * 3, [2.0] * 3]
+
+
+def test_a_job_is_taken_when_a_worker_is_free():
+    """At most one a worker, and no job after an error."""
+    taken: list[int] = []
+
+    def jobs():
+        for number in range(1, 9):
+            taken.append(number)
+            yield number
+
+    with pytest.raises(ConfigError, match="three is refused"):
+        list(fan_out(refuse_three, jobs(), 2, print))
+    assert len(taken) < 8
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -1,12 +1,14 @@
 """Studies: folders that are never overwritten unasked, and runs that go on to the same bytes."""
 
 import json
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
 from coterie import checkpoint, config
 from coterie.errors import CheckpointError, ConfigError, RunExistsError
+from coterie.fanout import fan_out
 from coterie.study import Job, found_studies, read_study, resume_study, run_folder, run_study, stored
 from coterie.testing import tiny_federation
 
@@ -101,6 +103,23 @@ def test_the_results_do_not_depend_on_the_number_of_workers(finished, tmp_path):
     two = run_study(small("data.num_clients=4", "data.train=20", "data.validation=5"), out=tmp_path / "two", workers=2)
     assert contents(one.folder) == contents(two.folder)
     assert len(contents(one.folder)) == 4 * len(FILES)
+
+
+@pytest.mark.parametrize(("free", "given"), [(10**6, True), (0, False)])
+def test_data_are_shared_with_the_workers_where_the_shared_memory_has_room(free, given, tmp_path, monkeypatch):
+    """Else every worker builds its own."""
+    study = small("data.num_clients=4", "data.train=20", "data.validation=5", "rounds=1")
+    sent = []
+
+    def alone(work, jobs, workers, emit):
+        sent.extend(jobs)
+        return fan_out(work, sent, 1, emit)
+
+    monkeypatch.setattr("coterie.study.shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    monkeypatch.setattr("coterie.study.fan_out", alone)
+    run_study(study, out=tmp_path, workers=2)
+    assert [str(job) for job in sent] == ["random, seed 0", "Alone, seed 0", "random, seed 1", "Alone, seed 1"]
+    assert [job.federation is not None for job in sent] == [given] * 4
 
 
 def test_an_existing_study_is_refused_and_stays_as_it_is(finished):
