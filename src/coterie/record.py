@@ -41,10 +41,13 @@ class _Table:
             self.chunks.append(chunk)
 
     def arrays(self) -> dict[str, np.ndarray]:
+        """Return the columns whole. They replace the chunks: thousands of short arrays are mostly overhead."""
         out = {}
         for name in self.columns:
             parts = [chunk[name] for chunk in self.chunks]
             out[name] = np.concatenate(parts) if parts else np.zeros(0, dtype=_TYPES.get(name, "int32"))
+        if len(self.chunks) > 1:
+            self.chunks = [out]
         return out
 
 

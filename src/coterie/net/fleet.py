@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,9 +68,9 @@ class Fleet:
         """Start a node, or start it again."""
         command = [*self._behind.get(name, ()), sys.executable, "-m", "coterie", "node", str(self.files[name])]
         command += [*self._arguments, *arguments]
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=self._environment
-        )
+        with ExitStack() as stack:  # what the engine says on stdout is kept apart from the node's own log
+            out = None if self.logs is None else stack.enter_context((self.logs / f"{name}.engine.log").open("a"))
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, env=self._environment)
         self.processes[name] = process
         reader = threading.Thread(target=self._read, args=(name, process), name=f"coterie-log-{name}")
         reader.start()

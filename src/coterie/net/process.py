@@ -1,6 +1,7 @@
 """A node as a process: everything from node.toml to the exit status."""
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from coterie.record import write_atomically
 if TYPE_CHECKING:
     from coterie.net.transport import Transport
 
+_ENGINE_LOG = "error,zenoh_link_tls=warn,zenoh::net::routing::interceptor=info"
 _GIVEN_UP = (
     "running without TLS on loopback: every program on this machine can read and answer messages under any name; "
     "only the signatures of models are checked"
@@ -128,6 +130,7 @@ def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
         Log(name, level=file.log)("done", text=f"the run in {folder} is over; delete the folder to run it again")
         return 0
     signal.signal(signal.SIGTERM, _terminate)
+    _engine_log()
     try:
         with opened(file, insecure=insecure) as node:
             node.run()
@@ -136,6 +139,14 @@ def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
         raise
     summary.write_summary(folder.parent.parent)
     return 0
+
+
+def _engine_log() -> None:
+    """Let the engine tell on stdout whom it turned away and why; this node's own log is on stderr. RUST_LOG wins."""
+    import zenoh
+
+    os.environ.setdefault("NO_COLOR", "1")
+    zenoh.init_log_from_env_or(_ENGINE_LOG)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,36 @@
+"""The record of a run: what it keeps in memory, and that reading it changes nothing."""
+
+import torch
+
+from coterie.record import Record
+
+
+def filled(rounds: int) -> Record:
+    record = Record(torch.tensor([0, 1, 1]))
+    for round in range(rounds):
+        values = {"loss": torch.tensor([1.0, 2.0, 3.0]) / (round + 1)}
+        record.add_metrics(round, torch.tensor([0, 1, 2]), "train", "current", values)
+    return record
+
+
+def test_reading_the_tables_joins_their_chunks_and_changes_nothing():
+    """A checkpoint after every round reads them: what stays in memory is the numbers, not thousands of short arrays."""
+    often, once = Record(torch.tensor([0, 1, 1])), filled(3)
+    for round in range(3):
+        values = {"loss": torch.tensor([1.0, 2.0, 3.0]) / (round + 1)}
+        often.add_metrics(round, torch.tensor([0, 1, 2]), "train", "current", values)
+        often.snapshot()
+        assert len(often._metrics.chunks) == 1
+    assert often.metrics.equals(once.metrics)
+    often.drop_metrics(1, "train", "current")
+    assert often.metrics["round"].tolist() == [0, 0, 0, 2, 2, 2]
+    assert often.metrics["value"].tolist()[:3] == [1.0, 2.0, 3.0]
+
+
+def test_a_frame_is_a_copy():
+    """What a user does to a table of results does not reach the record."""
+    record = filled(2)
+    record.snapshot()
+    frame = record.metrics
+    frame.loc[:, "value"] = 0.0
+    assert record.metrics["value"].tolist() == [1.0, 2.0, 3.0, 0.5, 1.0, 1.5]
