@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-all docs golden bench clean
+.PHONY: help setup demo check test test-all docs site golden bench clean
 
 BIN := .venv/bin
 STAMP := .venv/.ready
@@ -42,6 +42,9 @@ docs: setup ## write the generated pages of docs/reference
 	$(BIN)/python scripts/reference.py
 	$(BIN)/python scripts/reproduction.py
 	$(BIN)/python scripts/performance.py
+
+site: setup ## build the documentation into site/; a broken link or reference is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 golden: setup ## rewrite the stored runs of tests/golden; a change needs a reason in the changelog
 	COTERIE_GOLDEN=rewrite OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n0 tests/golden

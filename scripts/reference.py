@@ -5,12 +5,18 @@
 What `coterie methods` shows and these pages show comes from the same docstrings and defaults.
 """
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
+
+import typer
 
 from coterie import catalogue, config
+from coterie.cli import app
 from coterie.data import DataConfig
 from coterie.methods import METHODS
+from coterie.net.nodefile import DataSource, NetworkSettings, NodeFile
 from coterie.settings import Settings
 from coterie.shifts import SHIFTS
 from coterie.task import LocalTraining
@@ -82,11 +88,82 @@ def settings() -> str:
     return "\n".join(lines)
 
 
+def commands() -> str:
+    """Return the page of the command line: every command with its help, arguments and options."""
+    lines = [
+        "# Commands",
+        "",
+        "`coterie COMMAND --help` prints the same. Results go to standard output, progress and messages to standard",
+        "error. Exit status: 0; 2 for bad input, with one line that says what is wrong; 130 after Ctrl-C.",
+        "",
+    ]
+    return "\n".join([*lines, *group(typer.main.get_command(app), "coterie")])
+
+
+def group(command: Any, path: str) -> list[str]:
+    """Return the sections of the commands of a group."""
+    lines = []
+    for name, inner in command.commands.items():
+        if hasattr(inner, "commands"):
+            lines += group(inner, f"{path} {name}")
+            continue
+        text, _, examples = (inner.help or "").partition("[bold]Example")
+        shown = re.findall(r"^ *(coterie .*)$", examples, re.MULTILINE)
+        text = re.sub(r"^  (?=\S)", "    ", text.strip(), flags=re.MULTILINE)  # a list of words with their meanings
+        lines += [f"## {path} {name}", "", text, ""]
+        if shown:
+            lines += ["```console", *(f"$ {re.sub(' {2,}', '  # ', line)}" for line in shown), "```", ""]
+        given = [option(parameter) for parameter in inner.params]
+        lines += ["| | default | meaning |", "|---|---|---|", *given, ""] if given else []
+    return lines
+
+
+def option(parameter: Any) -> str:
+    """Return an argument or option of a command as a row of a table."""
+    if parameter.param_type_name == "option":
+        name = ", ".join(parameter.opts)
+    else:
+        name = parameter.metavar or parameter.name.upper()
+    said = parameter.default not in (None, False, "") and not callable(parameter.default)
+    default = f"`{parameter.default}`" if said else ""
+    return f"| `{cell(name)}` | {cell(default)} | {cell(parameter.help or '')} |"
+
+
+def cell(text: str) -> str:
+    """Return a text as it may stand in a cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def node_file() -> str:
+    """Return the page of everything that node.toml can say."""
+    lines = [
+        "# Node files",
+        "",
+        "What `node.toml` can say: see [how to deploy](../how-to/deploy-in-three-hospitals.md).",
+        "",
+    ]
+    top = [row for row in rows(NodeFile) if not row.startswith(("| `data`", "| `network`", "| `folder`"))]
+    lines += ["## Top level", "", "Paths are relative to the file.", "", *top, ""]
+    return "\n".join([*lines, "## [data]", "", *rows(DataSource), "", "## [network]", "", *rows(NetworkSettings)])
+
+
+def pages() -> dict[str, str]:
+    """Return the text of every generated page, by its name."""
+    made = {
+        "methods.md": methods(),
+        "studies.md": studies(),
+        "study-files.md": settings(),
+        "commands.md": commands(),
+        "node-files.md": node_file(),
+    }
+    return {name: MADE + text.rstrip() + "\n" for name, text in made.items()}
+
+
 def main() -> int:
     """Write the pages; with --check, return 1 when one is not up to date."""
     stale = 0
-    for name, page in {"methods.md": methods(), "studies.md": studies(), "study-files.md": settings()}.items():
-        path, text = FOLDER / name, MADE + page.rstrip() + "\n"
+    for name, text in pages().items():
+        path = FOLDER / name
         if "--check" in sys.argv:
             stale |= not path.exists() or path.read_text(encoding="utf-8") != text
         else:

@@ -5,7 +5,6 @@ import re
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_type_hints
 
-from coterie.methods.base import Method
 from coterie.tables import words
 
 
@@ -69,7 +68,7 @@ def default(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def description(method: type[Method]) -> str:
-    """Return the text of a method's docstring before its sections."""
-    doc = inspect.getdoc(method) or ""
+def description(cls: type[Any]) -> str:
+    """Return the text of a class's docstring before its sections."""
+    doc = inspect.getdoc(cls) or ""
     return re.split(r"^\w+:\n", doc, maxsplit=1, flags=re.MULTILINE)[0].strip()

@@ -1,0 +1,250 @@
+"""The documentation: its code runs, its commands are those of the program, its files are there, its pages up to date.
+
+`sh` blocks are run, but those marked by an invisible comment, `<!-- docs: not run, REASON -->`. `console` blocks (with
+a prompt) show what was run. The program's own parser reads them all.
+"""
+
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import sys
+import tomllib
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from coterie.cli import app
+from coterie.config import loads
+from coterie.net import nodefile
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = [README, *sorted(path for path in DOCS.rglob("*.md") if "runs" not in path.parts)]
+KINDS = ("python", "sh", "console", "toml", "json", "ini", "text")
+QUICK = ["--scale", "0.05", "--seeds", "1", "--set", "data.train=16", "--workers", "1", "--quiet"]
+BLOCK = re.compile(
+    r"(?:<!-- docs: not run, (?P<why>[^\n]+?) -->\n+)?^```(?P<language>\w*)(?P<rest>[^\n]*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+NOT_RUN = {
+    "README.md": 1,
+    "how-to/deploy-in-three-hospitals.md": 3,
+    "how-to/machines.md": 1,
+    "how-to/watch-and-track.md": 2,
+}
+
+
+class Block(NamedTuple):
+    language: str
+    title: str
+    text: str
+    runs: bool
+
+
+def title(path):
+    return path.relative_to(ROOT if path == README else DOCS).as_posix()
+
+
+def blocks(path, *languages):
+    """The blocks of code of a page, in order; those of some languages only."""
+    found = []
+    for match in BLOCK.finditer(path.read_text(encoding="utf-8")):
+        name = re.search(r'title="(.*?)"', match["rest"])
+        found.append(Block(match["language"], name[1] if name else "", match["text"], match["why"] is None))
+    return [block for block in found if not languages or block.language in languages]
+
+
+def prose(path):
+    """The text of a page without its blocks of code."""
+    return BLOCK.sub("", path.read_text(encoding="utf-8"))
+
+
+def pages_with(*languages):
+    return [pytest.param(path, id=title(path)) for path in PAGES if blocks(path, *languages)]
+
+
+def commands(block):
+    """The commands of a block as lists of words, without prompts, comments and what they print."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    if block.language == "console":
+        lines = [line[2:] for line in lines if line.startswith("$ ")]
+    parts = [part for line in lines for part in line.split(" && ")]
+    return [words for part in parts if (words := shlex.split(part, comments=True))]
+
+
+def redirected(words):
+    """A command's words, and the file that its output goes to."""
+    return (words[: words.index(">")], words[-1]) if ">" in words else (words, "")
+
+
+def parse(words):
+    """Have the program's own parser read a command; an unknown command, option or value is an error."""
+    command = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        assert words, "a group of commands is not a command"
+        assert words[0] in command.commands, f"no command {words[0]!r}"
+        command, words = command.commands[words[0]], words[1:]
+    command.make_context(command.name, list(words))
+
+
+def check(words):
+    """A command of another program names what this repository has."""
+    if words[0] == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert words[1] == "install"
+        assert set(re.findall(r"\[(\w+)\]", " ".join(words))) <= set(extras), words
+    elif words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+    elif words[0] == "python":
+        assert (ROOT / words[1]).exists(), words
+    else:
+        assert words[0] in ("coterie", "tensorboard", "sudo"), f"these tests know no program {words[0]!r}"
+
+
+def test_the_parser_of_the_tests_refuses_what_the_program_refuses():
+    """Otherwise the tests below could not fail."""
+    parse(["run", "--seeds", "5"])
+    parse(["net", "join", "north", "192.0.2.7:7447"])
+    usage = typer.BadParameter.__mro__[2]
+    for wrong in (["run", "--sedes", "5"], ["rum"], ["net"], ["net", "join", "north"], ["run", "--scale", "much"]):
+        with pytest.raises((AssertionError, usage)):
+            parse(wrong)
+
+
+@pytest.mark.parametrize("path", pages_with("sh", "console"))
+def test_the_commands_of_a_page_are_those_of_the_program(path):
+    """Every command, option and kind of value exists; other programs' commands name extras and targets that do."""
+    for block in blocks(path, "sh", "console"):
+        for words in commands(block):
+            check(words)
+            if words[0] == "coterie":
+                parse(redirected(words[1:])[0])
+
+
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory):
+    """What `coterie run` leaves, shortened; several pages begin with it."""
+    folder = tmp_path_factory.mktemp("bundled")
+    told = CliRunner().invoke(app, ["run", *QUICK, "--out", str(folder)])
+    assert told.exception is None, told.exception
+    return folder
+
+
+def run_commands(block, bundled):
+    """Run what a block says to this program; `coterie run` with one round and seed, and few samples."""
+    for words in commands(block):
+        if words[0] != "coterie":
+            continue
+        arguments, out = redirected(words[1:])
+        if arguments in (["run"], ["run", "rotated-digits"]):
+            shutil.copytree(bundled, "runs")
+            continue
+        told = CliRunner().invoke(app, [*arguments, *QUICK] if arguments[0] == "run" else arguments)
+        assert told.exception is None, f"{shlex.join(words)}: {told.exception!r}"
+        if out:
+            Path(out).write_text(told.stdout, encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", [page for page in pages_with("python", "sh") if page.values[0] != README])
+def test_the_code_of_a_page_runs_from_top_to_bottom(path, bundled, tmp_path, monkeypatch):
+    """As a reader would go through it, in an empty folder with the page's titled files. (README has its own test.)"""
+    monkeypatch.chdir(tmp_path)
+    module = types.ModuleType(f"docs_{path.stem.replace('-', '_')}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for block in blocks(path):
+        if block.title:
+            Path(block.title).write_text(block.text, encoding="utf-8")
+        if block.runs and block.language == "sh":
+            run_commands(block, bundled)
+        elif block.runs and block.language == "python":
+            exec(compile(block.text, str(path), "exec"), vars(module))
+
+
+def test_what_is_not_run_is_counted():
+    """A block that cannot run here says why, in a comment; a new one needs the table above to change."""
+    marked = {title(path): sum(not block.runs for block in blocks(path)) for path in PAGES}
+    assert {page: count for page, count in marked.items() if count} == NOT_RUN
+
+
+@pytest.mark.parametrize("path", PAGES, ids=title)
+def test_commands_in_running_text_exist(path):
+    """`coterie ...` between backquotes: the command and each option are the program's."""
+    for code in re.findall(r"`coterie ([a-z][^`\n\\]*)`", prose(path)):
+        words, command = code.split(), typer.main.get_command(app)
+        while hasattr(command, "commands") and words and words[0].islower():
+            assert words[0] in command.commands, code
+            command, words = command.commands[words[0]], words[1:]
+        known = {"--help", *(option for parameter in command.params for option in parameter.opts)}
+        assert {word for word in words if word.startswith("--")} <= known, code
+
+
+@pytest.mark.parametrize("path", pages_with("toml"))
+def test_the_files_of_a_page_are_valid(path, tmp_path):
+    """Unknown keys and wrong values would be refused."""
+    for block in blocks(path, "toml"):
+        if block.title == "node.toml":
+            (tmp_path / block.title).write_text(block.text, encoding="utf-8")
+            assert nodefile.load(tmp_path / block.title).data != nodefile.DataSource()
+        else:
+            assert loads(block.text).methods
+
+
+@pytest.mark.parametrize("path", pages_with("json"))
+def test_the_json_of_a_page_is_json(path):
+    for block in blocks(path, "json"):
+        assert json.loads(block.text)
+
+
+def test_the_service_in_the_guide_is_the_file_beside_it():
+    (block,) = blocks(DOCS / "how-to/deploy-in-three-hospitals.md", "ini")
+    _, _, unit = (DOCS / "how-to/deploy/coterie-node.service").read_text().partition("\n")
+    assert block.text == unit
+
+
+def test_every_block_of_code_is_of_a_kind_that_is_tested():
+    """A block without a language, or of another one, would be a promise that nobody keeps."""
+    found = {(title(path), block.language) for path in PAGES for block in blocks(path)}
+    assert {(page, language) for page, language in found if language not in KINDS} == set()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=title)
+def test_every_file_that_a_page_links_to_exists(path):
+    """Links to other sites are left alone; those into a page name one of its headings."""
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", prose(path)):
+        if "://" in target:
+            continue
+        file = (path.parent / target).resolve() if target else path
+        assert file.exists(), target
+        if anchor and file.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=title)
+def test_a_page_names_no_folder_of_the_machine_that_it_was_written_on(path):
+    """Readers do not have them."""
+    assert re.findall(r"(?<![\w./])/(?:home|root|tmp|work|opt|Users)/\S*", path.read_text(encoding="utf-8")) == []
+
+
+def test_the_contents_name_every_page():
+    """Every page is in the navigation of mkdocs.yml, and every page named there exists."""
+    listed = re.findall(r"- ([\w./-]+\.md)", (ROOT / "mkdocs.yml").read_text())
+    assert sorted(listed) == sorted(title(path) for path in PAGES if path != README)
+
+
+def test_the_generated_pages_are_up_to_date():
+    """`make docs` writes them again."""
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "scripts/reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    stale = [name for name, text in reference.pages().items() if (reference.FOLDER / name).read_text() != text]
+    assert stale == []

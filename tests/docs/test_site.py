@@ -1,0 +1,49 @@
+"""The documentation as pages: they build without a warning, and load nothing from elsewhere."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("material", "mkdocstrings", "latex2mathml")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site; with --strict, a broken link, anchor or reference is an error."""
+    missing = [tool for tool in TOOLS if importlib.util.find_spec(tool) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed; pip install '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    told = subprocess.run(command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    return folder
+
+
+def test_every_public_name_that_the_page_on_python_lists_is_there(site):
+    page = (site / "reference/api.html").read_text(encoding="utf-8")
+    named = re.findall(r"^::: (\S+)$", (ROOT / "docs/reference/api.md").read_text(), re.MULTILINE)
+    assert len(named) > 20
+    assert [name for name in named if f'id="{name}"' not in page] == []
+
+
+def test_formulas_are_shown_without_a_script(site):
+    page = (site / "reference/methods.html").read_text(encoding="utf-8")
+    assert "<math" in page
+    assert "arithmatex" not in page
+    assert r"\tau" not in page
+
+
+def test_no_page_loads_anything_from_another_machine(site):
+    """No remote font, script, style or picture; the reports of stored runs are pages of their own, and tested too."""
+    loads = re.compile(r"""(?:<(?:script|img|iframe)[^>]*\ssrc|<link[^>]*\shref)=["']?(?:https?:)?//[^"' >]*""")
+    found = {page.name: loads.findall(page.read_text(encoding="utf-8")) for page in site.rglob("*.html")}
+    assert len(found) > 20
+    assert {name: urls for name, urls in found.items() if urls} == {}
