@@ -1,6 +1,9 @@
-"""Write the stored report of the bundled study again, with its pictures for README.md; needs Debian's chromium.
+"""Write the pictures of the bundled study's stored report for README.md; needs Debian's chromium.
 
-coterie run --out runs && python scripts/screenshots.py runs/rotated-digits && python scripts/readme.py
+    coterie run --out runs && python scripts/screenshots.py runs/rotated-digits && python scripts/readme.py
+    python scripts/screenshots.py        (of the report as it is stored)
+
+With a run's folder the stored report and summary are written again first.
 """
 
 import shutil
@@ -13,32 +16,38 @@ from coterie.report import write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "docs/reference/runs/rotated-digits"
-IMAGES = ROOT / "docs/images"
-VIEWS = {"overview": 1760, "reads": 1180}  # height of the picture, in pixels
+PICTURES = {  # view of the report, height in pixels, colours
+    "docs/assets/report-light.png": ("overview", 1760, "light"),
+    "docs/assets/report-dark.png": ("overview", 1760, "dark"),
+    "docs/images/report-reads.png": ("reads", 1180, "light"),
+}
+SCHEMES = {"dark": 0, "light": 1}  # as Chromium numbers what a page is told that its reader prefers
+
+
+def picture(browser: str, path: Path, view: str, height: int, colours: str) -> None:
+    """Open a view of the stored report once and keep what it shows."""
+    with tempfile.TemporaryDirectory() as profile:
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        options += [f"--user-data-dir={profile}", f"--blink-settings=preferredColorScheme={SCHEMES[colours]}"]
+        options += [f"--window-size=1200,{height}", "--virtual-time-budget=8000", f"--screenshot={path}"]
+        page = f"{(STORED / 'report.html').as_uri()}#{view}"
+        subprocess.run([browser, *options, page], check=True, capture_output=True)
 
 
 def main() -> int:
-    """Copy what a run left, then open each view once."""
+    """Copy what a run left, if one is given, then make every picture."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
-    if len(sys.argv) != 2 or browser is None:
+    if len(sys.argv) > 2 or browser is None:
         print(__doc__, file=sys.stderr)
         return 2
-    STORED.mkdir(parents=True, exist_ok=True)
-    report = write_report(sys.argv[1], STORED / "report.html")
-    shutil.copy(Path(sys.argv[1]) / "summary.json", STORED)
-    for view, height in VIEWS.items():
-        picture = IMAGES / f"report-{view}.png"
-        with tempfile.TemporaryDirectory() as profile:
-            options = [
-                "--headless=new",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--hide-scrollbars",
-                f"--user-data-dir={profile}",
-            ]
-            options += [f"--window-size=1200,{height}", "--virtual-time-budget=8000", f"--screenshot={picture}"]
-            subprocess.run([browser, *options, f"{report.as_uri()}#{view}"], check=True, capture_output=True)
-        print(picture.relative_to(ROOT))
+    for run in sys.argv[1:]:
+        STORED.mkdir(parents=True, exist_ok=True)
+        write_report(run, STORED / "report.html")
+        shutil.copy(Path(run) / "summary.json", STORED)
+    for name, (view, height, colours) in PICTURES.items():
+        (ROOT / name).parent.mkdir(parents=True, exist_ok=True)
+        picture(browser, ROOT / name, view, height, colours)
+        print(name)
     return 0
 
 

@@ -19,6 +19,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import coterie
 from coterie.cli import app
 from coterie.config import loads
 from coterie.net import nodefile
@@ -26,7 +27,8 @@ from coterie.net import nodefile
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-PAGES = [README, *sorted(path for path in DOCS.rglob("*.md") if "runs" not in path.parts)]
+FRONT = [README, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+PAGES = [*FRONT, *sorted(path for path in DOCS.rglob("*.md") if "runs" not in path.parts)]
 KINDS = ("python", "sh", "console", "toml", "json", "ini", "text")
 QUICK = ["--scale", "0.05", "--seeds", "1", "--set", "data.train=16", "--workers", "1", "--quiet"]
 BLOCK = re.compile(
@@ -49,7 +51,7 @@ class Block(NamedTuple):
 
 
 def title(path):
-    return path.relative_to(ROOT if path == README else DOCS).as_posix()
+    return path.relative_to(ROOT if path in FRONT else DOCS).as_posix()
 
 
 def blocks(path, *languages):
@@ -233,10 +235,15 @@ def test_a_page_names_no_folder_of_the_machine_that_it_was_written_on(path):
     assert re.findall(r"(?<![\w./])/(?:home|root|tmp|work|opt|Users)/\S*", path.read_text(encoding="utf-8")) == []
 
 
+def test_the_citation_names_the_version_of_the_package():
+    cited = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited == [coterie.__version__]
+
+
 def test_the_contents_name_every_page():
     """Every page is in the navigation of mkdocs.yml, and every page named there exists."""
     listed = re.findall(r"- ([\w./-]+\.md)", (ROOT / "mkdocs.yml").read_text())
-    assert sorted(listed) == sorted(title(path) for path in PAGES if path != README)
+    assert sorted(listed) == sorted(title(path) for path in PAGES if path not in FRONT)
 
 
 def test_the_generated_pages_are_up_to_date():
