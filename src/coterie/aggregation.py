@@ -62,18 +62,15 @@ def fedsim(
 
 
 def fedsim_prior(
-    probability: Float[Tensor, "clients population"],
-    peers: Int[Tensor, "clients peers"],
-    mask: Bool[Tensor, "clients peers"],
+    prior: Float[Tensor, "clients peers"], mask: Bool[Tensor, "clients peers"]
 ) -> tuple[Float[Tensor, "clients peers"], Float[Tensor, " clients"]]:
     """Weigh by the probabilities that were in force when the peers were drawn, the client itself like its best peer.
 
     Args:
-        probability: of drawing each member of the population ($p_{ij}$), from before this round.
-        peers: the ids drawn; -1 for nobody.
+        prior: with which probability each peer was drawn ($p_{ij}$), from before this round.
         mask: which messages arrived; the others weigh nothing.
     """
-    return fedsim(probability.gather(1, peers.clamp(min=0)), mask & (peers >= 0))
+    return fedsim(prior, mask)
 
 
 def weighted_mean(

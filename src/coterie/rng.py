@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import Lock
 
 import numpy as np
@@ -61,7 +61,10 @@ class Rng:
         """Return one standard Gumbel draw for each pair (hosted client, member of the population), in float64."""
         out = np.empty((len(ids), population))
         for row, client in enumerate(ids.tolist()):
-            out[row] = self.generator(purpose, client).gumbel(size=population)
+            self.generator(purpose, client).random(out=out[row])
+        with np.errstate(divide="ignore"):  # at 0, one draw in 2^53, the result is infinite
+            for step in (partial(np.subtract, 1.0), np.log, np.negative, np.log, np.negative):
+                step(out, out=out)
         return torch.from_numpy(out)
 
     def uniform(self, purpose: str, ids: Int[Tensor, " clients"], size: int) -> Float[Tensor, "clients size"]:

@@ -32,7 +32,11 @@ def top(
     lowest = torch.finfo(scores.dtype).min
     scores = torch.nan_to_num(scores, nan=lowest, neginf=lowest)
     scores = torch.where(allowed, scores, -torch.inf)
-    chosen = torch.argsort(scores, dim=1, descending=True, stable=True)[:, :count]
+    values, chosen = scores.topk(min(count + 1, scores.shape[1]), dim=1)
+    chosen = chosen[:, :count]
+    tied = (values[:, 1:] == values[:, :-1]).any(1)  # rare: which of equals comes first is left open by topk
+    if bool(tied.any()):
+        chosen[tied] = torch.argsort(scores[tied], dim=1, descending=True, stable=True)[:, :count]
     return torch.where(allowed.gather(1, chosen), chosen, -1)
 
 

@@ -48,3 +48,10 @@ def test_relabelled_streams_give_the_new_client_the_draws_of_the_old_one():
     moved = relabelled.gumbel("peers", torch.arange(3), 3)
     assert moved[0, 1] == plain[2, 0]
     assert moved[2, 2] == plain[1, 1]
+
+
+def test_gumbel_draws_are_numpys():
+    """Computed in one go, but from the same stream."""
+    rng = Rng(4, 2)
+    expected = np.stack([rng.generator("peers", client).gumbel(size=50) for client in (3, 0)])
+    np.testing.assert_allclose(rng.gumbel("peers", torch.tensor([3, 0]), 50).numpy(), expected, rtol=1e-14, atol=1e-15)

@@ -11,6 +11,8 @@ from coterie import selection
 from coterie.exchange import Inbox
 
 UNKNOWN, ESTIMATED, MEASURED = 0, 1, 2
+ROWS = 64
+"""Clients treated at once where there is a number for each member of the population."""
 
 
 @final
@@ -35,6 +37,10 @@ class Acquaintance:
         """Know nobody."""
         zeros = torch.zeros(len(origin), population, dtype=torch.int64)
         return Acquaintance(zeros.double(), zeros.to(torch.int8), zeros, origin)
+
+    def rows(self, rows: Int[Tensor, " rows"]) -> "Acquaintance":
+        """Return what some of the clients know."""
+        return Acquaintance(self.similarity[rows], self.status[rows], self.count[rows], self.origin[rows])
 
     def measured(
         self,
@@ -76,15 +82,19 @@ class Acquaintance:
             relays: messages with the extras of `vouched`.
             pick: believe the "most" or the "least" similar relay.
         """
-        preference = self.similarity.gather(1, relays.peers.clamp(min=0)) * (1 if pick == "most" else -1)
-        heard = relays.mask & (relays.peers >= 0)
-        estimate, found = selection.two_hop(
-            (self.status == MEASURED) | ~selection.others(ids, self.similarity.shape[1]),
-            relays.peers,
-            torch.where(heard, preference, -torch.inf),
-            relays.index,
-            relays.fields["similarity"],
-            relays.fields["known"],
-        )
-        status = torch.where(found, ESTIMATED, self.status.to(torch.int64)).to(torch.int8)
-        return replace(self, similarity=torch.where(found, estimate, self.similarity), status=status)
+        values, status = self.similarity.clone(), self.status.clone()
+        for rows in torch.arange(len(ids)).split(ROWS):
+            peers, known = relays.peers[rows], values[rows]
+            preference = known.gather(1, peers.clamp(min=0)) * (1 if pick == "most" else -1)
+            heard = relays.mask[rows] & (peers >= 0)
+            estimate, found = selection.two_hop(
+                (status[rows] == MEASURED) | ~selection.others(ids[rows], values.shape[1]),
+                peers,
+                torch.where(heard, preference, -torch.inf),
+                relays.index[rows],
+                relays.fields["similarity"],
+                relays.fields["known"],
+            )
+            values[rows] = torch.where(found, estimate, known)
+            status[rows] = status[rows].masked_fill(found, ESTIMATED)
+        return replace(self, similarity=values, status=status)

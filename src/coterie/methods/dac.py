@@ -16,7 +16,7 @@ from coterie import aggregation, selection
 from coterie.errors import require
 from coterie.exchange import Message
 from coterie.methods import measuring
-from coterie.methods.acquaintance import Acquaintance
+from coterie.methods.acquaintance import ROWS, Acquaintance
 from coterie.methods.base import Info, PeerMethod, Round, State, check_choices, check_positive, mixing
 from coterie.rng import Rng
 from coterie.task import Task
@@ -136,11 +136,20 @@ class Dac(PeerMethod):
             tau = selection.entropy_tau(similarity, considered, ids, self.entropy)
         return selection.probabilities(similarity, tau, considered, ids, floor=self.eps_p)
 
+    def draw(self, rnd: Round, memory: Acquaintance) -> tuple[Tensor, Tensor]:
+        """Draw peers; return them, and with which probabilities: clients x peers. Few rows at a time fit the cache."""
+        drawn = []
+        for rows in torch.arange(len(rnd.ids)).split(ROWS):
+            probability = self.probability(rnd.ids[rows], memory.rows(rows), max(rnd.index - 1, 0))
+            noise = rnd.rng.gumbel("peers", rnd.ids[rows], rnd.task.population)
+            peers = selection.sample(probability.log(), noise, self.num_peers, rnd.candidates[rows])
+            drawn.append((peers, probability.gather(1, peers.clamp(min=0))))
+        peers, prior = (torch.cat(part) for part in zip(*drawn, strict=True))
+        return peers, prior
+
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw by similarity, pull, measure, average, remember."""
-        probability = self.probability(rnd.ids, state.memory, max(rnd.index - 1, 0))
-        noise = rnd.rng.gumbel("peers", rnd.ids, rnd.task.population)
-        peers = selection.sample(probability.log(), noise, self.num_peers, rnd.candidates)
+        peers, prior = self.draw(rnd, state.memory)
         ask = measuring.push if self.loss_direction == "push" else measuring.pull
         measured = ask(rnd, state, self.message(rnd.task, state), peers, self.similarity, self.eps)
         inbox = measured.inbox
@@ -149,7 +158,7 @@ class Dac(PeerMethod):
         elif self.aggregation == "fedsim":
             weights, own_weight = aggregation.fedsim(measured.similarity, inbox.mask)
         else:
-            weights, own_weight = aggregation.fedsim_prior(probability, peers, inbox.mask)
+            weights, own_weight = aggregation.fedsim_prior(prior, inbox.mask)
         mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
         memory, cost = self.remember(rnd, state, measured)
         return replace(state, params=mixed, memory=memory), {**mixing(inbox, weights, own_weight), **cost}
