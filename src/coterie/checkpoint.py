@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from coterie.errors import CheckpointError
@@ -199,7 +200,8 @@ def _write(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     os.close(handle)
     try:
-        save_file({k: v.contiguous() for k, v in tensors.items()}, temporary, metadata={"coterie": json.dumps(meta)})
+        arrays = {k: v.contiguous().numpy() for k, v in tensors.items()}  # the torch variant keeps a type for each size
+        save_file(arrays, temporary, metadata={"coterie": json.dumps(meta)})
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)

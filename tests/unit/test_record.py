@@ -1,7 +1,12 @@
 """The record of a run: what it keeps in memory, and that reading it changes nothing."""
 
-import torch
+import ctypes
+import gc
 
+import torch
+from safetensors.torch import load_file
+
+from coterie import checkpoint
 from coterie.record import Record
 
 
@@ -34,3 +39,20 @@ def test_a_frame_is_a_copy():
     frame = record.metrics
     frame.loc[:, "value"] = 0.0
     assert record.metrics["value"].tolist() == [1.0, 2.0, 3.0, 0.5, 1.0, 1.5]
+
+
+def test_checkpoints_of_growing_tables_leave_nothing_behind(tmp_path):
+    """Twenty sizes of a table; the library's way over ctypes would keep types for each of them for ever."""
+
+    kind = type(ctypes.c_ubyte * 1)
+
+    def array_types() -> int:
+        return sum(type(o) is kind for o in gc.get_objects())
+
+    checkpoint._write(tmp_path / "first.safetensors", {"value": torch.zeros(7)}, {})
+    before = array_types()
+    for size in range(1000, 1020):
+        tensors = {"value": torch.arange(float(size)), "kept": torch.tensor([True, False])}
+        checkpoint._write(tmp_path / "run.safetensors", tensors, {"round": size})
+    assert array_types() == before
+    assert torch.equal(load_file(tmp_path / "run.safetensors")["value"], torch.arange(1019.0))

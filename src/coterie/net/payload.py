@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors.torch import save
+from safetensors.numpy import save
 from torch import Tensor
 
 from coterie.errors import TransportError
@@ -92,10 +92,10 @@ def encode(
     out = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
-        tensor = tensor.half() if name in half else tensor.clone()
+        tensor = tensor.half() if name in half else tensor
         if not _fit_to_use(tensor, name in gaps):
             raise Refused("not_finite", f"{name} holds NaN, infinity or values beyond its type on the wire")
-        out[name] = tensor
+        out[name] = tensor.numpy()
     return save(out)
 
 
