@@ -18,7 +18,7 @@ from torch import Tensor
 from coterie.errors import ExchangeError
 from coterie.rng import Rng
 
-_CHUNK = 16 * 1024 * 1024  # entries of a mix done at once: the temporary stays in a few dozen MB
+_CHUNK = 1 << 19  # entries of a mix done at once: the temporary stays in the cache
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,13 @@ class Rng:
                 step(out, out=out)
         return torch.from_numpy(out)
 
+    def pairs(self, purpose: str, ids: Int[Tensor, " clients"], population: int) -> Float[Tensor, "clients population"]:
+        r"""Return the draws $u$ from [0, 1) behind `gumbel`, which is $-\log(-\log(1 - u))$ of them.
+
+        They cost no logarithm. A draw of exactly 0, which `gumbel` draws again, makes the two differ.
+        """
+        return self.uniform(purpose, ids, population)
+
     def uniform(self, purpose: str, ids: Int[Tensor, " clients"], size: int) -> Float[Tensor, "clients size"]:
         """Return `size` draws from [0, 1) for each hosted client, in float64."""
         out = np.empty((len(ids), size))

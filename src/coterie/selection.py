@@ -61,6 +61,44 @@ def sample(
     return top(log_weights.double().clamp(min=floor) + noise, count, allowed)
 
 
+def race(
+    mass: Float[Tensor, "clients population"],
+    draws: Float[Tensor, "clients population"],
+    count: int,
+    allowed: Bool[Tensor, "clients population"],
+) -> tuple[Int[Tensor, "clients peers"], Bool[Tensor, " clients"]]:
+    r"""Choose what `sample` chooses, with logarithms of a few draws only.
+
+    With $E = -\log(1 - u)$ the order of $\log p + \mathrm{gumbel}$ is that of $E / p$, smallest first, and $u \le E$:
+    who is behind the `count + 4` smallest $u / p$ is also behind every $E / p$ below the last of these.
+
+    Args:
+        mass: the (unnormalised) probabilities $p$.
+        draws: $u$, from `Rng.pairs`.
+        count: how many.
+        allowed: whom each client may choose.
+
+    Returns:
+        Ids, best first, and for which clients they are certain: the others need `sample`.
+    """
+    population = mass.shape[1]
+    count = max(0, min(count, population - 1))
+    if not count:
+        return torch.zeros(len(mass), 0, dtype=torch.int64), torch.ones(len(mass), dtype=torch.bool)
+    ratio = (draws / mass).masked_fill_(~allowed, torch.inf)
+    few, at = ratio.topk(min(count + 4, population), dim=1, largest=False)
+    at = at.sort(dim=1).values
+    weight, draw = mass.gather(1, at), draws.gather(1, at)
+    scores = weight.log() - (-torch.log1p(-draw)).log()
+    order = torch.argsort(scores.masked_fill(~allowed.gather(1, at), -torch.inf), dim=1, descending=True, stable=True)
+    last = order[:, count - 1, None]
+    reach = (-torch.log1p(-draw.gather(1, last)) / weight.gather(1, last))[:, 0]
+    limit = few[:, -1] if few.shape[1] < population else torch.full_like(few[:, -1], torch.inf)
+    chosen = at.gather(1, order[:, :count])
+    certain = (reach < limit * (1 - 1e-9)) & (draw > 0).all(1) & torch.isfinite(reach)
+    return chosen, certain & allowed.gather(1, chosen).all(1)
+
+
 def uniform(
     noise: Float[Tensor, "clients population"], count: int, allowed: Bool[Tensor, "clients population"]
 ) -> Int[Tensor, "clients peers"]:
@@ -188,13 +226,17 @@ def probabilities(
         >>> probabilities(s, 1e9, everybody, torch.tensor([0]), floor=0.0)
         tensor([[0., 1., 0.]], dtype=torch.float64)
     """
-    peers = others(ids, similarity.shape[1])
+    own = ids[:, None]
     sharpness = torch.as_tensor(tau, dtype=torch.float64).reshape(-1, 1)
-    logits = torch.where(considered & peers, sharpness * similarity.double(), -torch.inf)
-    softmax = torch.nan_to_num(torch.softmax(logits, dim=1), nan=0.0)
-    mass = torch.where(peers, softmax + floor, 0)
-    mass = torch.where(mass.sum(1, keepdim=True) > 0, mass, peers.double())
-    return mass / mass.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    logits = (sharpness * similarity.double()).masked_fill_(~considered, -torch.inf).scatter_(1, own, -torch.inf)
+    mass = torch.softmax(logits, dim=1)
+    mass = mass.nan_to_num_(nan=0.0).add_(floor).scatter_(1, own, 0)
+    total = mass.sum(1, keepdim=True)
+    empty = total[:, 0] <= 0
+    if bool(empty.any()):
+        mass[empty] = others(ids[empty], similarity.shape[1]).double()
+        total = mass.sum(1, keepdim=True)
+    return mass.div_(total.clamp(min=torch.finfo(torch.float64).tiny))
 
 
 def entropy_tau(
@@ -263,14 +305,14 @@ def two_hop(
     """
     order = _ranked(-preference, peers)
     estimate = torch.zeros(known.shape, dtype=torch.float64)
-    found = torch.zeros_like(known)
+    wanted = ~known
     for slot in order.T:
         row = index.gather(1, slot[:, None])[:, 0]
         arrived = preference.gather(1, slot[:, None]) > -torch.inf
-        new = knows[row] & arrived & ~known & ~found
-        estimate = torch.where(new, vectors[row].double(), estimate)
-        found = found | new
-    return estimate, found
+        new = knows[row].logical_and_(arrived).logical_and_(wanted)
+        torch.where(new, vectors[row].double(), estimate, out=estimate)
+        wanted ^= new
+    return estimate, ~(known | wanted)
 
 
 def cohort_size(members: int, participation: float | int, least: int = 1) -> int:

@@ -179,3 +179,41 @@ def test_a_silent_relay_says_nothing():
     """The better relay's message did not arrive; when none arrives there is no estimate."""
     assert float(hops([0.4, -torch.inf])[0][0, 3]) == pytest.approx(0.2)
     assert not hops([-torch.inf, -torch.inf])[1].any()
+
+
+@pytest.mark.parametrize("tau", [0.0, 3.0, 30.0, 300.0])
+def test_a_race_chooses_what_gumbel_top_m_chooses(tau: float):
+    """The same ids in the same order for the same keyed streams, flat and peaked; most clients need no logarithm."""
+    ids, population = torch.arange(40), 300
+    similarity = torch.rand(40, population, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mass = selection.probabilities(similarity, tau, torch.ones(40, population, dtype=torch.bool), ids)
+    allowed = selection.others(ids, population)
+    certain = torch.zeros(0, dtype=torch.bool)
+    for round in range(5):
+        rng = Rng(4, round)
+        wanted = selection.sample(mass.log(), rng.gumbel("peers", ids, population), 5, allowed)
+        found, sure = selection.race(mass, rng.pairs("peers", ids, population), 5, allowed)
+        assert torch.equal(found[sure], wanted[sure])
+        certain = torch.cat([certain, sure])
+    assert certain.double().mean() > 0.9
+
+
+def test_a_race_is_not_certain_where_members_without_weight_would_be_drawn():
+    """Two have weight, three are wanted: the third is drawn by `sample`, which breaks ties by id."""
+    mass = torch.tensor([[0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    draws = torch.full((1, 9), 0.5, dtype=torch.float64)
+    _, certain = selection.race(mass, draws, 3, torch.ones(1, 9, dtype=torch.bool))
+    assert certain.tolist() == [False]
+
+
+def test_equal_scores_go_to_the_lowest_id():
+    """Also where more are equal than are wanted."""
+    scores = torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 1.0]])
+    assert selection.top(scores, 3, torch.ones(1, 6, dtype=torch.bool)).tolist() == [[1, 3, 0]]
+
+
+def test_a_race_is_not_certain_where_too_few_are_allowed():
+    """One may be read and two are wanted: `sample` leaves the second slot empty."""
+    mass, draws = torch.full((1, 3), 0.5, dtype=torch.float64), torch.full((1, 3), 0.5, dtype=torch.float64)
+    _, certain = selection.race(mass, draws, 2, torch.tensor([[False, True, False]]))
+    assert certain.tolist() == [False]

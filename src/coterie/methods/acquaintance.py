@@ -72,7 +72,7 @@ class Acquaintance:
         told = self.usable(drop_nonpositive=drop_nonpositive)
         if relay == "direct":
             told = told & (self.status == MEASURED)
-        return {"similarity": torch.where(told, self.similarity, 0).to(dtype), "known": told}
+        return {"similarity": self.similarity.to(dtype).masked_fill(~told, 0), "known": told}
 
     def told(self, ids: Int[Tensor, " clients"], relays: Inbox, pick: str) -> "Acquaintance":
         """Estimate similarities to members never measured from what the chosen relays say.

@@ -138,11 +138,16 @@ class Dac(PeerMethod):
 
     def draw(self, rnd: Round, memory: Acquaintance) -> tuple[Tensor, Tensor]:
         """Draw peers; return them, and with which probabilities: clients x peers. Few rows at a time fit the cache."""
-        drawn = []
+        drawn, candidates, population = [], rnd.candidates, rnd.task.population
         for rows in torch.arange(len(rnd.ids)).split(ROWS):
-            probability = self.probability(rnd.ids[rows], memory.rows(rows), max(rnd.index - 1, 0))
-            noise = rnd.rng.gumbel("peers", rnd.ids[rows], rnd.task.population)
-            peers = selection.sample(probability.log(), noise, self.num_peers, rnd.candidates[rows])
+            ids, allowed = rnd.ids[rows], candidates[rows]
+            probability = self.probability(ids, memory.rows(rows), max(rnd.index - 1, 0))
+            draws = rnd.rng.pairs("peers", ids, population)
+            peers, certain = selection.race(probability, draws, self.num_peers, allowed)
+            if not bool(certain.all()):
+                noise = rnd.rng.gumbel("peers", ids[~certain], population)
+                logs = probability[~certain].log()
+                peers[~certain] = selection.sample(logs, noise, self.num_peers, allowed[~certain])
             drawn.append((peers, probability.gather(1, peers.clamp(min=0))))
         peers, prior = (torch.cat(part) for part in zip(*drawn, strict=True))
         return peers, prior

@@ -290,6 +290,10 @@ class _Relabelled(Rng):
         """Return the draws of the old pairs."""
         return super().gumbel(purpose, ids, population)[:, list(self.order)]
 
+    def pairs(self, purpose: str, ids: Int[Tensor, " clients"], population: int) -> Float[Tensor, "clients population"]:
+        """Return the draws of the old pairs."""
+        return super().pairs(purpose, ids, population)[:, list(self.order)]
+
 
 class _Silent(Faulty):
     """An exchange in which one client is never heard."""

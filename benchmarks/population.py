@@ -1,0 +1,128 @@
+"""What a client-round costs, and how much memory a run takes, as the population grows.
+
+    python benchmarks/population.py --out docs/reference/runs/performance/population.json
+
+Every cell is a run in a process of its own: net B on random digits (1x28x28 bytes), a few samples a client, in this
+one process with as many threads as there are cores. Its time is the mean of the rounds after the first; its memory the
+process's largest resident set, data and interpreter included. Clients train, exchange and validate in every round.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import coterie
+from coterie import METHODS, fanout
+from coterie.engine import use_threads
+from coterie.federation import Federation, TestSet
+from coterie.run import Progress, simulate
+from coterie.settings import Settings
+from coterie.task import LocalTraining
+
+TRAIN, VALIDATION, TEST = 16, 4, 32
+
+
+def digits(clients: int) -> Federation:
+    """Return random bytes in the shape of digits, for every client the same number."""
+    generator = torch.Generator().manual_seed(0)
+
+    def images(*shape: int) -> torch.Tensor:
+        return torch.randint(256, (*shape, 1, 28, 28), generator=generator, dtype=torch.uint8)
+
+    def labels(*shape: int) -> torch.Tensor:
+        return torch.randint(10, shape, generator=generator)
+
+    width = TRAIN + VALIDATION
+    return Federation(
+        x=images(clients, width),
+        y=labels(clients, width),
+        split=(torch.arange(width) >= TRAIN).to(torch.int64).expand(clients, -1),
+        tests=(TestSet(images(TEST), labels(TEST), "all"),),
+        test_of=torch.zeros(clients, dtype=torch.int64),
+        ids=torch.arange(clients),
+        population=clients,
+        classes=10,
+    )
+
+
+def cell(kind: str, clients: int, rounds: int) -> dict[str, str | int | float]:
+    """Run one method over one population and return its row."""
+    seconds: dict[int, float] = {}
+
+    def note(progress: Progress) -> None:
+        seconds[progress.round] = progress.seconds
+
+    settings = Settings(rounds=rounds, local=LocalTraining(batch_size=8), engine="compiled", evaluate="final")
+    with fanout.one_thread():
+        use_threads(fanout.cores())
+        simulate(digits(clients), METHODS[kind](), model="cnn-b", settings=settings, observer=note)
+    each = (seconds[rounds - 1] - seconds[0]) / (rounds - 1)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "method": kind,
+        "clients": clients,
+        "rounds": rounds,
+        "seconds a round": each,
+        "ms a client-round": 1000 * each / clients,
+        "peak memory, GiB": peak / 2**30,
+    }
+
+
+def main() -> int:
+    """Run the cells, print each row, and write all of them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--methods", nargs="+", default=["dac", "random", "fedavg"])
+    parser.add_argument("--clients", nargs="+", type=int, default=[100, 1000, 10000])
+    parser.add_argument("--client-rounds", type=int, default=20000, help="of a cell, shared out over 3 rounds or more")
+    parser.add_argument("--cell", action="store_true", help="run one cell in this process and print its row")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    results = []
+    for kind in options.methods:
+        for clients in options.clients:
+            rounds = min(41, max(3, options.client_rounds // clients))
+            if options.cell:
+                print(json.dumps(cell(kind, clients, rounds)))
+                continue
+            same = [sys.executable, __file__, "--cell", "--methods", kind, "--clients", str(clients)]
+            same += ["--client-rounds", str(options.client_rounds)]
+            done = subprocess.run(same, check=True, stdout=subprocess.PIPE, text=True)
+            results.append(json.loads(done.stdout.splitlines()[-1]))
+            print(json.dumps(results[-1]), flush=True)
+    if options.cell:
+        return 0
+    base = {row["method"]: row["ms a client-round"] for row in results if row["clients"] == min(options.clients)}
+    for row in results:
+        row["times that of the smallest"] = row["ms a client-round"] / base[row["method"]]
+    if options.out is not None:
+        machine = {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+            "torch": torch.__version__,
+            "coterie": coterie.__version__,
+        }
+        command = f"python benchmarks/population.py --out {options.out}"
+        stored = {"command": command, "order": 40, "machine": machine, "results": results}
+        options.out.write_text(json.dumps(stored, indent=1) + "\n")
+    return 0
+
+
+def _processor() -> str:
+    names = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())
