@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from coterie import outcome
 from coterie.errors import ConfigError
 from coterie.exchange import Exchange, Message
 from coterie.methods.base import Info, Method, Order, PeerMethod, Round
@@ -262,6 +263,19 @@ class Loop:
             values["global_accuracy"] = self.task.pooled_accuracy(models)
         return values
 
+    def _outcome(self, last: int) -> dict[str, Tensor]:
+        """Return what the settings ask of the whole run; needs all clients here."""
+        wanted, values = self.settings.extra_metrics, {}
+        if "maxima" in wanted:
+            values |= outcome.maxima(self.record.metrics)
+        if "clusters" in wanted:
+            label, planted = self._served(last)[1].get("label"), torch.from_numpy(self.record.clusters)
+            if label is not None:
+                truth = planted if bool((planted >= 0).all()) else None
+                scores = outcome.cluster_metrics(label.cpu(), truth, self.task.class_counts())
+                values |= {name: torch.full((len(label),), score) for name, score in scores.items()}
+        return {name: values[name] for name in sorted(values)}
+
     def final(self) -> Float[Tensor, "clients params"]:
         """Evaluate each client's chosen model on its test set, once, and return the models."""
         last = self.next_round - 1
@@ -271,4 +285,6 @@ class Loop:
         for split, values in measured.items():
             self.record.drop_metrics(last, split, model)  # the round may have measured its current models already
             self.record.add_metrics(last, self.task.ids, split, model, values)
+        if len(self.task) == self.task.population:
+            self.record.add_metrics(last, self.task.ids, "test", model, self._outcome(last))
         return params

@@ -113,29 +113,37 @@ def load_features(module: nn.Module, path: str | Path) -> nn.Module:
     return module
 
 
-def resnet_18_pretrained(features: tuple[int, ...], outputs: int) -> nn.Module:
-    """Build torchvision's ResNet-18 with the values of a file and a new last layer; run it with `init="given"`.
+PRETRAINED = {"squeezenet": "squeezenet1_1", "mobilenet-v2": "mobilenet_v2", "resnet-18": "resnet18"}
+"""torchvision's names of the networks that can start from a file."""
+
+
+def pretrained(kind: str, features: tuple[int, ...], outputs: int) -> nn.Module:
+    """Build a network of torchvision with the values of a file and a new last layer; run it with `init="given"`.
+
+    Args:
+        kind: a name of PRETRAINED.
+        features: the shape of one input.
+        outputs: number of classes.
 
     Raises:
-        ModelError: when the environment's COTERIE_RESNET18 names no such file.
+        ModelError: when the environment's COTERIE_RESNET18 (_SQUEEZENET, _MOBILENETV2) names no such file.
     """
-    path = os.environ.get("COTERIE_RESNET18")
+    variable = f"COTERIE_{kind.replace('-', '').upper()}"
+    path = os.environ.get(variable)
     if not path or not Path(path).is_file():
-        found = f"COTERIE_RESNET18 is {path!r}" if path else "COTERIE_RESNET18 is not set"
+        found = f"{variable} is {path!r}" if path else f"{variable} is not set"
         raise ModelError(
-            f"resnet-18-pretrained: {found}; expected a safetensors file with torchvision's ResNet-18 for ImageNet "
-            "(or run it from scratch: resnet-18)"
+            f"{kind}-pretrained: {found}; expected a safetensors file with torchvision's {PRETRAINED[kind]} for "
+            f"ImageNet (or run it from scratch: {kind})"
         )
-    return load_features(from_torchvision("resnet18", features, outputs), path)
+    return load_features(from_torchvision(PRETRAINED[kind], features, outputs), path)
 
 
 NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "cnn-y": cnn_y,
     "lenet-5": lenet_5,
     "simple-cnn": simple_cnn,
-    "squeezenet": partial(from_torchvision, "squeezenet1_1"),
-    "mobilenet-v2": partial(from_torchvision, "mobilenet_v2"),
-    "resnet-18": partial(from_torchvision, "resnet18"),
-    "resnet-18-pretrained": resnet_18_pretrained,
+    **{kind: partial(from_torchvision, name) for kind, name in PRETRAINED.items()},
+    **{f"{kind}-pretrained": partial(pretrained, kind) for kind in PRETRAINED},
 }
 """Networks for images; see `models.NETS`."""

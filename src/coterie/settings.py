@@ -11,7 +11,7 @@ from coterie.methods.base import Order
 from coterie.task import InitMode, LocalTraining
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-ExtraMetric = Literal["balanced_accuracy", "train_prior_accuracy", "global_accuracy"]
+ExtraMetric = Literal["balanced_accuracy", "train_prior_accuracy", "global_accuracy", "clusters", "maxima"]
 Schedule = Literal["synchronous", "sequential_exchange", "sequential"]
 
 
@@ -40,7 +40,8 @@ class Settings:
         eval_every: rounds between two evaluations on the test sets; 0 for the end only.
         extra_metrics: further metrics of every evaluation on the test sets, for classes: "balanced_accuracy",
             "train_prior_accuracy", and with a server "global_accuracy", of the model for everybody (or of the
-            client's cluster) on all test sets together.
+            client's cluster) on all test sets together; at the end "clusters" (how many, Rand, WAS, WADB; see
+            `outcome.cluster_metrics`) and "maxima" over the evaluated rounds (see `outcome.maxima`).
         checkpoint_seconds: least time between two checkpoints; 0 for one after every round. Where writing one takes
             long, they come so seldom that it takes a twentieth of the time.
     """

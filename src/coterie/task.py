@@ -196,7 +196,9 @@ class Task:
         return self._at[:, None] * width + self._shared.positions[split].at[self._at]
 
     def class_counts(self) -> Int[Tensor, "clients classes"]:
-        """Return how many training samples of each class every hosted client has."""
+        """Return how many training samples of each class every hosted client has; no columns for regression."""
+        if not self.classes:
+            return torch.zeros(len(self), 0, dtype=torch.int64)
         inside = self._shared.federation.split[self._at] == SPLITS["train"]
         labels = torch.where(inside, self._shared.federation.y[self._at].to(torch.int64), self.classes)
         counts = torch.zeros(len(self), self.classes + 1, dtype=torch.int64)

@@ -1,12 +1,14 @@
 """Balanced, train-prior and global accuracy of a run."""
 
 import dataclasses
+import math
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
-from coterie import metrics, testing
+from coterie import metrics, outcome, testing
 from coterie.errors import ConfigError
 from coterie.federation import TestSet
 from coterie.methods.base import Method
@@ -87,3 +89,42 @@ def test_only_a_server_has_a_global_model():
     assert "balanced_accuracy" in table.columns
     with pytest.raises(ConfigError, match="extra_metrics"):
         parse(Settings, {"extra_metrics": ["f1"]}, "study")
+
+
+def test_the_best_round_is_that_of_the_mean_over_clients():
+    """Means 0.4, 0.5 and 0.3 over two clients: the values of the second round, whatever single clients did."""
+    rows = [(t, c, v) for t, pair in enumerate([(0.8, 0.0), (0.6, 0.4), (0.0, 0.6)]) for c, v in enumerate(pair)]
+    table = pd.DataFrame(rows, columns=["round", "client", "value"])
+    table = table.assign(split="test", model="current", metric="accuracy")
+    assert outcome.maxima(table)["accuracy_max"].tolist() == [0.6, 0.4]
+    assert outcome.maxima(table.assign(model="best")) == {}
+
+
+def test_clusters_are_scored_at_the_end():
+    """One-shot clustering finds the two planted rules or not; either way the scores are those of its labels."""
+    settings = testing.tiny_settings(extra_metrics=("clusters", "maxima"), eval_every=1, evaluate="final")
+    loop = testing.follow(OneShot(clusters=2, warmup_rounds=2), settings=settings)
+    loop.record.clusters = torch.arange(6).numpy() % 2
+    loop.final()
+    table = loop.record.metrics.query("split == 'test'")
+    label, truth = loop.state.shared.label, torch.arange(6) % 2
+    last = table.drop_duplicates(["client", "metric"], keep="last").pivot(
+        index="client", columns="metric", values="value"
+    )
+    assert last.n_clusters.tolist() == [2.0] * 6
+    assert last["rand"].tolist() == pytest.approx([metrics.rand(truth, label)] * 6)
+    assert last.adjusted_rand[0] == pytest.approx(metrics.adjusted_rand(truth, label))
+    assert last.was[0] == pytest.approx(metrics.was(loop.task.class_counts(), label))
+    history = table[table.metric == "accuracy"].groupby("round")["value"].mean()
+    assert last.accuracy_max.mean() == pytest.approx(history.max())
+
+
+def test_one_cluster_has_no_was():
+    """NaN, not 0, and no warning in the middle of a run; without a truth there is no Rand index."""
+    scores = outcome.cluster_metrics(torch.zeros(4, dtype=torch.int64), None, torch.ones(4, 3, dtype=torch.int64))
+    assert scores["n_clusters"] == 1.0
+    assert math.isnan(scores["was"])
+    assert math.isnan(scores["wadb"])
+    assert "rand" not in scores
+    regression = outcome.cluster_metrics(torch.arange(3), torch.arange(3), torch.zeros(3, 0, dtype=torch.int64))
+    assert regression == {"n_clusters": 3.0, "rand": 1.0, "adjusted_rand": 1.0}
