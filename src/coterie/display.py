@@ -21,6 +21,7 @@ from coterie.run import Progress as Step
 from coterie.study import Study
 from coterie.summary import HIGHER_IS_BETTER
 
+SECONDS = 10.0  # between two lines about a run that is not at its end, in a pipe
 MEANS = {"all": "mean over clients", "clusters": "mean over clusters"}
 
 
@@ -71,15 +72,17 @@ def _live(studies: Sequence[StudyConfig], console: Console) -> Iterator[Observer
         yield observe
 
 
-def _lines(console: Console) -> Observer:
-    """One line for each quarter of a run, and its end."""
-    started = time.monotonic()
+def _lines(console: Console, every: float = SECONDS) -> Observer:
+    """A line for each run that has come to its end, and otherwise one every few seconds."""
+    started = told = time.monotonic()
 
     def observe(step: Step) -> None:
-        number, quarter = step.round + 1, max(1, step.rounds // 4)
-        if number and (number % quarter == 0 or number == step.rounds):
+        nonlocal told
+        now, number = time.monotonic(), step.round + 1
+        if number == step.rounds or now - told >= every:
+            told = now
             text = f"{step.label}, seed {step.seed}: round {number}/{step.rounds}, {_quality(step)}"
-            console.print(f"{text} ({time.monotonic() - started:.0f} s)", highlight=False, markup=False)
+            console.print(f"{text} ({now - started:.0f} s)", highlight=False, markup=False)
 
     return observe
 

@@ -1,0 +1,51 @@
+"""What a command writes about its progress where there is no terminal."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from coterie import display
+from coterie.run import Progress
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands until a test moves it."""
+    now = [100.0]
+    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    return now
+
+
+def lines(text):
+    return text.getvalue().splitlines()
+
+
+def test_in_a_pipe_a_run_takes_one_line(clock):
+    """Three quick runs of forty rounds: three lines, each at the end of a run."""
+    text = io.StringIO()
+    with display.progress([], Console(file=text), quiet=False) as observe:
+        for seed in range(3):
+            for number in range(-1, 40):
+                observe(Progress("DAC", seed, number, 40, 0.5, 0.875, 0.1))
+    assert lines(text) == [f"DAC, seed {seed}: round 40/40, val. acc. 87.5 % (0 s)" for seed in range(3)]
+
+
+def test_in_a_pipe_a_long_run_is_heard_of_every_ten_seconds(clock):
+    """Ten rounds of four seconds each: at 12, 24 and 36 s, and at the end."""
+    text = io.StringIO()
+    with display.progress([], Console(file=text), quiet=False) as observe:
+        for number in range(10):
+            clock[0] += 4
+            observe(Progress("Local", 0, number, 10, 0.25, float("nan"), 4.0))
+    assert lines(text) == [
+        f"Local, seed 0: round {number}/10, val. loss 0.25 ({4 * number} s)" for number in (3, 6, 9, 10)
+    ]
+
+
+def test_quiet_says_nothing(clock):
+    """Not even the end of a run."""
+    text = io.StringIO()
+    with display.progress([], Console(file=text), quiet=True) as observe:
+        observe(Progress("Local", 0, 0, 1, 0.25, 0.5, 4.0))
+    assert lines(text) == []
