@@ -1,0 +1,222 @@
+"""Write docs/reference/network.md: what was measured of the network, from the results that benchmarks/network.py keeps.
+
+    python benchmarks/network.py parity      (or another; each writes its JSON into docs/reference/runs)
+    python scripts/network.py                (`--check` only says whether the page is up to date)
+
+No number of the page is typed.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from coterie.sheets import Sheet, markdown
+
+ROOT = Path(__file__).resolve().parent.parent
+STORED = ROOT / "docs/reference/runs"
+PAGE = ROOT / "docs/reference/network.md"
+HEAD = """<!-- made by scripts/network.py; do not edit -->
+# The network, measured
+
+Nodes are processes with certificates, access lists and mutual TLS, as in
+[the deployment](../how-to/deploy-in-three-hospitals.md). What a message looks like: [the wire format](wire.md). What is
+protected: [the threat model](../explanation/threat-model.md).
+"""
+Results = list[dict[str, Any]]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a Markdown table."""
+    return markdown(Sheet("", head, [[str(cell) for cell in row] for row in rows])).strip()
+
+
+def yes(value: bool) -> str:
+    """Return a truth value as a word."""
+    return "yes" if value else "**no**"
+
+
+def number(value: float) -> str:
+    """Return a difference: 0 exactly, or with its size."""
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def range_of(values: Sequence[float], unit: str = "") -> str:
+    """Return the least and the largest of some values."""
+    return f"{min(values):g} to {max(values):g}{unit}"
+
+
+def parity(found: Results) -> str:
+    """Return the part on nodes and simulation."""
+    first = found[0]
+    rows = [
+        (r["method"], yes(r["same_peers"]), yes(r["same_edges"] and r["same_metrics"]), number(r["largest_difference"]))
+        for r in found
+    ]
+    return (
+        f"{first['nodes']} nodes as processes, {first['rounds']} rounds, and the simulation with the same seed and "
+        "engine: who read whom in every round, weights, bytes and metrics, and the largest difference between any two "
+        "parameters at the end.\n\n"
+        + table(("method", "same peers in every round", "same weights, bytes and metrics", "largest difference"), rows)
+    )
+
+
+def replay(found: Results) -> str:
+    """Return the part on replays."""
+    rows = [
+        (
+            r["method"],
+            r["rounds"],
+            r["killed_and_restarted"],
+            r["pulls_with_missing_peers"],
+            number(r["largest_difference"]),
+        )
+        for r in found
+    ]
+    head = ("method", "rounds", "killed -9 and restarted", "pulls with missing peers", "largest difference")
+    return (
+        f"{found[0]['nodes']} nodes, of which one is killed without warning and started again. The simulator then goes "
+        "through the same rounds from the nodes' journals of what arrived.\n\n" + table(head, rows)
+    )
+
+
+def lived_through(found: Results) -> str:
+    """Return the part on churn or on a partition."""
+    events, result = found[:-1], found[-1]
+    harmed = {*result.get("killed", ()), result.get("cut_off")}
+    whole = [n for n in result["rounds_finished"] if n not in harmed]
+    finished = {result["rounds_finished"][n] for n in whole}
+    grown = list(result["memory_growth_mb"].values())
+    unharmed = result["unharmed_accuracy"]
+    rows: list[tuple[str, object]] = [
+        ("nodes that nothing happened to", len(whole)),
+        ("rounds that each of them finished", f"{range_of(sorted(finished))} of {result['rounds']}"),
+        ("longest time a round of theirs exchanged",
+         f"{result['longest_exchange_s']:g} s; deadline {result['deadline_s']:g} s"),
+        ("growth of their memory, second to last quarter of the run", range_of(grown, " MB")),
+        ("exit status of all that were not left dead",
+         ", ".join(sorted({str(s) for s in result["statuses"].values()}))),
+        ("test accuracy of all that ended", f"{result['accuracy']:.2f} %"),
+        (f"the same clients in {len(unharmed)} unharmed runs (seeds)",
+         f"{min(unharmed):.2f} to {max(unharmed):.2f} %, mean {statistics.mean(unharmed):.2f} %"),
+        ("replay from the journals, largest difference", number(result["replay_difference"])),
+    ]  # fmt: skip
+    if "rounds_apart" in result:
+        rows.append(("rounds in which no model crossed", "{} to {}".format(*result["rounds_apart"])))
+        rows.append(("models that crossed afterwards", result["reads_across_after"]))
+    told = "; ".join(f"{e['event']} ({e['at']:g} s)" for e in events)
+    return (
+        f"{result['nodes']} nodes with {result['method']}, {result['rounds']} rounds, each in a network namespace of "
+        f"its own. Seconds after the third round: {told}.\n\n" + table(("", "found"), rows)
+    )
+
+
+def slow(found: Results) -> str:
+    """Return the part on a slow link."""
+    first = found[0]
+    times = [t for r in found for t in r["seconds"]]
+    return (
+        f"Two nodes send each other a model of {first['model_bytes'] / 1e6:g} MB over links of {first['mbit_per_s']:g} "
+        f"Mbit/s (tc tbf, one namespace each), with default settings (deadline {first['deadline_s']:g} s): every model "
+        f"arrived, in {range_of(times, ' s')}; at the rate of the line alone it takes {first['line_rate_s']:g} s."
+    )
+
+
+def fuzz(found: Results) -> str:
+    """Return the part on damaged messages."""
+    (r,) = found
+    rows = [(f"answer refused: {k.removeprefix('refused:')}", v) for k, v in r["refused"].items()]
+    rows.append(("answer read, because the damage left a message that is in order", r["read_all_the_same"]))
+    rows += [(f"question ended: {k}", v) for k, v in r["questions_ended"].items()]
+    memory = r["memory_mb"]
+    return (
+        f"A member with a valid certificate sends {r['messages']:,} damaged messages to a node with mutual TLS: "
+        f"{r['answers']:,} answers to its questions (half of them properly signed), {r['questions']:,} questions, "
+        f"{r['heads']:,} heads. Nothing crashed; in all {r['honest_exchanges']} exchanges with an honest peer in "
+        f"between everything arrived; memory went from {memory['start']:g} to {memory['end']:g} MB (growth between the "
+        f"first and the last five looks after the start: {r['memory_growth_mb']:g} MB).\n\n"
+        + table(("what", "times"), rows)
+    )
+
+
+def predicted(found: Results) -> str:
+    """Return the part on predicted and counted bytes."""
+    rows = [
+        (r["method"], f"{r['predicted'] / 1e6:.3f}", f"{r['counted'] / 1e6:.3f}",
+         f"{100 * (r['counted'] / r['predicted'] - 1):+.2f} %")
+        for r in found
+    ]  # fmt: skip
+    return (
+        f"Megabytes that {found[0]['nodes']} nodes received in {found[0]['rounds']} rounds: predicted by the cost "
+        "ledger (`coterie.cost`) from the settings, and counted on the wire, envelopes included. The models are small, "
+        "so envelopes weigh: with a server, whose rounds have more messages, more than between peers.\n\n"
+        + table(("method", "predicted", "counted", "difference"), rows)
+    )
+
+
+def efficiency(found: Results) -> str:
+    """Return the part on the time of a round's exchange, also for the page on performance."""
+    first = found[0]
+    kinds = {"raw": "raw TCP with mutual TLS 1.3", "coterie": "nodes"}
+    rows = []
+    for kind, name in kinds.items():
+        these = [r for r in found if r["kind"] == kind]
+        medians = [r["median_ms"] for r in these]
+        rows.append((name, f"{statistics.median(medians):g}", range_of(medians), range_of([r["p90_ms"] for r in these]),
+                     f"{these[0]['bytes_a_node'] / 1e6:.2f}"))  # fmt: skip
+    middle = {k: statistics.median(r["median_ms"] for r in found if r["kind"] == k) for k in kinds}
+    overhead = next(r["overhead"] for r in found if r["kind"] == "coterie")
+    return (
+        f"{first['nodes']} processes on loopback, models of {first['model_bytes'] / 1e6:g} MB, {first['peers']} peers "
+        f"a round; the two in turn, {len(found) // 2} times {first['rounds']} rounds. A round's exchange takes "
+        f"{middle['coterie'] / middle['raw']:.2f} times as long as the same bytes over raw TCP with mutual TLS; "
+        f"signatures, digests and checks included. Envelopes add {100 * overhead:.3f} % to the bytes.\n\n"
+        + table(("", "ms a round", "its runs", "90 % of rounds within (ms)", "MB received by a node"), rows)
+    )
+
+
+SECTIONS = (
+    ("Parity with the simulation", "network/parity", parity),
+    ("Failures, replayed", "network/replay", replay),
+    ("Churn", "network/churn", lived_through),
+    ("Partition", "network/partition", lived_through),
+    ("A slow link", "network/slow", slow),
+    ("Damaged messages", "network/fuzz", fuzz),
+    ("Predicted and counted bytes", "network/bytes", predicted),
+    ("Against raw TCP", "performance/network", efficiency),
+)
+
+
+def section(title: str, document: dict[str, Any], write: Any) -> str:
+    """Return one part of the page."""
+    machine = document["machine"]
+    source = (
+        f"`{document['command']}`, {document['seconds']:,.0f} s on {machine['cores']} cores ({machine['processor']}), "
+        f"Python {machine['python']}, torch {machine['torch']}, zenoh {machine['eclipse-zenoh']}."
+    )
+    return f"## {title}\n\n{write(document['results'])}\n\n{source}\n"
+
+
+def page() -> str:
+    """Return the page, of all that has been measured."""
+    parts = []
+    for title, name, write in SECTIONS:
+        path = STORED / f"{name}.json"
+        if path.exists():
+            parts.append(section(title, json.loads(path.read_text()), write))
+    return "\n".join([HEAD, *parts])
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page, or check it."""
+    text = page()
+    if arguments[:1] == ["--check"]:
+        return int(not PAGE.exists() or PAGE.read_text() != text)
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
