@@ -89,6 +89,8 @@ def plot(
             typer.echo(f"{name:<14}{kind.text}")
         for name, published in figures.PAPERS.items():
             typer.echo(f"{name:<14}{published.figure} of {published.study}")
+        for name, reason in figures.NOT_STORED.items():
+            typer.echo(f"{name:<14}not from stored runs: {reason}")
         return
     options = {"metric": metric, "split": split, "cluster": cluster, "setting": setting}
     given = {name: value for name, value in options.items() if value is not None}

@@ -1,3 +1,6 @@
+from importlib import resources
+from pathlib import Path
+
 import pandas as pd
 import pytest
 from typer.testing import CliRunner
@@ -137,6 +140,34 @@ def test_plot_without_a_figure_lists_them(small):
     lines = CliRunner().invoke(app, ["plot", str(small)]).output.splitlines()
     assert lines[0].split()[0] == "curves"
     assert any(line.startswith("dac-3") and "tau of dac/tau" in line for line in lines)
+    assert {line.split()[0] for line in lines} == {*figures.FIGURES, *figures.PAPERS, *figures.NOT_STORED}
+
+
+def test_every_result_figure_of_the_papers_has_a_name():
+    """Numbers of the figures that show results, paper by paper; parts of a figure have names of their own."""
+    wanted = {
+        "similarity": range(2, 11), "dac": range(2, 5), "panm": (4, 5), "sosicfl": range(4, 9),
+        "fedgwc": (2, *range(4, 9)),
+    }  # fmt: skip
+    names = [*figures.PAPERS, *figures.NOT_STORED]
+    numbered = {(name.split("-")[0], int(name.split("-")[1].rstrip("abcd"))) for name in names}
+    assert numbered == {(paper, number) for paper, some in wanted.items() for number in some}
+
+
+def test_published_figures_name_studies_that_are_there():
+    """Each study that the list names is a file of the package, or a family of them."""
+    folder = resources.files("coterie") / "studies"
+    for name, published in figures.PAPERS.items():
+        study = published.study.split(",")[0]
+        assert list(Path(str(folder)).glob(f"{study}.toml")), name
+
+
+def test_a_published_figure_says_which_study_it_needs(small, tmp_path):
+    """Runs that read nobody give no heatmap, and runs at one value of tau no sensitivity."""
+    for figure, study in {"dac-4": "dac/cifar10-label-40-60", "dac-3": "dac/tau"}.items():
+        with pytest.raises(DataError, match=f"figure {figure} needs runs of {study}: "):
+            figures.plot([small], figure, out=tmp_path / "none.svg")
+        assert not (tmp_path / "none.svg").exists()
 
 
 def test_one_file_cannot_hold_two_reports(small):
