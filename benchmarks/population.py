@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -109,7 +110,7 @@ def main() -> int:
             "torch": torch.__version__,
             "coterie": coterie.__version__,
         }
-        command = f"python benchmarks/population.py --out {options.out}"
+        command = shlex.join(["python", "benchmarks/population.py", *sys.argv[1:]])
         stored = {"command": command, "order": 40, "machine": machine, "results": results}
         options.out.write_text(json.dumps(stored, indent=1) + "\n")
     return 0

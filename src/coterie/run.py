@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie import checkpoint
+from coterie import checkpoint, memory
 from coterie.errors import ConfigError, RunExistsError, require
 from coterie.exchange import Exchange, InMemory
 from coterie.federation import Federation
@@ -93,6 +93,7 @@ def simulate(
         exchange: another exchange than `InMemory`, for example `Faulty`.
 
     Raises:
+        ConfigError: when the memory cannot hold the run.
         RunExistsError: when the folder holds a run and `resume` is False.
         CheckpointError: when the checkpoint is damaged or belongs to another run.
     """
@@ -105,6 +106,7 @@ def simulate(
     truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
     began = checkpoint.engine(folder) if folder is not None and resume and settings.engine == "auto" else {}
     task = make_task(federation, method, model, dataclasses.replace(settings, **began))
+    memory.check(_forecast(task, federation, settings), settings.device, memory.available(settings.device))
     record = Record(truth)
     door = exchange or InMemory(federation.ids, federation.population)
     loop = Loop(task, method, door, settings, Rng(seed), record)
@@ -161,6 +163,17 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         device=settings.device,
         clusters=federation.truth.cluster if knows and federation.truth is not None else None,
         expected=once * (settings.rounds + 1),
+    )
+
+
+def _forecast(task: Task, federation: Federation, settings: Settings) -> memory.Forecast:
+    return memory.forecast(
+        clients=len(task),
+        params=task.layout.size,
+        itemsize=task.dtype.itemsize,
+        block=task.block,
+        data=federation.nbytes,
+        keeps_best=settings.evaluate == "best_val",
     )
 
 

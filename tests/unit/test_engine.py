@@ -286,3 +286,53 @@ def test_clients_without_validation_data_have_no_validation_loss():
     loss = task(federation=replace(federation, split=split)).loss(task().init(Rng(0)), "validation")
     assert bool(loss[2].isnan())
     assert int(loss.isnan().sum()) == 1
+
+
+def small_memory(t: Task, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Let the engine of a task hold no more than so many models at once."""
+    for name in ("gradients", "forward"):
+        whole = getattr(t.engine, name)
+
+        def limited(rows, *rest, whole=whole):
+            if len(rows) > most:
+                raise torch.OutOfMemoryError
+            return whole(rows, *rest)
+
+        monkeypatch.setattr(t.engine, name, limited)
+
+
+def test_a_block_that_the_memory_does_not_hold_is_halved_until_it_does(monkeypatch):
+    """Six clients asked for, two fit: with the results of a machine that holds all, and a line for each halving."""
+    results, local = [], LocalTraining(batch_size=4, drop_last=True)
+    for most in (6, 2):
+        t = Task(ragged().host(range(6)), Custom, engine="vmap", block=6)
+        small_memory(t, monkeypatch, most)
+        if most == 6:
+            params, info = t.train(t.init(Rng(0)), Rng(0).at(0), local)
+        else:
+            with pytest.warns(UserWarning, match="out of memory: blocks of clients are"):
+                params, info = t.train(t.init(Rng(0)), Rng(0).at(0), local)
+        results.append((params, info["loss"], t.loss(params, "train"), t.loss_table(params, "train")))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_measuring_goes_on_with_fewer_models_where_the_memory_is_small(monkeypatch):
+    """Without a training before that found out."""
+    t = Task(ragged().host(range(6)), Custom, engine="vmap", block=6)
+    params = t.init(Rng(0)).clone()
+    wanted = t.loss(params, "train")
+    small_memory(t, monkeypatch, 3)
+    with pytest.warns(UserWarning, match="2 times smaller"):
+        assert torch.equal(t.loss(params, "train"), wanted)
+
+
+def test_a_client_that_does_not_fit_alone_is_refused_in_words(monkeypatch):
+    """After halving down to one."""
+    t = Task(ragged().host(range(6)), Custom, engine="vmap", block=2)
+    small_memory(t, monkeypatch, 0)
+    with (
+        pytest.warns(UserWarning, match="2 times smaller"),
+        pytest.raises(ModelError, match="does not hold the training of one client"),
+    ):
+        t.train(t.init(Rng(0)), Rng(0).at(0), LocalTraining())

@@ -18,7 +18,7 @@ LAYERS = (
     ("exchange", "mailbox"),
     ("task", "engine", "heads"),
     ("methods",),
-    ("run", "record", "settings", "checkpoint", "sequential", "outcome", "loop", "testing"),
+    ("run", "memory", "record", "settings", "checkpoint", "sequential", "outcome", "loop", "testing"),
     ("overrides", "definition", "config", "catalogue", "fanout", "cost", "ledger", "graph", "cluster", "papers",
      "summary"),
     ("gallery", "payload", "report", "drawings", "watch", "figures", "trackers"),

@@ -5,6 +5,7 @@ them. All engines compute the same numbers; they differ in how fast. The default
 `gradients` and `forward`; an engine may own the whole step instead.
 """
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import ClassVar
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from coterie.engine.optim import RowOptimizer
 from coterie.engine.work import Pairs, Training
+from coterie.errors import ModelError
 from coterie.models import Layout
 
 Objective = Callable[[Tensor, Tensor], Tensor]
@@ -50,6 +52,7 @@ class Engine(ABC):
 
     name: ClassVar[str]
     compile_seconds: float = 0.0
+    _pieces: int = 1  # how many times smaller blocks are than asked for, since the memory did not hold them
 
     def __init__(self, layout: Layout, objective: Objective) -> None:
         self.layout, self.objective = layout, objective
@@ -101,10 +104,30 @@ class Engine(ABC):
             The loss of each step before its update; NaN where a client had no batch.
         """
         losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
-        for start in range(0, len(rows), block):
-            part = slice(start, min(start + block, len(rows)))
-            losses[part] = self._train_block(rows[part], work.part(part))
+        start = 0
+        while start < len(rows):
+            step = max(1, block // self._pieces)
+            part = slice(start, min(start + step, len(rows)))
+            before = rows[part].clone()
+            try:
+                losses[part] = self._train_block(rows[part], work.part(part))
+            except torch.OutOfMemoryError:
+                if step == 1:
+                    raise ModelError(
+                        "the memory does not hold the training of one client: take a smaller batch"
+                    ) from None
+                rows[part] = before
+                self._shrink()
+                continue
+            start = part.stop
         return losses
+
+    def _shrink(self) -> None:
+        """Work in blocks of half the size from now on: the memory did not hold the last one."""
+        self._pieces *= 2
+        torch.cuda.empty_cache()  # does nothing where CUDA was not used
+        text = f"out of memory: blocks of clients are {self._pieces} times smaller from now on; no result changes"
+        warnings.warn(text, stacklevel=4)
 
     def _train_block(self, rows: Tensor, work: Training) -> Tensor:
         trainable = self.layout.trainable
@@ -140,12 +163,20 @@ class Engine(ABC):
             inputs: values of the layout's input buffers, one a row of the table.
             block: how many models to run at once.
         """
-        totals = {name: table.new_zeros(len(pairs.models)) for name in pairs.metrics}
         alone = self.one_by_one(table.device)
-        if alone or len(pairs.count) < len(pairs.models):
-            self._measure_sets(table, pairs, inputs, 1 if alone else block, totals)
-        else:
-            self._measure_blocks(table, pairs, inputs, block, totals)
+        while True:
+            totals = {name: table.new_zeros(len(pairs.models)) for name in pairs.metrics}
+            step = max(1, block // self._pieces)
+            try:
+                if alone or len(pairs.count) < len(pairs.models):
+                    self._measure_sets(table, pairs, inputs, 1 if alone else step, totals)
+                else:
+                    self._measure_blocks(table, pairs, inputs, step, totals)
+                break
+            except torch.OutOfMemoryError:
+                if self._pieces > _CHUNK["cuda"]:
+                    raise ModelError("the memory does not hold the measurement of one model on one sample") from None
+                self._shrink()
         number = pairs.count[pairs.sets].to(table)
         return {name: (total / number).cpu() for name, total in totals.items()}
 
@@ -180,9 +211,9 @@ class Engine(ABC):
             for name, value in self._values(outputs, pairs.samples.targets(places), pairs).items():
                 totals[name][part] = torch.where(inside, value, 0).sum(1)
 
-    @staticmethod
-    def _samples_at_once(pairs: Pairs, table: Tensor) -> int:
-        return _CHUNK.get(table.device.type, _CHUNK["cuda"]) // max(1, pairs.samples.x[0].numel())
+    def _samples_at_once(self, pairs: Pairs, table: Tensor) -> int:
+        entries = _CHUNK.get(table.device.type, _CHUNK["cuda"]) // self._pieces
+        return entries // max(1, pairs.samples.x[0].numel())
 
     def _values(self, outputs: Tensor, targets: Tensor, pairs: Pairs) -> dict[str, Tensor]:
         """Return each metric of every sample: [models, samples]."""
