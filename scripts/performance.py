@@ -53,7 +53,7 @@ def engines(results: Rows) -> sheets.Sheet:
     """Return the table of `coterie bench`."""
     head = (
         "cell", "engine", "threads", "times the usual loop", "from, to", "ms a client-round", "usual loop, ms",
-        "share of matrix speed", "peak MB",
+        "share of matrix speed", "peak MB", "processor share",
     )  # fmt: skip
     rows = [
         (
@@ -66,6 +66,7 @@ def engines(results: Rows) -> sheets.Sheet:
             number(row["usual_milliseconds"]),
             f"{row['roofline']:.0%}",
             f"{row['memory_mb']:,.0f}",
+            f"{row['processor_share']:.0%}",
         )
         for row in results
     ]
