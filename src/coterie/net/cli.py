@@ -256,6 +256,7 @@ def up(
     bad = {name: status for name, status in statuses.items() if status}
     if bad:
         raise TransportError(f"some nodes failed: {bad}")
+    typer.echo(f"{len(files)} nodes finished: {', '.join(files)}" + (f"; their logs are in {logs}" if logs else ""))
 
 
 def _note_member(folder: Path, name: str, address: str) -> None:
