@@ -86,13 +86,17 @@ def finish(process: "subprocess.Popen[str]", timeout: float = 240) -> tuple[int,
     return process.returncode, out, err
 
 
-def wait_for(process: "subprocess.Popen[str]", said: str) -> None:
-    """Read what a process says until it says something."""
-    assert process.stderr is not None
-    for line in process.stderr:
-        if said in line:
+def wait_for(process: "subprocess.Popen[str]", run: Path, rounds: int) -> None:
+    """Wait until a run has written a checkpoint after so many rounds."""
+    for _ in range(24_000):
+        if (run / "provenance.json").exists() and json.loads((run / "provenance.json").read_text())["round"] >= rounds:
             return
-    raise AssertionError(f"the process ended without saying {said!r}")
+        try:
+            process.wait(0.005)
+        except subprocess.TimeoutExpired:
+            continue
+        break
+    raise AssertionError(f"no checkpoint of round {rounds} in {run}")
 
 
 def results(folder: Path) -> dict[str, bytes]:
@@ -113,7 +117,7 @@ def whole(tmp_path_factory) -> Path:
 def test_ctrl_c_leaves_a_study_that_goes_on_to_the_same_bytes(tmp_path, whole):
     (tmp_path / "tiny.toml").write_text(TINY)
     process = start(tmp_path, "run", "tiny.toml", "--workers", "1")
-    wait_for(process, "round 4/8")
+    wait_for(process, tmp_path / "runs/tiny/random/seed-0", 4)
     os.killpg(process.pid, signal.SIGINT)
     status, out, err = finish(process)
     assert status == 130
@@ -129,7 +133,7 @@ def test_ctrl_c_leaves_a_study_that_goes_on_to_the_same_bytes(tmp_path, whole):
 def test_kill_9_leaves_a_study_that_goes_on_to_the_same_bytes(tmp_path, whole):
     (tmp_path / "tiny.toml").write_text(TINY)
     process = start(tmp_path, "run", "tiny.toml", "--workers", "2")
-    wait_for(process, "round 6/8")
+    wait_for(process, tmp_path / "runs/tiny/random/seed-0", 6)
     os.killpg(process.pid, signal.SIGKILL)
     assert finish(process)[0] == -signal.SIGKILL
     status, _, err = finish(start(tmp_path, "run", "tiny.toml", "--resume"))

@@ -18,12 +18,12 @@ GUIDE = (DOCS / "deploy-in-three-hospitals.md").read_text()
 
 def blocks(language: str) -> list[str]:
     """The guide's blocks of code in a language."""
-    return re.findall(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
+    return re.findall(rf"```{language}(?: title=[^\n]*)?\n(.*?)```", GUIDE, re.DOTALL)
 
 
 def commands() -> list[list[str]]:
     """The guide's `coterie net` commands, in order."""
-    lines = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("coterie net")]
+    lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("coterie net")]
     return [shlex.split(line, comments=True)[1:] for line in lines]
 
 
@@ -41,8 +41,6 @@ def test_the_commands_of_the_guide_lead_to_a_roster_that_is_in_order(tmp_path, m
 
     said = ""
     for command in commands():
-        if command[:2] == ["net", "sign"] and command[3] != "north.csr":  # South and West do as North did
-            run("net", "join", command[3].removesuffix(".csr"), command[4])
         if "--check" in command:
             for sent in ("ca.pem", "organiser.pub", "members/north.pem", "roster.toml", "roster.toml.sig"):
                 Path(Path(sent).name).write_bytes((tmp_path / "organiser" / sent).read_bytes())
