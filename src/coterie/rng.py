@@ -59,9 +59,7 @@ class Rng:
         self, purpose: str, ids: Int[Tensor, " clients"], population: int
     ) -> Float[Tensor, "clients population"]:
         """Return one standard Gumbel draw for each pair (hosted client, member of the population), in float64."""
-        out = np.empty((len(ids), population))
-        for row, client in enumerate(ids.tolist()):
-            self.generator(purpose, client).random(out=out[row])
+        out = self.pairs(purpose, ids, population).numpy()
         with np.errstate(divide="ignore"):  # at 0, one draw in 2^53, the result is infinite
             for step in (partial(np.subtract, 1.0), np.log, np.negative, np.log, np.negative):
                 step(out, out=out)

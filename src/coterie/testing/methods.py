@@ -284,12 +284,6 @@ class _Relabelled(Rng):
         """Return the stream of the client's old id."""
         return super().generator(purpose, client if client == EVERYONE else self.order[client])
 
-    def gumbel(
-        self, purpose: str, ids: Int[Tensor, " clients"], population: int
-    ) -> Float[Tensor, "clients population"]:
-        """Return the draws of the old pairs."""
-        return super().gumbel(purpose, ids, population)[:, list(self.order)]
-
     def pairs(self, purpose: str, ids: Int[Tensor, " clients"], population: int) -> Float[Tensor, "clients population"]:
         """Return the draws of the old pairs."""
         return super().pairs(purpose, ids, population)[:, list(self.order)]
