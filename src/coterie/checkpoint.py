@@ -200,7 +200,8 @@ def _write(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     os.close(handle)
     try:
-        arrays = {k: v.contiguous().numpy() for k, v in tensors.items()}  # the torch variant keeps a type for each size
+        # safetensors' torch variant keeps a ctypes type for each size
+        arrays = {k: v.cpu().contiguous().numpy() for k, v in tensors.items()}
         save_file(arrays, temporary, metadata={"coterie": json.dumps(meta)})
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())

@@ -87,9 +87,7 @@ class Loop:
         self.rng = rng
         self.order: Order = settings.order or method.order
         self.state = method.init(task, self.rng)
-        stops = settings.patience is not None and not method.server
-        keep = settings.evaluate == "best_val" or (stops and settings.stopped_broadcast == "best")
-        self.tracker = Tracker.start(self.state.params, keep)
+        self.tracker = Tracker.start(self.state.params, settings.keeps_best(method.server))
         self.next_round = -1  # the warm-up
         self.validation: dict[str, Tensor] = {}
         self.train_samples = 0
@@ -274,7 +272,7 @@ class Loop:
                 truth = planted if bool((planted >= 0).all()) else None
                 scores = outcome.cluster_metrics(label.cpu(), truth, self.task.class_counts())
                 values |= {name: torch.full((len(label),), score) for name, score in scores.items()}
-        return {name: values[name] for name in sorted(values)}
+        return values
 
     def final(self) -> Float[Tensor, "clients params"]:
         """Evaluate each client's chosen model on its test set, once, and return the models."""

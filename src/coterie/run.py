@@ -106,7 +106,7 @@ def simulate(
     truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
     began = checkpoint.engine(folder) if folder is not None and resume and settings.engine == "auto" else {}
     task = make_task(federation, method, model, dataclasses.replace(settings, **began))
-    memory.check(_forecast(task, federation, settings), settings.device, memory.available(settings.device))
+    memory.check(_forecast(task, federation, method, settings), settings.device, memory.available(settings.device))
     record = Record(truth)
     door = exchange or InMemory(federation.ids, federation.population)
     loop = Loop(task, method, door, settings, Rng(seed), record)
@@ -166,14 +166,14 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
     )
 
 
-def _forecast(task: Task, federation: Federation, settings: Settings) -> memory.Forecast:
+def _forecast(task: Task, federation: Federation, method: Method, settings: Settings) -> memory.Forecast:
     return memory.forecast(
         clients=len(task),
         params=task.layout.size,
         itemsize=task.dtype.itemsize,
         block=task.block,
         data=federation.nbytes,
-        keeps_best=settings.evaluate == "best_val",
+        keeps_best=settings.keeps_best(method.server),
     )
 
 

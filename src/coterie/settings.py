@@ -84,3 +84,12 @@ class Settings:
         ):
             value = getattr(self, name)
             require(value in valid, name, value, f"one of {', '.join(str(v) for v in valid)}")
+
+    def keeps_best(self, server: bool) -> bool:
+        """Return whether the best model of each client is needed: for the final test, or to go on being read.
+
+        Args:
+            server: whether the method has a server; then nobody stops early.
+        """
+        stops = self.patience is not None and not server
+        return self.evaluate == "best_val" or (stops and self.stopped_broadcast == "best")
