@@ -193,7 +193,7 @@ def run_study(
     _check_folder(study, folder, resume, overwrite)
     first = plan.data(study.seeds[0])
     plan.check(first)
-    _prepare(study, folder, first, overwrite and not resume)
+    _prepare(_with_stored_seeds(study, folder) if resume else study, folder, first, overwrite and not resume)
     waiting = [job for job in jobs_of(study) if not checkpoint.finished(run_folder(folder, job))]
 
     def emit(message: object) -> None:
@@ -315,6 +315,14 @@ def _check_same(study: StudyConfig, folder: Path) -> None:
                 raise CheckpointError(
                     f"{path.parent} was run with other settings ({change}); --overwrite starts again, --out keeps both"
                 )
+
+
+def _with_stored_seeds(study: StudyConfig, folder: Path) -> StudyConfig:
+    """The study with the seeds that are there already: going on with other seeds adds to them."""
+    if not (folder / CONFIG).exists():
+        return study
+    there = stored(folder)[0].seeds
+    return replace(study, seeds=[*there, *(seed for seed in study.seeds if seed not in there)])
 
 
 def _prepare(study: StudyConfig, folder: Path, federation: Federation, overwrite: bool) -> None:

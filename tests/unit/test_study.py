@@ -193,6 +193,14 @@ def test_a_study_can_grow_by_seeds_and_methods(finished, tmp_path):
     assert contents(tmp_path / "tiny") == contents(finished.folder)
 
 
+def test_a_study_that_grows_by_a_seed_keeps_the_seeds_that_it_has(tmp_path):
+    federation = {seed: tiny_federation(seed=seed) for seed in (0, 1)}
+    run_study(small("seeds=[1]"), out=tmp_path, federation=federation.__getitem__)
+    run_study(small("seeds=[0]"), out=tmp_path, federation=federation.__getitem__, resume=True)
+    kept, _ = stored(tmp_path / "tiny")
+    assert list(kept.seeds) == [1, 0]
+
+
 def test_resuming_with_other_settings_is_refused_and_names_the_setting(finished):
     with pytest.raises(CheckpointError, match="rounds is 3 there and 4 here"):
         run_study(small("rounds=4"), out=finished.folder.parent, federation=tiny_federation(), resume=True)
