@@ -26,6 +26,7 @@ from coterie.engine.stack import (
     layers,
 )
 from coterie.engine.work import Pairs, Samples, Training
+from coterie.heads import simplex_head
 from coterie.methods import METHODS
 from coterie.models import Layout, build
 from coterie.run import simulate
@@ -65,7 +66,17 @@ def training(layout, data, local, clients=3, steps=4, prox=0.0):
     places = torch.randint(0, len(data), (clients, steps, local.batch_size), generator=stream)
     keys = (torch.randint(0, 1 << 62, (clients,), generator=stream), layout.keys) if layout.keys else None
     anchor = rows + 0.1 if prox else None
-    return rows, Training(data, places, length, local, anchor=anchor, prox=prox, keys=keys)
+    inputs = mixtures(layout, clients, steps)
+    return rows, Training(data, places, length, local, anchor=anchor, prox=prox, keys=keys, inputs=inputs)
+
+
+def mixtures(layout, *shape):
+    """Weights for the endpoints of a simplex layer, other ones for every client and step."""
+    stream = torch.Generator().manual_seed(3)
+    known = layout.zero_inputs(1)
+    size = {name: value.shape[-1] for name, value in known.items() if name not in layout.keys}
+    draws = {name: torch.rand(*shape, count, generator=stream, dtype=layout.dtype) for name, count in size.items()}
+    return {name: draw / draw.sum(-1, keepdim=True) for name, draw in draws.items()}
 
 
 def pairs(data):
@@ -83,7 +94,7 @@ def both(model, features, classes, dtype, local, prox=0.0, uint8=False):
     for engine in (LoopEngine(layout, objective), CompiledEngine(layout, objective, x, y)):
         rows, work = training(layout, data, local, prox=prox)
         losses = engine.train(rows, work, 2)
-        values = engine.measure(rows, pairs(data), layout.zero_inputs(3), 2)
+        values = engine.measure(rows, pairs(data), layout.zero_inputs(3) | mixtures(layout, 3), 2)
         results.append((rows, losses, *values.values()))
     assert torch.equal(results[0][1].isnan(), results[1][1].isnan())
     scale = max(1.0, float(results[0][0].abs().max()))
@@ -109,6 +120,40 @@ def test_leaky_relu_is_compiled_also_where_it_changes_places_with_pooling():
     )  # fmt: skip
     local = LocalTraining(lr=0.05, optimizer="sgd", batch_size=9)
     assert both(model, (2, 10, 9), 3, torch.float64, local) < 1e-10
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"gain": 3.0}], ids=["own biases", "one bias", "a gain"])
+def test_a_simplex_head_is_compiled_with_weights_of_the_endpoints_that_change(options):
+    local = LocalTraining(lr=0.1, optimizer="sgd", momentum=0.5, batch_size=11)
+    source = simplex_head(lambda: build("cnn-b", (1, 8, 8), 4), 3, **options)
+    assert both(source(), (1, 8, 8), 4, torch.float64, local, prox=0.2) < 1e-10
+
+
+def test_a_simplex_model_without_given_weights_mixes_its_endpoints_alike():
+    layout = Layout(simplex_head(lambda: nn.Sequential(nn.Linear(5, 3)), 4)(), torch.float64)
+    data = samples((5,), 3, torch.float64)
+    x, y = data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+    rows, work = training(layout, data, LocalTraining(lr=0.1, optimizer="sgd"))
+    alike = replace(work, inputs={"0.alpha": torch.full((3, work.steps, 4), 0.25, dtype=torch.float64)})
+    results = []
+    for given in (replace(work, inputs={}), alike):
+        trained = rows.clone()
+        CompiledEngine(layout, cross_entropy, x, y).train(trained, given, 2)
+        results.append(trained)
+    assert torch.equal(*results)
+
+
+def test_mixtures_of_single_samples_are_trained_without_the_program():
+    """And with the loop engine's numbers."""
+    layout = Layout(simplex_head(lambda: nn.Sequential(nn.Linear(5, 3)), 4)(), torch.float64)
+    data = samples((5,), 3, torch.float64)
+    x, y = data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+    results = []
+    for engine in (LoopEngine(layout, cross_entropy), CompiledEngine(layout, cross_entropy, x, y)):
+        rows, work = training(layout, data, LocalTraining(lr=0.1, optimizer="sgd"))
+        engine.train(rows, replace(work, inputs=mixtures(layout, 3, work.steps, work.places.shape[2])), 2)
+        results.append(rows)
+    assert torch.allclose(*results, atol=1e-12)
 
 
 def test_the_reference_network_agrees_in_float32_on_bytes_and_in_regression():

@@ -62,7 +62,7 @@ class CompiledEngine(VmapEngine):
         keys = (torch.ones(1, dtype=torch.int64), layout.keys) if layout.keys else None
         work = Training(
             Samples(x, y, classes, layout.dtype), places, torch.tensor([[len(x)]]),
-            LocalTraining(optimizer="sgd", lr=1.0), keys=keys,
+            LocalTraining(optimizer="sgd", lr=1.0), inputs=self._unequal(), keys=keys,
         )  # fmt: skip
         results = []
         engines: tuple[Engine, ...] = (self, LoopEngine(layout, self.objective))
@@ -74,14 +74,24 @@ class CompiledEngine(VmapEngine):
             if bool(((ours - theirs).abs() > limit).any()):
                 raise NotAStackError("its native program does not compute what it does")
 
+    def _unequal(self) -> dict[str, Tensor]:
+        """Return weights of the endpoints, if the module has any, that tell them apart."""
+        if self.program.alpha is None:
+            return {}
+        endpoints = self.layout.zero_inputs(1)[self.program.alpha].shape[-1]
+        weights = torch.arange(1, endpoints + 1, dtype=self.layout.dtype)
+        return {self.program.alpha: (weights / weights.sum())[None, None]}
+
     def train(
         self, rows: Float[Tensor, "clients params"], work: Training, block: int
     ) -> Float[Tensor, "clients steps"]:
-        """See `Engine.train`; `block` does not matter."""
+        """See `Engine.train`; `block` does not matter, but where each sample has a mixture of endpoints of its own."""
+        if any(name == self.program.alpha and value.ndim > 3 for name, value in work.inputs.items()):
+            return super().train(rows, work, block)
         return self.program.train(rows, work)
 
     def measure(
         self, table: Float[Tensor, "models params"], pairs: Pairs, inputs: Mapping[str, Tensor], block: int
     ) -> dict[str, Float[Tensor, " pairs"]]:
         """See `Engine.measure`; `block` does not matter."""
-        return self.program.measure(table, pairs)
+        return self.program.measure(table, pairs, inputs)

@@ -60,6 +60,7 @@ struct Training {
   CropFlip augment;
   T* rows;
   const T* anchor;
+  const T* alpha;  // mixture of endpoints in each step of each client; none without a simplex layer
   const int64_t *places, *length, *keys;
   T* losses;
   int64_t row, anchor_row, steps, width, trained, adam;
@@ -68,7 +69,7 @@ struct Training {
 
 struct Measuring {
   Store store;
-  const T* table;
+  const T *table, *alpha;  // mixture of endpoints of each model
   const int64_t *places, *count, *models, *sets;
   double *loss, *score;
   int64_t row, width;
@@ -163,6 +164,7 @@ static void train_one(const Training& job, int64_t client, Net& net, T* moments)
     step.lr = job.adam ? job.lr / (1 - decay1) : job.lr, step.scale = std::sqrt(1 - decay2);
     if (!size) continue;
     const uint64_t key = job.keys ? job.keys[client] + uint64_t(s) * 0x1F123BB5159A55E5u : 0;
+    if (job.alpha) net.mix(step.w, job.alpha + (client * job.steps + s) * ENDPOINTS);
     T loss = 0;
     for (int from = 0; from < size; from += N) {
       const int n = size - from < N ? size - from : N;
@@ -192,11 +194,13 @@ extern "C" void measure(const Measuring* job, int64_t first, int64_t last) {
   auto net = std::make_unique<Net>();
   for (int64_t pair = first; pair < last; pair++) {
     const int64_t set = job->sets[pair], size = job->count[set], *places = job->places + set * job->width;
+    const T* model = job->table + job->models[pair] * job->row;
+    if (job->alpha) net->mix(model, job->alpha + job->models[pair] * ENDPOINTS);
     double loss = 0, total = 0, score;
     for (int64_t from = 0; from < size; from += N) {
       const int n = size - from < N ? size - from : N;
       gather(job->store, places + from, n, net->input());
-      net->forward<false>(job->table + job->models[pair] * job->row, 0, 0);
+      net->forward<false>(model, 0, 0);
       for (int b = 0; b < n; b++) {
         loss += judge(job->store, places[from + b], b, net->output(), nullptr, 1, &score);
         total += score;

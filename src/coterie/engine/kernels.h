@@ -383,3 +383,33 @@ static void linear_weights(const V* x, const V* g, const Step& step, int weight,
   for (int k = 0; k < OUT; k++) gb[k] = sum_of(g[k]);
   step.put(bias, gb, OUT);
 }
+
+// ---------------------------------------------------------------- linear layer that is a mixture of M endpoints
+
+// mixed = gain * sum of alpha[m] * w[m], an endpoint after the other.
+template <int M, int SIZE>
+static void mix_endpoints(const T* w, const T* alpha, T gain, T* mixed) {
+  memset(mixed, 0, SIZE * sizeof(T));
+  for (int m = 0; m < M; m++)
+    for (int i = 0; i < SIZE; i++) mixed[i] += gain * alpha[m] * w[m * SIZE + i];
+}
+
+// Takes the gradient of the mixed layer and hands each endpoint its share.
+template <int M, int IN, int OUT, class Step>
+struct Endpoints {
+  const Step& step;
+  const T* alpha;
+  T gain;
+  int weight;
+  bool shared_bias;
+
+  inline __attribute__((always_inline)) void put(int at, T* piece, int count) const {
+    const bool bias = at < weight || at >= weight + OUT * IN;
+    if (bias && shared_bias) return step.put(at, piece, count);
+    T part[OUT > 4 * N ? OUT : 4 * N];
+    for (int m = 0; m < M; m++) {
+      for (int i = 0; i < count; i++) part[i] = gain * alpha[m] * piece[i];
+      step.put(at + m * (bias ? OUT : OUT * IN), part, count);
+    }
+  }
+};

@@ -8,7 +8,7 @@ many threads there are, on the block or on who is hosted.
 import ctypes
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -43,18 +43,18 @@ class _CropFlip(ctypes.Structure):
 
 class _Training(ctypes.Structure):
     _fields_ = (
-        ("store", _Store), ("augment", _CropFlip), ("rows", _POINTER), ("anchor", _POINTER), ("places", _POINTER),
-        ("length", _POINTER),
-        ("keys", _POINTER), ("losses", _POINTER), ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG),
-        ("width", _LONG), ("trained", _LONG), ("adam", _LONG), ("lr", _DOUBLE), ("momentum", _DOUBLE),
-        ("decay", _DOUBLE), ("prox", _DOUBLE),
+        ("store", _Store), ("augment", _CropFlip), ("rows", _POINTER), ("anchor", _POINTER), ("alpha", _POINTER),
+        ("places", _POINTER), ("length", _POINTER), ("keys", _POINTER), ("losses", _POINTER), ("row", _LONG),
+        ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG), ("trained", _LONG), ("adam", _LONG),
+        ("lr", _DOUBLE), ("momentum", _DOUBLE), ("decay", _DOUBLE), ("prox", _DOUBLE),
     )  # fmt: skip
 
 
 class _Measuring(ctypes.Structure):
     _fields_ = (
-        ("store", _Store), ("table", _POINTER), ("places", _POINTER), ("count", _POINTER), ("models", _POINTER),
-        ("sets", _POINTER), ("loss", _POINTER), ("score", _POINTER), ("row", _LONG), ("width", _LONG),
+        ("store", _Store), ("table", _POINTER), ("alpha", _POINTER), ("places", _POINTER), ("count", _POINTER),
+        ("models", _POINTER), ("sets", _POINTER), ("loss", _POINTER), ("score", _POINTER), ("row", _LONG),
+        ("width", _LONG),
     )  # fmt: skip
 
 
@@ -97,10 +97,12 @@ class NativeProgram:
     def __init__(self, layout: Layout, features: tuple[int, ...]) -> None:
         if layout.dtype not in (torch.float32, torch.float64):
             raise stack.NotAStackError(f"numbers of type {layout.dtype} are not known here")
-        if len(layout.inputs) > len(layout.keys):
+        layers = stack.layers(layout.train_module)
+        self.alpha = next((part.alpha for part in layers if isinstance(part, stack.Simplex)), None)
+        if len(layout.inputs) > len(layout.keys) + (self.alpha is not None):
             raise stack.NotAStackError("it has input buffers")
         self.layout = layout
-        text = program.write(stack.layers(layout.train_module), layout, features)
+        text = program.write(layers, layout, features)
         self._library, self.seconds = compiler.load(text)
         for name in ("train", "measure"):
             function = getattr(self._library, name)
@@ -128,6 +130,15 @@ class NativeProgram:
         store = _Store(_at(x), _at(values), _at(classes), _at(targets), int(values is not None))
         return _Kept(store, (None if x is samples.x else x, values, classes, targets))
 
+    def _mixtures(self, inputs: Mapping[str, Tensor], *shape: int) -> Tensor | None:
+        """Return the weights of the endpoints, those of the module where none are given."""
+        if self.alpha is None:
+            return None
+        given = inputs.get(self.alpha)
+        if given is None:
+            given = self.layout.zero_inputs(1)[self.alpha].expand(*shape, -1)
+        return given.to(self.layout.dtype).contiguous()
+
     def train(self, rows: Float[Tensor, "clients params"], work: Training) -> Float[Tensor, "clients steps"]:
         """Train clients in place; see `Engine.train`."""
         local = work.local
@@ -138,10 +149,11 @@ class NativeProgram:
         draws, fill = None, None
         if work.augment is not None:
             draws, fill = _whole(work.augment.keys), work.augment.fill.to(rows.dtype).contiguous()
+        alpha = self._mixtures(work.inputs, *work.length.shape)
         assert rows.stride(1) == 1
         augment = _CropFlip(_at(draws), _at(fill), work.augment.padding if work.augment else 0)
         job = _Training(
-            self._store(work.samples), augment, _at(rows), _at(anchor), _at(places), _at(length), _at(keys),
+            self._store(work.samples), augment, _at(rows), _at(anchor), _at(alpha), _at(places), _at(length), _at(keys),
             _at(losses), rows.stride(0), 0 if anchor is None else anchor.stride(0), work.steps, places.shape[2],
             self.layout.trainable, int(local.optimizer == "adam"), local.lr, local.momentum, local.weight_decay,
             work.prox,
@@ -149,14 +161,16 @@ class NativeProgram:
         self._run(self._library.train, job, len(rows))
         return losses
 
-    def measure(self, table: Float[Tensor, "models params"], pairs: Pairs) -> dict[str, Float[Tensor, " pairs"]]:
+    def measure(
+        self, table: Float[Tensor, "models params"], pairs: Pairs, inputs: Mapping[str, Tensor]
+    ) -> dict[str, Float[Tensor, " pairs"]]:
         """Return the mean of each metric for each pair; see `Engine.measure`."""
         values = torch.empty(2, len(pairs.models), dtype=torch.float64)
-        table = _rows(table)
+        table, alpha = _rows(table), self._mixtures(inputs, len(table))
         places, count, models, sets = (_whole(t) for t in (pairs.places, pairs.count, pairs.models, pairs.sets))
         job = _Measuring(
-            self._store(pairs.samples), _at(table), _at(places), _at(count), _at(models), _at(sets), _at(values[0]),
-            _at(values[1]), table.stride(0), places.shape[1],
+            self._store(pairs.samples), _at(table), _at(alpha), _at(places), _at(count), _at(models), _at(sets),
+            _at(values[0]), _at(values[1]), table.stride(0), places.shape[1],
         )  # fmt: skip
         self._run(self._library.measure, job, len(pairs.models))
         return dict(zip(pairs.metrics, values.to(self.layout.dtype), strict=True))

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import torch
 
-from coterie.engine.stack import Activation, Convolution, Dropout, Flatten, Layer, Linear, MaxPool, NotAStackError
+from coterie.engine.stack import (
+    Activation,
+    Convolution,
+    Dropout,
+    Flatten,
+    Layer,
+    Linear,
+    MaxPool,
+    NotAStackError,
+    Simplex,
+)
 from coterie.models import Layout
 
 SAMPLES = 8
@@ -54,6 +64,7 @@ class _Text:
     """The parts of the program as they are written."""
 
     members: list[str] = field(default_factory=list)
+    mix: list[str] = field(default_factory=list)  # before a batch
     forward: list[str] = field(default_factory=list)
     backward: list[list[str]] = field(default_factory=list)  # of each layer; the last layer comes first in the program
 
@@ -96,6 +107,8 @@ class _Writer:
                 self._pool(layer, position)
             elif isinstance(layer, Linear):
                 self._linear(layer, position)
+            elif isinstance(layer, Simplex):
+                self._simplex(layer, position)
             elif isinstance(layer, Flatten):
                 if self.now.padding != (0, 0):
                     raise NotAStackError("a flattened input is convolved")
@@ -198,6 +211,33 @@ class _Writer:
         back.append(f"linear_weights<{sizes}>({x.name}, g{y.name}, step, {weight}, {bias_at});")
         self._finish(back, y)
 
+    def _simplex(self, layer: Simplex, position: int) -> None:
+        x, weight = self.now, self.slots[layer.weight]
+        entries, outputs = x.shape[0], layer.outputs
+        if x.shape[1:] != (1, 1) or self.shapes[layer.weight][2] != entries:
+            raise NotAStackError(f"{layer.weight} does not take a flat input of {entries} entries")
+        y = self._new((outputs, 1, 1), position + 1)
+        mixed, shares = f"w{y.name}", f"{layer.endpoints}, {{}}>(w + {{}}, alpha, T({layer.gain!r}), {{}});"
+        self.text.array("T", mixed, outputs * entries)
+        self.text.mix += ["mixture = alpha;", "mix_endpoints<" + shares.format(outputs * entries, weight, mixed)]
+        bias, bias_at = "nullptr", -1
+        if layer.bias is not None:
+            bias_at = self.slots[layer.bias]
+            bias = f"w + {bias_at}"
+            if not layer.shared_bias:
+                bias = f"b{y.name}"
+                self.text.array("T", bias, outputs)
+                self.text.mix.append("mix_endpoints<" + shares.format(outputs, bias_at, bias))
+        sizes = f"{entries}, {outputs}"
+        self.text.forward.append(f"linear<{sizes}>({x.name}, {mixed}, {bias}, {y.name});")
+        back = [f"linear_back<{sizes}>(g{y.name}, {mixed}, g{x.name});"] if self.trained else []
+        shared = str(layer.shared_bias).lower()
+        back.append(
+            f"linear_weights<{sizes}>({x.name}, g{y.name}, Endpoints<{layer.endpoints}, {sizes}, Step>"
+            f"{{step, mixture, T({layer.gain!r}), {weight}, {shared}}}, {weight}, {bias_at});"
+        )
+        self._finish(back, y)
+
     def _in_place(self, layer: Activation | Dropout) -> None:
         x = self.now
         if isinstance(layer, Dropout):
@@ -242,12 +282,17 @@ def write(stack: list[Layer], layout: Layout, features: tuple[int, ...]) -> str:
         f"#include <cstdint>\ntypedef {number} T;\ntypedef {integer} I;\nconstexpr int N = {SAMPLES};",
         (here / "kernels.h").read_text(),
         f"constexpr int PARAMS = {layout.size}, OUTPUTS = {math.prod(writer.now.shape)};",
+        f"constexpr int ENDPOINTS = {max((part.endpoints for part in stack if isinstance(part, Simplex)), default=0)};",
         f"using Input = {writer.input.grid};",
         "struct Net {",
         *(f"  {line}" for line in text.members),
         f"  V* input() {{ return {writer.input.inside}; }}",
         f"  V* output() {{ return {writer.now.name}; }}",
         f"  V* output_gradient() {{ return g{writer.now.name}; }}",
+        "  const T* mixture = nullptr;",
+        "  void mix(const T* w, const T* alpha) {",
+        *(f"    {line}" for line in text.mix),
+        "  }",
         "  template <bool TRAIN>",
         "  void forward(const T* w, uint64_t key, int sample) {",
         *(f"    {line}" for line in text.forward),

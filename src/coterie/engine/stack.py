@@ -15,6 +15,7 @@ from torch.fx.proxy import TraceError
 from torch.nn import functional
 
 from coterie.engine.rewrites import strided
+from coterie.heads import SimplexHead
 from coterie.models import KeyedDropout
 
 
@@ -50,6 +51,19 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Simplex:
+    """A linear layer that is a mixture of endpoints; see `heads.SimplexHead`. `alpha` names the mixture's weights."""
+
+    weight: str
+    bias: str | None
+    outputs: int
+    endpoints: int
+    shared_bias: bool
+    gain: float
+    alpha: str
+
+
+@dataclass(frozen=True)
 class Dropout:
     """Keyed dropout; see `models.KeyedDropout`."""
 
@@ -71,7 +85,7 @@ class Flatten:
     """All axes but the first become one."""
 
 
-Layer = Convolution | MaxPool | Linear | Dropout | Activation | Flatten
+Layer = Convolution | MaxPool | Linear | Simplex | Dropout | Activation | Flatten
 
 _ACTIVATIONS: dict[Any, str] = {
     nn.ReLU: "relu", nn.Tanh: "tanh", torch.relu: "relu", torch.relu_: "relu", functional.relu: "relu",
@@ -83,7 +97,7 @@ _TRACE_ERRORS = (TraceError, TypeError, ValueError, RuntimeError, AttributeError
 
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, KeyedDropout) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, KeyedDropout | SimplexHead) or super().is_leaf_module(m, module_qualified_name)
 
 
 def layers(module: nn.Module) -> list[Layer]:
@@ -146,6 +160,8 @@ def _from_module(part: nn.Module, path: str) -> Layer | None:
         return Convolution(f"{path}.weight", bias, part.out_channels, kernel, padding)
     if isinstance(part, nn.Linear) and kind is nn.Linear:
         return Linear(f"{path}.weight", None if part.bias is None else f"{path}.bias", part.out_features)
+    if isinstance(part, SimplexHead):
+        return _simplex(part, path)
     if isinstance(part, nn.MaxPool2d):
         pool = strided(part)
         if pool is None:
@@ -162,6 +178,17 @@ def _from_module(part: nn.Module, path: str) -> Layer | None:
     if isinstance(part, nn.Identity):
         return Dropout(0.0, False, 0)
     raise NotAStackError(f"{path or 'it'} is of a kind that is not known here ({kind.__name__})")
+
+
+def _simplex(part: SimplexHead, path: str) -> Simplex:
+    if part.ensemble or part.weight.ndim != 3:
+        raise NotAStackError(f"{path} is a simplex of convolutions, or predicts with all of its endpoints")
+    bias, prefix = part.bias, f"{path}." if path else ""
+    outputs = part.weight.shape[1]
+    return Simplex(
+        f"{prefix}weight", None if bias is None else f"{prefix}bias", outputs, part.endpoints, part.shared_bias,
+        part.gain, f"{prefix}alpha",
+    )  # fmt: skip
 
 
 def _from_call(node: fx.Node) -> Layer:
