@@ -4,6 +4,7 @@
     python benchmarks/network.py replay         a run with a killed node, replayed in the simulator
     python benchmarks/network.py churn          twelve nodes: four killed, two restarted, one cut off for 20 s
     python benchmarks/network.py partition      six nodes: the cable between two halves is pulled for 20 s
+    python benchmarks/network.py soak           three nodes, 800 rounds: memory, threads and open files
     python benchmarks/network.py slow           a model of 20 MB over a link of 20 Mbit/s
     python benchmarks/network.py fuzz           20,000 damaged messages to and from a running node
     python benchmarks/network.py efficiency     against the same bytes over raw TCP with mutual TLS
@@ -24,6 +25,7 @@ import network_attack
 import network_churn
 import network_links
 import network_parity
+import network_soak
 import torch
 
 STORED = Path(__file__).resolve().parent.parent / "docs/reference/runs"
@@ -32,6 +34,7 @@ MEASUREMENTS = {
     "replay": network_parity.replays,
     "churn": network_churn.churn,
     "partition": network_churn.partition,
+    "soak": network_soak.soak,
     "slow": network_links.slow,
     "fuzz": network_attack.fuzz,
     "efficiency": network_links.efficiency,

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,7 @@ from typer.testing import CliRunner
 
 from coterie import config
 from coterie.cli import app
-from coterie.net import fleet, identity, roster
-from coterie.net.desk import Missing
-from coterie.net.zenoh_transport import ZenohTransport
+from coterie.net import fleet
 from coterie.study import run_study
 
 pytestmark = pytest.mark.e2e
@@ -114,28 +111,6 @@ def test_an_organiser_and_two_members_set_up_a_run_and_the_doctor_finds_what_is_
     assert "one round: " in told
     (north / "north.key").chmod(0o644)
     assert "run chmod 600" in coterie("node", file)
-
-
-def test_a_connection_that_is_turned_away_is_in_the_engines_log(tmp_path):
-    """Somebody with a certificate of another authority, under a member's name: the line is beside the node's log."""
-    study = config.loads(STUDY).only("dac", 0)
-    files = fleet.lay_out(tmp_path, study, port=port(40), network={**QUICK, "start": 100.0})
-    identity.make_authority(tmp_path / "other", "demo", days=1)
-    address = f"127.0.0.1:{port(49)}"
-    identity.sign_request(tmp_path / "other", identity.make_request(tmp_path / "other", "node-03", address), address)
-    own = identity.Identity.load(*(tmp_path / "other" / f for f in ("node-03.key", "members/node-03.pem", "ca.pem")))
-    who = roster.load(tmp_path / "keys/roster.toml", tmp_path / "keys/organiser.pub")
-    engine, pause = tmp_path / "node-00.engine.log", threading.Event()
-    with fleet.Fleet({"node-00": files["node-00"]}, logs=tmp_path) as nodes:
-        nodes.start("node-00")
-        with ZenohTransport(who, "node-03", own, listen=address) as stranger:
-            for _ in range(300):
-                pause.wait(0.1)
-                if engine.exists() and "zenoh_link_tls" in engine.read_text():
-                    break
-            assert isinstance(stranger.head("node-00", "1", 0.5), Missing)
-    assert "fatal alert" in engine.read_text()
-    assert "zenoh_link_tls" not in (tmp_path / "node-00.log").read_text()
 
 
 def test_a_node_ends_in_order_when_it_is_told_to(tmp_path):

@@ -1,7 +1,6 @@
 """A node as a process: everything from node.toml to the exit status."""
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from coterie.errors import ConfigError, TransportError
 from coterie.gallery import describe
 from coterie.net import nodefile
 from coterie.net import roster as rosters
+from coterie.net.engine_log import listening
 from coterie.net.identity import Identity
 from coterie.net.log import Log, MetricsServer
 from coterie.net.node import Node
@@ -26,7 +26,6 @@ from coterie.record import write_atomically
 if TYPE_CHECKING:
     from coterie.net.transport import Transport
 
-_ENGINE_LOG = "error,zenoh_link_tls=warn,zenoh::net::routing::interceptor=info"
 _GIVEN_UP = (
     "running without TLS on loopback: every program on this machine can read and answer messages under any name; "
     "only the signatures of models are checked"
@@ -78,6 +77,7 @@ def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
     if insecure:
         log("insecure", level="warning", text=_GIVEN_UP)
     with ExitStack() as stack:
+        engine = stack.enter_context(listening(log))
         transport: Transport = stack.enter_context(
             ZenohTransport(
                 roster,
@@ -94,7 +94,7 @@ def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
         )  # fmt: skip
         stack.callback(node.close)
         if file.metrics_port:
-            stack.callback(MetricsServer(file.metrics_port, node.samples).close)
+            stack.callback(MetricsServer(file.metrics_port, lambda: [*node.samples(), *engine.samples()]).close)
         yield node
 
 
@@ -130,7 +130,6 @@ def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
         Log(name, level=file.log)("done", text=f"the run in {folder} is over; delete the folder to run it again")
         return 0
     signal.signal(signal.SIGTERM, _terminate)
-    _engine_log()
     try:
         with opened(file, insecure=insecure) as node:
             node.run()
@@ -139,14 +138,6 @@ def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
         raise
     summary.write_summary(folder.parent.parent)
     return 0
-
-
-def _engine_log() -> None:
-    """Let the engine tell on stdout whom it turned away and why; this node's own log is on stderr. RUST_LOG wins."""
-    import zenoh
-
-    os.environ.setdefault("NO_COLOR", "1")
-    zenoh.init_log_from_env_or(_ENGINE_LOG)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,162 @@
+"""Engine log: what the network engine says of those it turns away, told in the node's own log.
+
+The engine drops strangers, forbidden questions and oversize messages before any code of the node sees them, and tells
+of it only in lines on standard output. Here those lines are read: each refusal becomes an event with its reason, and
+what an operator may want to read passes on to standard output as it is.
+"""
+
+import io
+import os
+import re
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from coterie.net.log import Log, Sample
+
+LEVELS = "error,zenoh_link_tls=warn,zenoh::net::routing::interceptor=trace"
+"""What the engine is asked to say; RUST_LOG in the environment wins."""
+_PAUSE = 10.0  # seconds between two events of the same refusal: nobody fills the log from outside
+_SESSIONS = 4096  # sessions whose member is known by name
+_KINDS = 64  # refusals that are told apart
+_LINE = re.compile(r"\S+\s+(ERROR|WARN|INFO|DEBUG|TRACE) .*?ThreadId\((\d+)\) ([\w:]+): (.*)")
+_RULING = re.compile(
+    r"(Using cached result: )?([0-9a-f]+)(?: on .*CertCommonName\((.*?)\).*)? "
+    r"is (un)?authorized to (.+?) \(\w+\) on (\S+)"
+)
+_STRANGER = re.compile(r"([0-9a-f]+) did not match any configured ACL subject.*")
+_CACHING = re.compile(r"ACL \(\w+\): caching permissions for `(.*)` ...")
+_HINT = ". Hint: increase the system open file limit."  # the engine adds it to every failed handshake
+_Kind = tuple[str, str, str]  # reason, member, text without its digits
+_TOO_LARGE = "a question or an answer is over its cap"
+
+
+class EngineLog:
+    """Reads the engine's lines and tells a node's log whom it turned away.
+
+    Reasons are "certificate" (no link: the certificate or the handshake is not in order), "not_on_roster" (a link, but
+    nothing passes), "not_allowed" (a member asked, answered or announced under a key that is not its own) and
+    "too_large". The engine does not name the link of a message over its cap, and says the same of any message of
+    somebody who is not on the roster; once such a link has been seen, the reason is "dropped".
+
+    Args:
+        log: where events go.
+        out: where lines go on; those for debugging do not.
+        clock: seconds that never go back.
+        everything: whether lines for debugging go on as well.
+    """
+
+    def __init__(
+        self,
+        log: Callable[..., None],
+        out: io.TextIOBase,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        everything: bool = False,
+    ) -> None:
+        self.times: Counter[str] = Counter()
+        self._log, self._out, self._clock, self._everything = log, out, clock, everything
+        self._untold: Counter[_Kind] = Counter()
+        self._told: dict[_Kind, float] = {}
+        self._newest: dict[_Kind, str] = {}
+        self._denied: dict[str, tuple[str, str]] = {}  # by the engine's thread: whom it has just denied what
+        self._cached: dict[str, str] = {}  # by thread: the key of which it has ruled in advance
+        self._names: dict[str, str] = {}  # members by the engine's id of their session
+        self._strangers = False
+
+    def line(self, text: str) -> None:
+        """Take one line."""
+        found = _LINE.match(text)
+        if found is None or self._everything or found[1] not in ("DEBUG", "TRACE"):
+            with suppress(OSError):  # nobody reads on: the engine must not wait for that
+                self._out.write(text)
+                self._out.flush()
+        if found is not None:
+            self._read(found[2], found[3], found[4].strip())
+
+    def _read(self, thread: str, source: str, text: str) -> None:
+        if source.startswith("zenoh_link_tls"):
+            self._refused("certificate", "", text.removesuffix(_HINT))
+        elif text == "Msg intercepted!":
+            self._intercepted(*self._denied.pop(thread, (None, "")))
+        elif caching := _CACHING.fullmatch(text):
+            self._cached[thread] = caching[1]
+        elif _STRANGER.fullmatch(text):
+            self._strangers = True
+            self._refused("not_on_roster", "", "its certificate is valid; nothing that it sends is heard")
+        elif ruling := _RULING.fullmatch(text):
+            at_once, session, name, denied, what, key = ruling.groups()
+            if name and len(self._names) < _SESSIONS:
+                self._names[session] = name
+            if at_once or key != self._cached.get(thread):  # else it rules in advance, not on a message
+                self._denied.pop(thread, None)
+                if denied:
+                    self._denied[thread] = (name or self._names.get(session, ""), f"{what} on {key}")
+
+    def _intercepted(self, peer: str | None, what: str) -> None:
+        if peer is not None:
+            self._refused("not_allowed", peer, what)
+        elif self._strangers:
+            self._refused("dropped", "", f"{_TOO_LARGE}, or of somebody who is not on the roster")
+        else:
+            self._refused("too_large", "", _TOO_LARGE)
+
+    def _refused(self, reason: str, peer: str, text: str) -> None:
+        self.times[reason] += 1
+        kind, now = (reason, peer, re.sub(r"\d+", "0", text)), self._clock()
+        if kind not in self._told and len(self._told) >= _KINDS:
+            kind = (reason, "", "more")
+        self._untold[kind] += 1
+        self._newest[kind] = text[:300]
+        if kind not in self._told or now - self._told[kind] >= _PAUSE:
+            self._told[kind] = now
+            self._tell(kind)
+
+    def _tell(self, kind: _Kind) -> None:
+        reason, peer, _ = kind
+        who, times = ({"peer": peer} if peer else {}), self._untold.pop(kind)
+        self._log("turned_away", level="warning", reason=reason, **who, text=self._newest[kind], times=times)
+
+    def close(self) -> None:
+        """Tell what is still untold."""
+        for kind in list(self._untold):
+            self._tell(kind)
+
+    def samples(self) -> list[Sample]:
+        """Return numbers for Prometheus."""
+        return [
+            ("coterie_turned_away_total", "turned away by the engine", {"reason": reason}, number)
+            for reason, number in sorted(self.times.items())
+        ]
+
+
+@contextmanager
+def listening(log: Log) -> Iterator[EngineLog]:
+    """Read what the engine writes on this process's standard output, from now to the end of the block."""
+    import zenoh
+
+    os.environ.setdefault("NO_COLOR", "1")
+    zenoh.init_log_from_env_or(LEVELS)
+    sys.stdout.flush()
+    kept, (reading, writing) = os.dup(1), os.pipe()
+    os.dup2(writing, 1)
+    os.close(writing)
+    with os.fdopen(kept, "w") as out, os.fdopen(reading, errors="replace") as lines:
+        engine = EngineLog(log, out, everything="RUST_LOG" in os.environ)
+
+        def read() -> None:
+            for line in lines:
+                engine.line(line)
+
+        reader = threading.Thread(target=read, name="coterie-engine-log")
+        reader.start()
+        try:
+            yield engine
+        finally:
+            sys.stdout.flush()
+            os.dup2(kept, 1)  # the pipe's last writer is gone: the reader comes to its end
+            reader.join()
+            engine.close()

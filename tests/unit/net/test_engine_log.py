@@ -1,0 +1,123 @@
+"""The engine's lines become events: who was turned away, why, how often; nobody fills the log from outside."""
+
+import io
+
+import pytest
+
+from coterie.net.engine_log import EngineLog
+
+HEAD = "2026-11-21T09:06:05.330840Z {level} {thread} ThreadId({number:02}) "
+ACCESS = "zenoh::net::routing::interceptor::access_control: "
+MEMBER = "d109 on Interface(lo)+CertCommonName(n2)+Transport(Tls)+d109 is "
+HINT = ". Hint: increase the system open file limit."
+DROPPED = "zenoh::net::routing::interceptor: Msg intercepted!"
+
+
+def line(text: str, level: str = "TRACE", number: int = 10) -> str:
+    return HEAD.format(level=level, thread=" rx-0", number=number) + text + "\n"
+
+
+class Heard:
+    """An EngineLog, the events it told, and what it passed on; time stands still unless it is moved."""
+
+    def __init__(self, **options) -> None:
+        self.events: list[tuple] = []
+        self.out, self.now = io.StringIO(), 100.0
+        self.log = EngineLog(self.tell, options.pop("out", self.out), clock=lambda: self.now, **options)
+
+    def tell(self, event: str, *, level: str, reason: str, text: str, times: int, peer: str = "") -> None:
+        assert (event, level) == ("turned_away", "warning")
+        self.events.append((reason, peer, text, times))
+
+    def hear(self, *lines: str) -> list[tuple]:
+        for text in lines:
+            self.log.line(text)
+        told, self.events = self.events, []
+        return told
+
+
+def test_a_handshake_that_failed_is_told_without_the_engines_hint():
+    heard = Heard()
+    text = f"zenoh_link_tls::unicast: invalid peer certificate: UnknownIssuer{HINT}"
+    assert heard.hear(line(text, "WARN")) == [("certificate", "", "invalid peer certificate: UnknownIssuer", 1)]
+    assert heard.out.getvalue() == line(text, "WARN"), "what is a warning goes on to standard output"
+
+
+def test_a_member_that_was_denied_a_key_is_named():
+    heard = Heard()
+    assert heard.hear(
+        line(f"{ACCESS}{MEMBER}unauthorized to Query (ingress) on coterie/1/r/n0/model/n1"), line(DROPPED)
+    ) == [("not_allowed", "n2", "Query on coterie/1/r/n0/model/n1", 1)]
+    cached = "Using cached result: d109 is unauthorized to Liveliness Token (ingress) on coterie/1/r/n1/alive"
+    assert heard.hear(line(f"{ACCESS}{cached}"), line(DROPPED)) == [
+        ("not_allowed", "n2", "Liveliness Token on coterie/1/r/n1/alive", 1)
+    ], "by the name that its session had before"
+    assert heard.out.getvalue() == "", "what the engine traces goes no further"
+
+
+def test_rulings_in_advance_and_of_other_threads_are_not_of_a_message():
+    """The engine rules on every kind of message when it first hears of a key; a message over its cap follows."""
+    heard = Heard()
+    assert heard.hear(
+        line(f"{ACCESS}ACL (ingress): caching permissions for `coterie/1/r/n2` ..."),
+        line(f"{ACCESS}{MEMBER}unauthorized to Put (ingress) on coterie/1/r/n2"),
+        line(f"{ACCESS}{MEMBER}unauthorized to Query (ingress) on coterie/1/r/n0/model/n1", number=11),
+        line(DROPPED),
+    ) == [("too_large", "", "a question or an answer is over its cap", 1)]
+
+
+def test_a_message_that_was_allowed_and_is_dropped_all_the_same_is_too_large():
+    heard = Heard()
+    rulings = [
+        line(f"{ACCESS}{MEMBER}{word} to Query (ingress) on coterie/1/r/n0/head/n{n}")
+        for n, word in ((1, "unauthorized"), (2, "authorized"))
+    ]
+    assert [reason for reason, *_ in heard.hear(*rulings, line(DROPPED))] == ["too_large"]
+
+
+def test_somebody_who_is_not_on_the_roster_is_told_at_the_link_and_then_makes_drops_ambiguous():
+    heard = Heard()
+    text = "22fa did not match any configured ACL subject. Default permission `Deny` will be applied on all messages"
+    told = heard.hear(line(ACCESS + text, "INFO"), line(DROPPED))
+    assert [reason for reason, *_ in told] == ["not_on_roster", "dropped"]
+
+
+def test_what_comes_again_is_counted_and_told_every_ten_seconds_and_at_the_end():
+    heard = Heard()
+    expired = [line(f"zenoh_link_tls::unicast: expired: {second} s ago{HINT}", "WARN") for second in range(5)]
+    assert [times for *_, times in heard.hear(*expired[:3])] == [1]
+    heard.now += 10
+    assert heard.hear(expired[3]) == [("certificate", "", "expired: 3 s ago", 3)]
+    heard.hear(expired[4])
+    heard.log.close()
+    assert heard.events == [("certificate", "", "expired: 4 s ago", 1)]
+    assert [(labels, number) for _, _, labels, number in heard.log.samples()] == [({"reason": "certificate"}, 5)]
+
+
+def test_ten_thousand_different_refusals_leave_few_events():
+    heard = Heard()
+    names = ["".join("abcdefghij"[int(digit)] for digit in str(number)) for number in range(10_000)]
+    told = heard.hear(
+        *(text for name in names for text in (
+            line(f"{ACCESS}{MEMBER}unauthorized to Query (ingress) on coterie/1/r/n0/{name}/n1"), line(DROPPED)
+        ))
+    )  # fmt: skip
+    assert len(told) == 65
+    assert heard.log.times["not_allowed"] == 10_000
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_lines_go_on_to_standard_output_those_for_debugging_only_when_asked_for(everything):
+    heard = Heard(everything=everything)
+    lines = ["of another program\n", line("zenoh::net: careful", "WARN"), line("zenoh::net: by the way", "DEBUG")]
+    assert heard.hear(*lines) == []
+    assert heard.out.getvalue() == "".join(lines if everything else lines[:2])
+
+
+def test_a_standard_output_that_nobody_reads_stops_nothing():
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    heard = Heard(out=Closed())
+    assert len(heard.hear(line("zenoh_link_tls::unicast: bad", "WARN"))) == 1
