@@ -23,12 +23,17 @@ from coterie.rng import Rng
 def last_layer(layout: Layout) -> Bool[Tensor, " params"]:
     """Return which entries of a row are trained parameters of the last layer that has any."""
     trained = [slot for slot in layout.slots if slot.stop <= layout.trainable]
-    path = _module_of(trained[-1].name)
+    path = _layer_of(trained[-1].name)
     out = torch.zeros(layout.size, dtype=torch.bool)
     for slot in trained:
-        if _module_of(slot.name) == path:
+        if _layer_of(slot.name) == path:
             out[slot.start : slot.stop] = True
     return out
+
+
+def _layer_of(name: str) -> str:
+    """Return the path of the layer that has a tensor; endpoints belong to the layer whose tensor they are."""
+    return name.partition("parametrizations.")[0].removesuffix(".") if "parametrizations." in name else _module_of(name)
 
 
 def _module_of(name: str) -> str:

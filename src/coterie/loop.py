@@ -21,7 +21,10 @@ from coterie.settings import Settings
 from coterie.task import Task
 
 # Of a round's report, kept as metrics.
-_KEPT = ("loss", "passes", "extra_models", "extra_floats", "extra_bytes", "bytes_down", "bytes_up")
+_KEPT = (
+    "loss", "passes", "extra_models", "extra_floats", "extra_bytes", "bytes_down", "bytes_up",
+    "gradient_variance", "interaction_change",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ class Loop:
             reachable=reachable,
             local=self.settings.local,
             order=self.order,
+            extra_metrics=frozenset(self.settings.extra_metrics),
         )
 
     def _warm_up(self) -> None:

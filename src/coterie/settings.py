@@ -11,7 +11,15 @@ from coterie.methods.base import Order
 from coterie.task import InitMode, LocalTraining
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-ExtraMetric = Literal["balanced_accuracy", "train_prior_accuracy", "global_accuracy", "clusters", "maxima"]
+ExtraMetric = Literal[
+    "balanced_accuracy",
+    "train_prior_accuracy",
+    "global_accuracy",
+    "clusters",
+    "maxima",
+    "gradient_variance",
+    "interaction_change",
+]
 Schedule = Literal["synchronous", "sequential_exchange", "sequential"]
 
 
@@ -41,7 +49,10 @@ class Settings:
         extra_metrics: further metrics of every evaluation on the test sets, for classes: "balanced_accuracy",
             "train_prior_accuracy", and with a server "global_accuracy", of the model for everybody (or of the
             client's cluster) on all test sets together; at the end "clusters" (how many, Rand, WAS, WADB; see
-            `outcome.cluster_metrics`) and "maxima" over the evaluated rounds (see `outcome.maxima`).
+            `outcome.cluster_metrics`) and "maxima" over the evaluated rounds (see `outcome.maxima`). Of every round, in
+            simulations with a server: "gradient_variance", the total variance of the last layer's updates over the
+            round's clients (see `metrics.total_variance`), and with FedGWC "interaction_change", the running mean
+            that decides when a client's cluster has settled.
         checkpoint_seconds: least time between two checkpoints; 0 for one after every round. Where writing one takes
             long, they come so seldom that it takes a twentieth of the time.
     """

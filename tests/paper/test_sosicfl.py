@@ -203,7 +203,7 @@ def test_warmup_rounds_never_is_plain_simplex_learning():
     """tau = T and M = 2: FedAvg on a line of models, written out by hand with the clients' own draws."""
     rounds, method = 3, SosicFl(endpoints=2, regions=2, warmup_rounds=3)
     federation = testing.tiny_federation()
-    loop = follow(method, federation, local=SGD, rounds=rounds)
+    loop = follow(method, federation, local=SGD, rounds=rounds, evaluate="final")
     start = method.start(loop.task, Rng(3))
     endpoints, bias = start[:24].reshape(2, 3, 4), start[24:].reshape(2, 3)
     for index in range(rounds):
@@ -220,6 +220,8 @@ def test_warmup_rounds_never_is_plain_simplex_learning():
         endpoints, bias = (torch.stack(parts).mean(0) for parts in zip(*returned, strict=True))
     expected = torch.cat([endpoints.flatten(), bias.flatten()])
     torch.testing.assert_close(loop.state.shared.models[0], expected, rtol=0, atol=1e-12)
+    middle = torch.full((6, 1, 2), 0.5, dtype=torch.float64)  # every client is served the barycentre, to the end
+    torch.testing.assert_close(loop.final(), heads.compose(loop.task.layout, expected.expand(6, -1), middle))
 
 
 def test_the_head_step_is_scaled():
@@ -316,8 +318,8 @@ def test_regions_follow_the_counts_and_the_radius():
 
 
 def test_regions_wait_for_the_warmup_rounds():
-    """Before tau there is one region, the whole simplex; from round tau on, the groups'."""
-    for rounds, regions in ((1, 1), (2, 2)):
+    """Before round tau = 2 there is one region, the whole simplex, after a run of tau rounds too; then the groups'."""
+    for rounds, regions in ((1, 1), (2, 1), (3, 2)):
         shared = follow(SosicFl(endpoints=2, regions=2, warmup_rounds=2), label_skewed(), rounds=rounds).state.shared
         assert len(shared.centres) == regions
         assert (float(shared.radius[0]) == 2.0) == (regions == 1)

@@ -7,18 +7,25 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from torch import nn
 
-from coterie import metrics, outcome, testing
+from coterie import heads, metrics, outcome, testing
 from coterie.errors import ConfigError
 from coterie.federation import TestSet
-from coterie.methods.base import Method
+from coterie.methods.base import Method, Round
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FedAvg
+from coterie.methods.fedgwc import FedGwc
+from coterie.methods.ifca import Ifca
 from coterie.methods.oneshot import OneShot
 from coterie.methods.random_gossip import Random
+from coterie.methods.server import gradient_variance
 from coterie.methods.sosicfl import SosicFl, SosicFlPlus
+from coterie.models import Layout
+from coterie.rng import Rng
 from coterie.settings import Settings
 from coterie.tables import parse
+from coterie.task import Task
 
 ALL = ("balanced_accuracy", "train_prior_accuracy", "global_accuracy")
 
@@ -128,3 +135,68 @@ def test_one_cluster_has_no_was():
     assert "rand" not in scores
     regression = outcome.cluster_metrics(torch.arange(3), torch.arange(3), torch.zeros(3, 0, dtype=torch.int64))
     assert regression == {"n_clusters": 3.0, "rand": 1.0, "adjusted_rand": 1.0}
+
+
+@pytest.mark.parametrize("method", [FedAvg(), Ifca(clusters=2), SosicFl(endpoints=3, regions=2)], ids=lambda m: m.kind)
+def test_the_gradient_variance_is_that_of_what_clients_trained(method: Method, monkeypatch: pytest.MonkeyPatch):
+    """Against what went into and came out of local training, once a round, alike for each client of the cohort."""
+    seen: list[torch.Tensor] = []
+    train = Task.train
+
+    def spy(task: Task, params: torch.Tensor, *args: Any, **kwargs: Any):
+        out, info = train(task, params, *args, **kwargs)
+        seen.append(out - params)
+        return out, info
+
+    monkeypatch.setattr(Task, "train", spy)
+    settings = testing.tiny_settings(extra_metrics=("gradient_variance",), participation=0.5, rounds=3)
+    loop = testing.follow(method, settings=settings)
+    found = loop.record.metrics.query("metric == 'gradient_variance'").groupby("round")["value"]
+    assert found.size().tolist() == [3, 3, 3]
+    assert found.nunique().tolist() == [1, 1, 1]
+    assert found.mean().tolist() == pytest.approx([metrics.total_variance(updates) for updates in seen])
+
+
+def test_the_gradient_variance_is_of_the_last_layer():
+    """Two layers: only the second counts; with endpoints in all layers, weight and bias of its endpoints do."""
+
+    def two() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+
+    assert int(heads.last_layer(Layout(two())).sum()) == 5 * 3 + 3
+    every = Layout(heads.simplex_all(two, 2)())  # type: ignore[operator]
+    assert int(heads.last_layer(every).sum()) == 2 * (5 * 3 + 3)
+    alone = Layout(heads.simplex_all(lambda: nn.Linear(5, 3), 2)())  # type: ignore[operator]
+    assert bool(heads.last_layer(alone).all())
+
+
+def test_diverged_updates_do_not_count():
+    """Updates (0, 0), (2, 4) and one that is not finite: 5, as of the first two."""
+    federation = testing.tiny_federation()
+    loop = testing.follow(FedAvg(), federation=federation, settings=testing.tiny_settings(rounds=0))
+    rnd = Round(0, loop.task, loop.exchange, Rng(0), torch.ones(6, dtype=torch.bool))
+    start = torch.zeros(3, loop.task.layout.size, dtype=torch.float64)
+    params = start.clone()
+    params[1, :2] = torch.tensor([2.0, 4.0])
+    params[2, 0] = torch.nan
+    assert gradient_variance(rnd, start, params)["gradient_variance"].tolist() == [5.0] * 3
+
+
+def test_fedgwc_says_how_much_its_matrix_still_changes():
+    """The running mean at the server after each round, for the clients of the cohort by their clusters."""
+    settings = testing.tiny_settings(extra_metrics=("interaction_change",), rounds=2)
+    loop = testing.follow(FedGwc(), settings=settings)
+    found = loop.record.metrics.query("metric == 'interaction_change'").groupby("round")["value"]
+    assert found.size().tolist() == [6, 6]
+    shared = loop.state.shared
+    assert found.max().tolist()[-1] == pytest.approx(float(shared.mse[0]))
+    assert found.max().tolist()[0] > found.max().tolist()[-1]
+
+
+def test_a_host_of_some_clients_cannot_say_what_is_of_all():
+    """Two hosts: neither the variance over the cohort nor the server's state is theirs to report."""
+    settings = testing.tiny_settings(extra_metrics=("gradient_variance", "interaction_change"), rounds=2)
+    loop = testing.follow(FedGwc(), settings=settings)
+    part = loop._context(1, torch.arange(2), torch.arange(6))
+    rows = loop.state.params[:2]
+    assert loop.method.extra(part, rows, rows, loop.state.shared) == {}  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coterie import config
+from coterie import config, sweep
 from coterie.study import run_study
 
 NAMES = [name for name in config.builtin() if name.startswith(("fedgwc/", "sosicfl/"))]
@@ -49,19 +49,34 @@ regions = 5
 
 
 def test_there_is_a_study_for_every_table():
-    """A1 to A8 of FedGWC (three triples for levels and domains), B1 to B4 of SosicFL (three splits)."""
-    assert len([name for name in NAMES if name.startswith("fedgwc/")]) == 4 + 3 * 4
-    assert len([name for name in NAMES if name.startswith("sosicfl/")]) == 4 * 3
+    """A1 to A8 of FedGWC (three triples for levels and domains) and beta; B1 to B4 of SosicFL (three splits), the grid
+    of clusters and radii, and the late start."""
+    assert len([name for name in NAMES if name.startswith("fedgwc/")]) == 4 + 3 * 4 + 1
+    assert len([name for name in NAMES if name.startswith("sosicfl/")]) == 4 * 3 + 2
 
 
-@pytest.mark.parametrize("name", NAMES)
+SWEEPS = {"fedgwc/beta": 5, "sosicfl/regions": 1 + 16, "sosicfl/late-start": 1 + 3}
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_grids_of_the_papers(name: str):
+    """One method for each point of the grid, beside FedAvg for SosicFL; each can be made."""
+    (study,) = sweep.expand(config.load(name))
+    assert len(study.methods) == SWEEPS[name]
+    assert study.settings.evaluate == "final"
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(SWEEPS)))
 def test_guesses_are_marked(name: str):
-    """What a paper lost is marked in its file; FedGWC is there in every preset; evaluation is of the last models."""
+    """What a paper lost is marked in its file; FedGWC is there in every preset; evaluation is of the last models, and
+    the largest accuracy over rounds is reported beside it."""
     text = config.builtin()[name].read_text(encoding="utf-8")
     assert "ours" in text or "lost" in text
     study = config.load(name)
     assert study.settings.evaluate == "final"
     assert study.settings.eval_every > 0
+    assert "maxima" in study.settings.extra_metrics
+    assert ("clusters" in study.settings.extra_metrics) == name.startswith("fedgwc/")
     labels = {entry.label for entry in study.methods}
     wanted = {"FedGWC", "FedGWC paper", "FedGWC released"} if name.startswith("fedgwc") else {"FedAvg", "SosicFL"}
     assert wanted <= labels

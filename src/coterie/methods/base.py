@@ -86,6 +86,7 @@ class Round:
         reachable: which members of the population can be read in this round; with a clients axis where that differs.
         local: how clients train.
         order: whether the exchange or the local training comes first.
+        extra_metrics: what the settings ask to report beside.
     """
 
     index: int
@@ -95,6 +96,7 @@ class Round:
     reachable: Bool[Tensor, "*clients population"]
     local: LocalTraining = field(default_factory=LocalTraining)
     order: Order = "exchange_first"
+    extra_metrics: frozenset[str] = frozenset()
 
     @property
     def ids(self) -> Int[Tensor, " clients"]:

@@ -205,6 +205,15 @@ class FedGwc(ServerMethod):
         padded[:, : losses.shape[1]] = losses[:, :width]
         return {"samples": rnd.task.samples, "losses": padded}
 
+    def extra(
+        self, rnd: Round, start: Float[Tensor, "clients params"], params: Float[Tensor, "clients params"], shared: Any
+    ) -> Info:
+        """Report also how much each client's cluster still changes."""
+        found = super().extra(rnd, start, params, shared)
+        if "interaction_change" not in rnd.extra_metrics or len(rnd.ids) < int(rnd.reachable.sum()):
+            return found
+        return {**found, "interaction_change": shared.mse[shared.label[rnd.ids]]}
+
     # ---------------------------------------------------------------- where the server role is
 
     def cohort(

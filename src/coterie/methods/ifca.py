@@ -134,7 +134,8 @@ class Ifca(ServerMethod):
         request = self.request(rnd, state)
         shared, offer = self.ask(rnd, self.offer, request, state.shared)
         label, model = choice(rnd.task, offer)
-        params, info = rnd.task.train(rnd.task.settle(state.params, model), rnd.rng, rnd.local)
+        start = rnd.task.settle(state.params, model)
+        params, info = rnd.task.train(start, rnd.rng, rnd.local)
         message = Message(params, {"samples": rnd.task.samples, "label": label})
         shared, _ = self.ask(rnd, self._merge, message, shared)
         passes = offer.mask.sum(1) * rnd.task.counts("train")
@@ -143,6 +144,7 @@ class Ifca(ServerMethod):
             "label": label,
             "passes": passes,
             **traffic(offer, request, message),
+            **self.extra(rnd, start, params, shared),
         }
 
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:

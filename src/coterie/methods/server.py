@@ -15,9 +15,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie import aggregation
+from coterie import aggregation, metrics
 from coterie.errors import require
 from coterie.exchange import Inbox, Message, Reply
+from coterie.heads import last_layer
 from coterie.methods.base import Info, Method, Round, State
 from coterie.models import Layout
 from coterie.rng import Rng
@@ -200,6 +201,14 @@ class ServerMethod(Method):
         """Return what clients remember of a round, from the models they were offered."""
         return memory, {}
 
+    def extra(
+        self, rnd: Round, start: Float[Tensor, "clients params"], params: Float[Tensor, "clients params"], shared: Any
+    ) -> Info:
+        """Return what the settings ask to report of a round, where the whole cohort and the server role are here."""
+        if len(rnd.ids) < int(rnd.reachable.sum()):
+            return {}
+        return gradient_variance(rnd, start, params) if "gradient_variance" in rnd.extra_metrics else {}
+
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Ask, train, send."""
         request = self.request(rnd, state)
@@ -209,7 +218,7 @@ class ServerMethod(Method):
         memory, more = self.remember(rnd, state.memory, start, offer)
         message = Message(params, self.report(rnd, info))
         shared, _ = self.ask(rnd, self._merge, message, shared)
-        info = {**info, **more, **traffic(offer, request, message)}
+        info = {**info, **more, **traffic(offer, request, message), **self.extra(rnd, start, params, shared)}
         if "personal_train_samples" in info:
             info["train_samples"] = info["train_samples"] + info["personal_train_samples"]
         return State(params, memory, shared), info
@@ -228,6 +237,23 @@ def nothing(message: Message) -> Reply:
 def first(offer: Inbox) -> Float[Tensor, "clients params"]:
     """Return the first model offered to each client."""
     return offer.table[offer.index[:, 0]]
+
+
+def gradient_variance(
+    rnd: Round, start: Float[Tensor, "clients params"], params: Float[Tensor, "clients params"]
+) -> Info:
+    """Return the total variance of the last layer's updates in a round, for each client of the cohort alike.
+
+    Models that diverged do not count.
+
+    Args:
+        rnd: the round, with the whole cohort.
+        start: where each client started.
+        params: what it returns.
+    """
+    updates = (params - start)[:, last_layer(rnd.task.layout).to(params.device)]
+    value = metrics.total_variance(updates[torch.isfinite(updates).all(1)])
+    return {"gradient_variance": torch.full((len(params),), value, dtype=torch.float64)}
 
 
 def traffic(offer: Inbox, *messages: Message) -> dict[str, Tensor]:

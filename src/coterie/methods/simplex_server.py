@@ -167,6 +167,12 @@ class SimplexMethod(OneModel):
         return super().cohort(shared, rng, population, participation)
 
     def offer(self, desk: Desk, shared: Regions, message: Message) -> tuple[Regions, Reply]:
+        """Place the clients when it is time; answer with the model and the client's region."""
+        if self.rules.assignment == "labels" and desk.index == self.rules.warmup_rounds > 0:
+            shared = self._by_labels(desk, shared)
+        return self.deliver(desk, shared, message)
+
+    def deliver(self, desk: Desk, shared: Regions, message: Message) -> tuple[Regions, Reply]:
         """Answer with the model and the client's region."""
         assert message.ids is not None
         table = shared.models.expand(len(shared.centres), -1)
@@ -174,11 +180,11 @@ class SimplexMethod(OneModel):
         return shared, Reply(table, shared.region[message.ids][:, None], fields)
 
     def merge(self, desk: Desk, shared: Regions, message: Message) -> Regions:
-        """Average; place the clients when it is time."""
+        """Average; place the clients when their updates do it."""
         merged = super().merge(desk, shared, message)
-        if self.rules.assignment == "labels":
-            return self._by_labels(desk, merged) if desk.index == self.rules.warmup_rounds - 1 else merged
-        return self._by_gradients(desk, shared, merged, message) if desk.index == self.rules.warmup_rounds else merged
+        if self.rules.assignment == "labels" or desk.index != self.rules.warmup_rounds:
+            return merged
+        return self._by_gradients(desk, shared, merged, message)
 
     def _register(self, desk: Desk, shared: Regions, message: Message) -> tuple[Regions, Reply]:
         """Take note of label counts."""
