@@ -32,6 +32,8 @@ ROLES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("local", ("local",)),
 )
 """The chain of the papers: the oracle, the best of the methods that look for peers, random gossip, no exchange."""
+_RANKED = ("accuracy", "accuracy_max", "balanced_accuracy", "mse", "rand")
+"""What a paper's methods are put into order by: the first of these that it prints."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def allowed(metric: str, std: float, paper_std: float | None) -> float:
         (0.02, 0.01, 10.0)
     """
     spread = 2 * math.hypot(std, paper_std or 0.0)
-    return max(spread, POINT) if metric in HIGHER_IS_BETTER else spread
+    return max(spread, POINT) if metric.removesuffix("_max") in HIGHER_IS_BETTER else spread
 
 
 def with_paper(result: Result) -> Comparison:
@@ -224,13 +226,14 @@ def _cluster_means(result: Result, label: str) -> list[float]:
 def _orderings(lines: Sequence[Line]) -> tuple[list[Ordering], list[Ordering]]:
     """Return the chain of roles and the clear pairs, of the means over clients (or else over clusters)."""
     where = "all" if any(line.cluster == "all" for line in lines) else "clusters"
+    metric = next((name for name in _RANKED if any(line.metric == name for line in lines)), None)
     means: dict[str, Line] = {}
     for line in lines:
-        if line.cluster == where and line.metric in ("accuracy", "mse"):
+        if line.cluster == where and line.metric == metric:
             means.setdefault(line.row, line)
     if not means:
         return [], []
-    sign = 1 if next(iter(means.values())).metric in HIGHER_IS_BETTER else -1
+    sign = -1 if metric == "mse" else 1
     chain = []
     roles = [(name, _best(means, members, sign)) for name, members in ROLES]
     there = [(name, best) for name, best in roles if best is not None]

@@ -6,7 +6,9 @@ from coterie import papers
 from coterie.errors import ConfigError
 
 
-@pytest.mark.parametrize(("source", "rows"), [("similarity", 271), ("dac", 107), ("panm", 49)])
+@pytest.mark.parametrize(
+    ("source", "rows"), [("similarity", 271), ("dac", 107), ("panm", 49), ("fedgwc", 175), ("sosicfl", 144)]
+)
 def test_every_number_is_there_once(source, rows):
     table = papers.table(source)
     assert len(table) == rows
@@ -22,6 +24,21 @@ def test_accuracies_are_shares_and_errors_stay_as_they_are():
     assert shares["cos_grad/fedavg", "all"].mean == pytest.approx(0.9114)
     assert shares["cos_grad/fedavg", "all"].std == pytest.approx(0.0017)
     assert shares["oracle/fedavg", "mnist"].mean == pytest.approx(0.9768)
+
+
+def test_only_accuracies_of_the_server_papers_are_turned_into_shares():
+    five = {(p.row, p.metric): p.mean for p in papers.published("sosicfl/cifar10-simplecnn-5-fold")}
+    table = {(r["experiment"], r["method"], r["metric"]): r["mean"] for r in papers.table("sosicfl")}
+    printed = table["cifar10-simplecnn-5-fold", "sosicfl", "accuracy_max"]
+    assert five["sosicfl/fedavg", "accuracy_max"] == pytest.approx(float(printed) / 100)
+    ratio = table["cifar10-simplecnn-5-fold", "sosicfl", "tta_ratio"]
+    assert five["sosicfl/fedavg", "tta_ratio"] == float(ratio)
+    noise = {(p.row, p.metric): p.mean for p in papers.published("fedgwc/cifar10-clean-noise")}
+    assert noise["fedgwc/fedavg", "rand"] == 1.0
+    assert noise["fedgwc/fedavg", "n_clusters"] == 2
+    hundred = {(p.row, p.metric): p.mean for p in papers.published("fedgwc/cifar100-dirichlet")}
+    assert hundred["fedgwc/fedavg", "balanced_accuracy"] == pytest.approx(0.534)
+    assert hundred["ifca_c5/fedavg", "was"] == -0.8
 
 
 def test_the_mean_of_clusters_weighted_by_clients_is_the_printed_mean():
