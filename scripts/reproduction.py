@@ -14,7 +14,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from coterie import compare, sheets, summary
+import numpy as np
+import torch
+
+from coterie import compare, outcome, sheets, summary
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "docs/reference/runs"
@@ -34,6 +37,7 @@ that they explain, and say so in their names.
 def store(run: Path, command: str, *, in_one_go: bool = True) -> Path:
     """Keep what a study came to: summary, settings, and where it comes from; its duration if it ran in one go."""
     content = summary.summarise(run)
+    content["rows"] += _left_out(run, content["rows"])
     target = STORED / content["study"]
     target.mkdir(parents=True, exist_ok=True)
     (target / "summary.json").write_text(json.dumps(summary.plain(content), indent=1, ensure_ascii=False) + "\n")
@@ -59,6 +63,37 @@ def store(run: Path, command: str, *, in_one_go: bool = True) -> Path:
     return target
 
 
+def _left_out(folder: Path, known: list[dict]) -> list[dict]:
+    """Return what the tables of the runs hold and was not asked for: scores of the clusters, and the best rounds."""
+    there = {(row["label"], row["metric"]) for row in known}
+    rows = []
+    for label, group in summary.by_label(summary.find_runs([folder])[0]).items():
+        found: dict[str, list[float]] = {}
+        for run in group:
+            for name, value in _outcome(run).items():
+                found.setdefault(name, []).append(value)
+        rows += [
+            {
+                "method": group[0].method, "label": label, "cluster": "all", "metric": name,
+                "mean": float(np.mean(values)), "std": float(np.std(values)), "seeds": len(values),
+            }
+            for name, values in found.items() if (label, name) not in there
+        ]  # fmt: skip
+    return rows
+
+
+def _outcome(run: summary.StoredRun) -> dict[str, float]:
+    """Return the Rand indices and the number of the clusters that a run ended with, and its best rounds."""
+    table = run.metrics
+    values = {name: float(value.mean()) for name, value in outcome.maxima(table).items()}
+    labels = table.loc[(table["metric"] == "label").to_numpy()]
+    if len(labels):
+        last = labels.loc[(labels["round"] == labels["round"].max()).to_numpy()].sort_values("client")
+        found, truth = (torch.tensor(last[name].to_numpy(dtype=int)) for name in ("value", "cluster"))
+        values |= outcome.cluster_metrics(found, truth, torch.zeros(len(last), 0, dtype=torch.int64))
+    return values
+
+
 def _trained(runs: list[summary.StoredRun]) -> float:
     """Return in how many rounds a client trained, mean over clients and runs: fewer than all where it stopped."""
     total = 0
@@ -71,7 +106,7 @@ def _trained(runs: list[summary.StoredRun]) -> float:
 def section(folder: Path) -> str:
     """Return the part of the page on one stored study."""
     result = compare.read(folder)
-    comparison = compare.with_paper(result)
+    comparison = None if result.experiment is None else compare.with_paper(result)
     origin = json.loads((folder / "origin.json").read_text())
     machine, packages = origin["hardware"], origin["packages"]
     cores = f"{machine['cores']} {machine['machine']} cores"
@@ -85,7 +120,7 @@ def section(folder: Path) -> str:
         f"{' and '.join(origin['engines'])}. Seconds a run, by method: {_seconds(folder)}."
     )
     trained = origin["rounds_trained"].values()
-    if min(trained) < origin["rounds"]:
+    if min(trained) < origin["rounds"] and result.study.settings.participation == 1.0:
         cost += (
             f" Of the {origin['rounds']} rounds clients trained in {min(trained):g} to {max(trained):g} on average, by "
             "method, before they stopped early."
@@ -93,7 +128,7 @@ def section(folder: Path) -> str:
     parts = [
         f"## {result.study.name}",
         result.study.description,
-        f"Paper: {comparison.reference}.",
+        *([] if comparison is None else [f"Paper: {comparison.reference}."]),
         f"```console\n$ {origin['command']}\n```",
         cost,
     ]
@@ -106,11 +141,20 @@ def section(folder: Path) -> str:
             "### Further runs with one setting changed",
             sheets.markdown(_trials(json.loads(trials.read_text()))).strip(),
         ]
+    if comparison is None:
+        return "\n\n".join([*parts, sheets.markdown(_alone(result)).strip()]) + "\n"
     for sheet in sheets.against_paper(comparison):
         parts += [f"### {sheet.title}", sheets.markdown(sheet).strip()]
     if comparison.notes:
         parts.append("On the printed numbers: " + " ".join(comparison.notes))
     return "\n\n".join(parts) + "\n"
+
+
+def _alone(result: compare.Result) -> sheets.Sheet:
+    """Return the numbers of a study that repeats no published experiment."""
+    rows = [row for row in result.rows if row["cluster"] == "all" and row["mean"] is not None]
+    cells = [(row["label"], row["metric"].replace("_", " "), f"{row['mean']:.4g}", str(row["seeds"])) for row in rows]
+    return sheets.Sheet("", ("method", "metric, mean over clients", "here", "seeds"), cells)
 
 
 def _seconds(folder: Path) -> str:

@@ -161,6 +161,21 @@ def read(folder: str | Path) -> Result:
     return Result(path, study, content["rows"])
 
 
+def is_share(metric: str) -> bool:
+    """Return whether a metric is a share of samples or the like, 0 to 1 and better when larger.
+
+    Example:
+        >>> is_share("global_accuracy_max"), is_share("mse")
+        (True, False)
+    """
+    return metric.removesuffix("_max") in HIGHER_IS_BETTER
+
+
+def ranked(lines: Sequence[Line]) -> str | None:
+    """Return the metric by which the methods of a paper are put into order; None when it prints no such number."""
+    return next((name for name in _RANKED if any(line.metric == name for line in lines)), None)
+
+
 def allowed(metric: str, std: float, paper_std: float | None) -> float:
     """Return how far two means may be apart: twice the deviation of their difference, one point of accuracy at least.
 
@@ -169,7 +184,7 @@ def allowed(metric: str, std: float, paper_std: float | None) -> float:
         (0.02, 0.01, 10.0)
     """
     spread = 2 * math.hypot(std, paper_std or 0.0)
-    return max(spread, POINT) if metric.removesuffix("_max") in HIGHER_IS_BETTER else spread
+    return max(spread, POINT) if is_share(metric) else spread
 
 
 def with_paper(result: Result) -> Comparison:
@@ -226,7 +241,7 @@ def _cluster_means(result: Result, label: str) -> list[float]:
 def _orderings(lines: Sequence[Line]) -> tuple[list[Ordering], list[Ordering]]:
     """Return the chain of roles and the clear pairs, of the means over clients (or else over clusters)."""
     where = "all" if any(line.cluster == "all" for line in lines) else "clusters"
-    metric = next((name for name in _RANKED if any(line.metric == name for line in lines)), None)
+    metric = ranked(lines)
     means: dict[str, Line] = {}
     for line in lines:
         if line.cluster == where and line.metric == metric:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coterie.compare import Comparison, EqualBytes, Line, Ordering, Result
+from coterie.compare import Comparison, EqualBytes, Line, Ordering, Result, is_share, ranked
 from coterie.summary import HIGHER_IS_BETTER
 
 MEANS = {"all": "mean over clients", "clusters": "mean over clusters"}
@@ -60,9 +60,11 @@ def against_paper(comparison: Comparison) -> list[Sheet]:
 
 
 def _numbers(comparison: Comparison) -> Sheet:
+    several = len({line.metric for line in comparison.lines} - {"std_over_clusters"}) > 1
     rows = [
         (
             line.label,
+            *([line.metric.replace("_", " ")] if several else []),
             MEANS.get(line.cluster, line.cluster) if line.metric != "std_over_clusters" else "deviation over clusters",
             _spread(line.metric, line.ours, line.std if line.seeds > 1 else None),
             _spread(line.metric, line.paper, line.paper_std),
@@ -79,15 +81,18 @@ def _numbers(comparison: Comparison) -> Sheet:
         f"difference, or one point of accuracy. {seeds} seed{'s' if seeds != 1 else ''}.{scaled}"
     )
     title = f"{comparison.study} beside the paper ({_unit(comparison.lines)})"
-    return Sheet(title, ("method", "cluster", "here", "paper", "difference", "within"), rows, foot)
+    head = ("method", *(["metric"] if several else []), "cluster", "here", "paper", "difference", "within")
+    return Sheet(title, head, rows, foot)
 
 
 def _unit(lines: Sequence[Line]) -> str:
-    return "accuracy in %" if any(line.metric in HIGHER_IS_BETTER for line in lines) else "test mean squared error"
+    if any(line.metric == "mse" for line in lines):
+        return "test mean squared error"
+    return "accuracy in %" if all(is_share(line.metric) for line in lines) else "accuracies in %"
 
 
 def _number(metric: str, value: float, digits: int = 2) -> str:
-    if metric in HIGHER_IS_BETTER or metric == "std_over_clusters":
+    if is_share(metric) or metric == "std_over_clusters":
         return f"{100 * value:.{digits}f}"
     return f"{value:.{digits}f}" if abs(value) < 1000 else f"{value:.0f}"
 
@@ -102,7 +107,7 @@ def _signed(line: Line) -> str:
 
 
 def _ordering(one: Ordering, comparison: Comparison) -> tuple[str, ...]:
-    metric = comparison.lines[0].metric
+    metric = ranked(comparison.lines) or ""
     paper, ours = (" / ".join(_number(metric, value) for value in pair) for pair in (one.paper, one.ours))
     return one.better, one.worse, paper, ours, "yes" if one.kept else "no"
 
