@@ -1,4 +1,4 @@
-"""The commands that judge: compare and tune. `cli` registers them with `add`."""
+"""The commands that judge: compare, analyse and tune. `cli` registers them with `add`."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from coterie.errors import ConfigError
 
 def add(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    for command in (compare, tune):
+    for command in (compare, analyse, tune):
         app.command()(command)
 
 
@@ -66,6 +66,43 @@ def _print_sheet(console: Console, sheet: Any) -> None:
     if sheet.foot:
         console.print(sheet.foot, markup=False, highlight=False)
     console.print()
+
+
+def analyse(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a study, or of one of its runs.")],
+    what: Annotated[str, typer.Option("--what", help="simplex, interaction or beta.")] = "",
+    points: Annotated[int, typer.Option(help="Of simplex: how many points.")] = 2000,
+    clients: Annotated[str, typer.Option(help="Of simplex: whose test sets, e.g. 0,7.")] = "",
+    betas: Annotated[str, typer.Option(help="Of beta: the values.")] = "0.1,0.5,1,2,4",
+    data_dir: Annotated[
+        Path | None, typer.Option("--data-dir", envvar="COTERIE_DATA", help="Folder with datasets.")
+    ] = None,
+) -> None:
+    """Measure what a run's checkpoint still holds, into tables in its folder; without --what, list the analyses.
+
+    [bold]Examples[/bold]
+
+      coterie analyse runs/my-study --what interaction
+      coterie analyse runs/my-study/SosicFL/seed-0 --what simplex --points 500 --clients 0,7
+      coterie analyse runs/my-study --what beta --betas 0.5,4
+    """
+    from coterie import analysis
+
+    if not what:
+        for name, one in analysis.ANALYSES.items():
+            typer.echo(f"{name:<14}{one.text}")
+        return
+    options = analysis.Options(points, _numbers("--clients", clients, int), _numbers("--betas", betas, float))
+    for path in analysis.analyse(folder, what, options, data_dir=data_dir):
+        typer.echo(f"Table: {path}")
+
+
+def _numbers(name: str, text: str, kind: type[Any]) -> list[Any]:
+    """Read numbers with commas between."""
+    try:
+        return [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise ConfigError(f"{name} is {text!r}; expected numbers with commas between") from error
 
 
 def tune(

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coterie import checkpoint, memory
-from coterie.errors import ConfigError, RunExistsError, require
+from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
 from coterie.exchange import Exchange, InMemory
 from coterie.federation import Federation
 from coterie.loop import Loop
@@ -103,13 +103,10 @@ def simulate(
     folder = None if folder is None else Path(folder)
     if folder is not None and not resume and checkpoint.exists(folder):
         raise RunExistsError(f"{folder} holds a run already; resume it, overwrite it, or choose another folder")
-    truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
     began = checkpoint.engine(folder) if folder is not None and resume and settings.engine == "auto" else {}
     task = make_task(federation, method, model, dataclasses.replace(settings, **began))
     memory.check(_forecast(task, federation, method, settings), settings.device, memory.available(settings.device))
-    record = Record(truth)
-    door = exchange or InMemory(federation.ids, federation.population)
-    loop = Loop(task, method, door, settings, Rng(seed), record)
+    loop = _loop(task, federation, method, settings, seed, exchange)
     identity = checkpoint.identity(method, settings, seed, federation, task)
     earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
     written, pause = time.perf_counter(), settings.checkpoint_seconds
@@ -129,9 +126,43 @@ def simulate(
     timing = _timing(loop, started, earlier)
     if folder is not None:
         checkpoint.finish(folder, loop, identity, timing)
-    metrics = record.metrics
+    metrics = loop.record.metrics
     lost = set(metrics.loc[metrics["metric"] == "diverged", "client"].tolist())
-    return Run(label or method.kind, seed, method, settings, metrics, record.edges, timing, params, tuple(sorted(lost)))
+    return Run(
+        label or method.kind, seed, method, settings, metrics, loop.record.edges, timing, params, tuple(sorted(lost))
+    )
+
+
+def reopen(
+    folder: str | Path, federation: Federation, method: Method, *, model: ModelSource, settings: Settings, seed: int
+) -> Loop:
+    """Return a run where its checkpoint left it: after the last round, when the run is over.
+
+    Args:
+        folder: of the run.
+        federation: the data it ran on.
+        method: its method.
+        model: what it trained.
+        settings: how it went.
+        seed: of its random streams.
+
+    Raises:
+        CheckpointError: when there is no checkpoint, or it is damaged, or belongs to another run.
+    """
+    if not (Path(folder) / checkpoint.FILE).exists():
+        raise CheckpointError(f"{folder} has no {checkpoint.FILE}; expected the folder of a run that has begun")
+    task = make_task(federation, method, model, dataclasses.replace(settings, **checkpoint.engine(Path(folder))))
+    loop = _loop(task, federation, method, settings, seed, None)
+    checkpoint.load(Path(folder), loop, checkpoint.identity(method, settings, seed, federation, task))
+    return loop
+
+
+def _loop(
+    task: Task, federation: Federation, method: Method, settings: Settings, seed: int, exchange: Exchange | None
+) -> Loop:
+    truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
+    door = exchange or InMemory(federation.ids, federation.population)
+    return Loop(task, method, door, settings, Rng(seed), Record(truth))
 
 
 def make_task(federation: Federation, method: Method, model: ModelSource, settings: Settings) -> Task:

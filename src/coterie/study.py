@@ -27,9 +27,10 @@ from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
 from coterie.fanout import fan_out
 from coterie.federation import Federation
 from coterie.gallery import describe
+from coterie.loop import Loop
 from coterie.models import ModelSource
 from coterie.record import write_atomically
-from coterie.run import Observer, Progress, make_task, simulate
+from coterie.run import Observer, Progress, make_task, reopen, simulate
 
 CONFIG = "config.toml"
 SHARED = Path("/dev/shm")
@@ -237,6 +238,36 @@ def stored(folder: str | Path) -> tuple[StudyConfig, Path]:
     if path.parts[-depth:] != Path(study.name).parts:
         raise ConfigError(f"{folder} holds the study {study.name!r} but is not called so; rename it back")
     return study, path.parents[depth - 1]
+
+
+def reopen_run(
+    folder: str | Path,
+    *,
+    data_dir: str | Path | None = None,
+    federation: FederationSource | None = None,
+    model: ModelSource | None = None,
+) -> Loop:
+    """Return a run of a study where its checkpoint left it, with its data and its model.
+
+    Args:
+        folder: of the run, `<study>/<method-label>/seed-<n>`.
+        data_dir: as in `run_study`.
+        federation: as in `run_study`, for a study with data of its own.
+        model: as in `run_study`, for a study with a module of its own.
+
+    Raises:
+        ConfigError: when the folder is not that of a run.
+        CheckpointError: when the run has not begun, or the data or settings are not those that it had.
+    """
+    path = Path(folder)
+    if not (path / CONFIG).exists():
+        raise ConfigError(f"{folder} holds no run: no {CONFIG}; expected <study>/<method>/seed-<n>")
+    found = config.loads((path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG))
+    if len(found.methods) != 1 or len(found.seeds) != 1:
+        raise ConfigError(f"{folder} is a study; expected the folder of one run of it, <study>/<method>/seed-<n>")
+    plan = _Plan(found, path.parent.parent, None if data_dir is None else Path(data_dir), federation, model)
+    entry, seed = found.scaled(found.methods[0].label), found.seeds[0]
+    return reopen(path, plan.data(seed), entry.method, model=plan.network, settings=entry.settings, seed=seed)
 
 
 def read_study(folder: str | Path) -> Study:

@@ -22,7 +22,7 @@ LAYERS = (
     ("overrides", "definition", "config", "catalogue", "fanout", "cost", "ledger", "graph", "cluster", "papers",
      "summary"),
     ("gallery", "payload", "report", "drawings", "watch", "figures", "trackers"),
-    ("study", "sweep", "compare", "sheets", "tune"),
+    ("study", "sweep", "compare", "sheets", "tune", "analysis"),
     ("display",),
     ("cli_report", "cli_compare", "net", "bench"),
     ("cli", "__main__"),

@@ -1,0 +1,230 @@
+r"""Analyses of runs: what the papers measured on the models and matrices that a run keeps in its checkpoint.
+
+    <study>/<method>/seed-<n>/analyses/simplex.parquet       SosicFL, figure 5
+    <study>/<method>/seed-<n>/analyses/interaction.parquet   FedGWC, figures 5 and 6
+    <study>/<method>/seed-<n>/analyses/beta.parquet          FedGWC, how the split depends on $\beta$
+
+Columns of simplex: `point` (from 0; -1 is where models are served from: the centre of the client's region, the
+barycentre for all), `client` (-1 for all test sets together), `accuracy`, and the position `alpha_0`, `alpha_1`, ...
+Columns of interaction, a row for each ordered pair: `client`, `other`, their found clusters `label` and `other_label`,
+`interaction` ($P_{kj}$), `affinity` ($W_{kj}$), `pairs` (how often both took part together, $N_{kj}$).
+Columns of beta: `beta`, `n_clusters` (1 where the whole population would not be split), and where they are defined
+`rand`, `adjusted_rand`, `was` and `wadb` of those clusters.
+"""
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coterie import clustering, heads, outcome, simplex
+from coterie.errors import ConfigError, require, unknown
+from coterie.loop import Loop
+from coterie.methods import METHODS
+from coterie.methods.fedgwc import FedGwc
+from coterie.methods.simplex_server import SimplexMethod
+from coterie.record import write_atomically
+from coterie.study import reopen_run
+from coterie.summary import find_runs
+
+FOLDER = "analyses"
+EVERYBODY = -1
+"""The client of a row that concerns all test sets together."""
+SERVED = -1
+"""The point of a row that concerns the position that is served."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is analysed.
+
+    Args:
+        points: how many points of the simplex.
+        clients: whose test sets, beside all of them together; one client of each of two regions when empty.
+        betas: values of FedGWC's width.
+    """
+
+    points: int = 2000
+    clients: Sequence[int] = ()
+    betas: Sequence[float] = (0.1, 0.5, 1.0, 2.0, 4.0)
+
+    def __post_init__(self) -> None:
+        require(self.points >= 1, "points", self.points, "at least 1")
+        require(bool(self.betas) and min(self.betas) > 0, "betas", list(self.betas), "numbers above 0")
+
+
+def simplex_scores(loop: Loop, options: Options) -> pd.DataFrame:
+    """Score models at uniform points of a run's simplex on all test sets together and on those of single clients.
+
+    Args:
+        loop: a run of SosicFL, SosicFL-All or SosicFL+ (its global simplex), with classes.
+        options: how many points, which clients.
+    """
+    method, shared, task = loop.method, loop.state.shared, loop.task
+    assert isinstance(method, SimplexMethod)
+    require(task.classes > 0, "simplex", "regression data", "classes: points are scored by accuracy")
+    clients = list(options.clients) or _of_two_regions(shared.region.tolist())
+    for client in clients:
+        require(0 <= client < len(task), "clients", client, f"ids from 0 to {len(task) - 1}")
+    middle = torch.full((method.rules.endpoints,), 1 / method.rules.endpoints, dtype=torch.float64)
+    drawn = simplex.sample_region(loop.rng.at(-1).generator("analysis.simplex"), middle, 2.0, options.points)
+    tables = []
+    for client in (EVERYBODY, *clients):
+        served = middle if client == EVERYBODY else shared.centres[shared.region[client]]
+        alpha = torch.cat([served[None].cpu(), drawn])
+        accuracy = torch.cat([_accuracy(loop, client, rows) for rows in _models(loop, alpha)])
+        columns = {f"alpha_{m}": alpha[:, m].numpy() for m in range(alpha.shape[1])}
+        head = {"point": range(SERVED, options.points), "client": client, "accuracy": accuracy.double().numpy()}
+        tables.append(pd.DataFrame({**head, **columns}))
+    return pd.concat(tables, ignore_index=True)
+
+
+def _of_two_regions(region: Sequence[int]) -> list[int]:
+    """The first client and the first of another region, or else the second client."""
+    other = next((client for client, place in enumerate(region) if place != region[0]), 1)
+    return [0, other] if len(region) > 1 else [0]
+
+
+def _models(loop: Loop, alpha: Float[Tensor, "points topics"]) -> Iterator[Float[Tensor, "rows params"]]:
+    """The models at some positions, a few at a time."""
+    layout, model = loop.task.layout, loop.state.shared.models[:1]
+    for part in alpha.split(max(1, min(256, 2**24 // layout.size))):
+        yield heads.compose(layout, model.expand(len(part), -1), part[:, None])
+
+
+def _accuracy(loop: Loop, client: int, rows: Float[Tensor, "rows params"]) -> Float[Tensor, " rows"]:
+    if client == EVERYBODY:
+        return loop.task.pooled_accuracy(rows)
+    return loop.task.rows(torch.full((len(rows),), client)).evaluate(rows)["accuracy"]
+
+
+def interactions(loop: Loop, options: Options) -> pd.DataFrame:
+    """Return FedGWC's interaction matrix as the run left it, its affinity, and the clusters.
+
+    Pairs in different clusters keep the interaction that they had when they were parted.
+
+    Args:
+        loop: a run of FedGWC.
+        options: not used.
+    """
+    shared, size = loop.state.shared, len(loop.state.shared.label)
+    label, affinity = shared.label.cpu(), _affinity(loop, None)
+    return pd.DataFrame(
+        {
+            "client": torch.arange(size).repeat_interleave(size).numpy(),
+            "other": torch.arange(size).repeat(size).numpy(),
+            "label": label.repeat_interleave(size).numpy(),
+            "other_label": label.repeat(size).numpy(),
+            "interaction": shared.matrix.cpu().flatten().numpy(),
+            "affinity": affinity.flatten().numpy(),
+            "pairs": shared.pairs.cpu().flatten().numpy(),
+        }
+    )
+
+
+def beta_sensitivity(loop: Loop, options: Options) -> pd.DataFrame:
+    r"""Return into how many clusters the whole population would be split, and which, for several $\beta$.
+
+    Args:
+        loop: a run of FedGWC.
+        options: the values.
+    """
+    method = loop.method
+    assert isinstance(method, FedGwc)
+    planted = torch.from_numpy(loop.record.clusters)
+    truth = planted if bool((planted >= 0).all()) else None
+    rows = []
+    for beta in options.betas:
+        found = clustering.propose_split(
+            _affinity(loop, beta),
+            n_max=method.n_max,
+            min_cluster_size=method.rules.min_cluster_size,
+            space=method.rules.db_space,
+            labels=method.labels,
+        )
+        label = torch.zeros(len(planted), dtype=torch.int64) if found is None else found
+        scores = outcome.cluster_metrics(label, truth, loop.task.class_counts())
+        rows.append({"beta": float(beta), **scores})
+    return pd.DataFrame(rows)
+
+
+def _affinity(loop: Loop, beta: float | None) -> Float[Tensor, "clients clients"]:
+    method = loop.method
+    assert isinstance(method, FedGwc)
+    rules, matrix = method.rules, loop.state.shared.matrix.cpu()
+    return clustering.affinity(
+        matrix, beta or method.beta, axis=rules.upv_axis, minmax=rules.minmax, diagonal=rules.diagonal
+    )
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A kind of analysis.
+
+    Args:
+        measure: a run to a table.
+        method: the class of methods whose runs it takes.
+        text: what it shows, in a line.
+    """
+
+    measure: Callable[[Loop, Options], pd.DataFrame]
+    method: type[Any]
+    text: str
+
+
+ANALYSES = {
+    "simplex": Analysis(simplex_scores, SimplexMethod, "SosicFL: accuracy of models all over the simplex"),
+    "interaction": Analysis(interactions, FedGwc, "FedGWC: interaction matrix, affinity and clusters"),
+    "beta": Analysis(beta_sensitivity, FedGwc, "FedGWC: the split of the stored matrix for several beta"),
+}
+"""Every analysis by its name."""
+
+
+def analyse(folder: str | Path, what: str, options: Options | None = None, **sources: Any) -> list[Path]:
+    """Analyse the runs in a folder whose method the analysis is for, and write a table into the folder of each.
+
+    Args:
+        folder: of a study, or of one of its runs.
+        what: a name of ANALYSES.
+        options: points, clients, betas.
+        sources: `data_dir`, `federation` and `model` of `study.reopen_run`.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        ConfigError: for an unknown analysis, or when no run there is of such a method.
+        CheckpointError: when a run has no checkpoint.
+    """
+    if what not in ANALYSES:
+        raise ConfigError(unknown("analysis", what, ANALYSES))
+    analysis = ANALYSES[what]
+    kinds = _kinds(analysis.method)
+    runs, _ = find_runs([folder])
+    chosen = [run for run in runs if run.kind in kinds]
+    if not chosen:
+        found = ", ".join(sorted({run.kind for run in runs})) or "no run that could be read"
+        raise ConfigError(f"{folder} holds {found}; the analysis {what!r} takes runs of {', '.join(kinds)}")
+    written = []
+    for run in chosen:
+        table = analysis.measure(reopen_run(run.folder, **sources), options or Options())
+        written.append(_write(run.folder, what, table))
+    return written
+
+
+def _kinds(method: type[Any]) -> list[str]:
+    return [kind for kind, known in METHODS.items() if issubclass(known, method)]
+
+
+def _write(folder: Path, what: str, table: pd.DataFrame) -> Path:
+    path, buffer = folder / FOLDER / f"{what}.parquet", io.BytesIO()
+    table.to_parquet(buffer, compression="zstd", index=False)
+    path.parent.mkdir(exist_ok=True)
+    write_atomically(path, buffer.getvalue())
+    return path
