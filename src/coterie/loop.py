@@ -197,7 +197,7 @@ class Loop:
             self.train_samples += int(info["train_samples"].sum())
         self._record_info(index, ids[rows], info)
         last = index + 1 == self.settings.rounds
-        if index >= 0 and index % self.settings.validate_every and not last:
+        if index >= 0 and (index + 1) % self.settings.validate_every and not last:
             return
         params, extra = self._served(index)
         trained = info.get("trained")  # the models before a round's last exchange, where it ends with one

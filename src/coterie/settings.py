@@ -45,7 +45,7 @@ class Settings:
         device: "cpu", "cuda", ...
         dtype: "float32" or "float64".
         validate_every: rounds between two measurements on the validation data, 1 or more.
-        eval_every: rounds between two evaluations on the test sets; 0 for the end only.
+        eval_every: rounds between two evaluations on the test sets, a multiple of `validate_every`; 0 for the end only.
         extra_metrics: further metrics of every evaluation on the test sets, for classes: "balanced_accuracy",
             "train_prior_accuracy", and with a server "global_accuracy", of the model for everybody (or of the
             client's cluster) on all test sets together; at the end "clusters" (how many, Rand, WAS, WADB; see
@@ -84,6 +84,8 @@ class Settings:
         require(self.warmup_epochs is None or self.warmup_epochs >= 0, "warmup_epochs", self.warmup_epochs, "0 or more")
         require(self.validate_every >= 1, "validate_every", self.validate_every, "at least 1")
         require(self.eval_every >= 0, "eval_every", self.eval_every, "0 or more")
+        every = self.validate_every
+        require(self.eval_every % every == 0, "eval_every", self.eval_every, f"a multiple of validate_every ({every})")
         unknown = sorted(set(self.extra_metrics) - set(get_args(ExtraMetric)))
         require(not unknown, "extra_metrics", list(self.extra_metrics), f"some of {', '.join(get_args(ExtraMetric))}")
         for name, valid in (

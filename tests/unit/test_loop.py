@@ -106,6 +106,18 @@ def test_no_metric_is_stored_twice_when_the_last_models_are_evaluated(order):
     assert not rows.duplicated(["round", "client", "split", "model", "metric"]).any()
 
 
+def test_tests_happen_in_rounds_of_validation_and_both_end_with_the_last_round():
+    rows = run(evaluate="final", rounds=5, validate_every=2, eval_every=2).metrics
+    current = rows[(rows["metric"] == "loss") & (rows["model"] == "current")]
+    happened = {split: sorted(current[current["split"] == split]["round"].unique()) for split in ("validation", "test")}
+    assert happened == {"validation": [-1, 1, 3, 4], "test": [1, 3, 4]}
+
+
+def test_tests_between_validations_are_refused():
+    with pytest.raises(ConfigError, match=r"eval_every is 3; expected a multiple of validate_every \(2\)"):
+        tiny_settings(validate_every=2, eval_every=3)
+
+
 def test_train_first_trains_before_the_exchange_and_has_no_warm_up():
     result = run(order="train_first", rounds=3, evaluate="final")
     assert result.timing["train_samples"] == 3 * 6 * 12
