@@ -3,6 +3,7 @@
     python benchmarks/network.py parity         six nodes and the simulation, method by method
     python benchmarks/network.py replay         a run with a killed node, replayed in the simulator
     python benchmarks/network.py churn          twelve nodes: four killed, two restarted, one cut off for 20 s
+    python benchmarks/network.py churn-pens     the same with PENS instead of DAC
     python benchmarks/network.py partition      six nodes: the cable between two halves is pulled for 20 s
     python benchmarks/network.py soak           three nodes, 800 rounds: memory, threads and open files
     python benchmarks/network.py slow           a model of 20 MB over a link of 20 Mbit/s
@@ -10,7 +11,7 @@
     python benchmarks/network.py efficiency     against the same bytes over raw TCP with mutual TLS
     python benchmarks/network.py bytes          what the cost ledger predicts, and what nodes count
 
-Results are JSON in docs/reference/runs. churn, partition and slow need root and iproute2, for network namespaces.
+Results are JSON in docs/reference/runs. Churn, partition and slow need root and iproute2, for network namespaces.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import json
 import shutil
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import netlab
@@ -33,6 +35,7 @@ MEASUREMENTS = {
     "parity": network_parity.parity,
     "replay": network_parity.replays,
     "churn": network_churn.churn,
+    "churn-pens": partial(network_churn.churn, method="pens"),
     "partition": network_churn.partition,
     "soak": network_soak.soak,
     "slow": network_links.slow,

@@ -17,7 +17,10 @@ from coterie.net import fleet
 from coterie.net.replay import replay
 from coterie.study import run_study
 
-METHOD = 'kind = "dac"\nnum_peers = 3'
+METHODS = {
+    "dac": 'kind = "dac"\nnum_peers = 3',
+    "pens": 'kind = "pens"\nstage_one_rounds = 15\nnum_sampled = 4\nnum_kept = 2\nnum_peers = 3',
+}
 DEADLINE = 10.0
 NETWORK = {"deadline": DEADLINE, "start": 240.0, "linger": 60.0}
 SEEDS = range(5)
@@ -97,11 +100,11 @@ def accuracies(folder: Path, study: config.StudyConfig, names: list[str]) -> dic
     return out
 
 
-def unharmed(folder: Path, seen: list[int], **options: Any) -> list[float]:
+def unharmed(folder: Path, method: str, seen: list[int], **options: Any) -> list[float]:
     """Return the mean final accuracy of some clients in simulations that nothing happens to, seed by seed."""
     out = []
     for seed in SEEDS:
-        study = netlab.study_of(METHOD, seed=seed, **options)
+        study = netlab.study_of(METHODS[method], seed=seed, **options)
         run_study(study, out=folder / f"unharmed-{seed}")
         found = netlab.final_accuracy(netlab.folder_of(folder / f"unharmed-{seed}", study))
         out.append(round(statistics.mean(found[c] for c in seen), 2))
@@ -122,10 +125,10 @@ def difference_of_replay(folder: Path, study: config.StudyConfig, names: list[st
     return worst
 
 
-def churn(emit: netlab.Emit, folder: Path) -> None:
+def churn(emit: netlab.Emit, folder: Path, *, method: str = "dac") -> None:
     """Twelve nodes; four killed at random moments, two of them started again, one cut off for 20 s."""
     options = {"clients": 12, "rounds": 40, "train": 105, "epochs": 8}
-    study, draw = netlab.study_of(METHOD, **options), random.Random(1)
+    study, draw = netlab.study_of(METHODS[method], **options), random.Random(1)
     names = [f"node-{number:02d}" for number in range(12)]
     victims, cut = draw.sample(names, 4), 0
     cut = next(n for n in range(12) if names[n] not in victims)
@@ -146,7 +149,7 @@ def churn(emit: netlab.Emit, folder: Path) -> None:
     ended = [n for n in names if n not in dead]
     found = accuracies(folder / "churn", study, ended)
     emit({
-        "method": "dac", "nodes": 12, "rounds": 40, "deadline_s": DEADLINE,
+        "method": method, "nodes": 12, "rounds": 40, "deadline_s": DEADLINE,
         "killed": victims, "restarted": victims[:2], "cut_off": names[cut],
         "statuses": seen.statuses,
         "rounds_finished": {n: len({r for r, *_ in v if r >= 0}) for n, v in seen.rounds.items()},
@@ -154,7 +157,7 @@ def churn(emit: netlab.Emit, folder: Path) -> None:
             s for n in whole for r, s, _ in seen.rounds[n] if r >= 0), 2),
         "memory_mb": {n: round(max(seen.memory[n]), 1) for n in whole}, "memory_growth_mb": seen.growth(whole),
         "accuracy": round(statistics.mean(found.values()), 2), "clients": sorted(found),
-        "unharmed_accuracy": unharmed(folder, sorted(found), **options),
+        "unharmed_accuracy": unharmed(folder, method, sorted(found), **options),
         "replay_difference": difference_of_replay(folder / "churn", study, names, ended),
     })  # fmt: skip
 
@@ -162,7 +165,7 @@ def churn(emit: netlab.Emit, folder: Path) -> None:
 def partition(emit: netlab.Emit, folder: Path) -> None:
     """Six nodes in two halves; the cable between the halves is pulled for 20 s: both go on, and meet again."""
     options = {"clients": 6, "rounds": 40, "train": 105, "epochs": 8}
-    study, names = netlab.study_of(METHOD, **options), [f"node-{number:02d}" for number in range(6)]
+    study, names = netlab.study_of(METHODS["dac"], **options), [f"node-{number:02d}" for number in range(6)]
     times: dict[str, float] = {}
 
     def pull(state: str) -> Callable[[fleet.Fleet], None]:
@@ -189,6 +192,6 @@ def partition(emit: netlab.Emit, folder: Path) -> None:
         "rounds_apart": [alone[0], alone[-1]], "reads_across_after": sum(round > alone[-1] for round in across),
         "longest_exchange_s": seen.longest(names), "memory_growth_mb": seen.growth(names),
         "accuracy": round(statistics.mean(found.values()), 2),
-        "unharmed_accuracy": unharmed(folder, sorted(found), **options),
+        "unharmed_accuracy": unharmed(folder, "dac", sorted(found), **options),
         "replay_difference": difference_of_replay(folder / "partition", study, names, names),
     })  # fmt: skip

@@ -180,6 +180,8 @@ BYTES = {
     "panm-grad": 'kind = "panm-grad"\nnum_peers = 2\nnum_candidates = 2\nalpha = 0.5',
     "fedavg": 'kind = "fedavg"',
     "ifca": 'kind = "ifca"',
+    "fedgwc": 'kind = "fedgwc"',
+    "ditto": 'kind = "ditto"',
 }
 
 
@@ -199,8 +201,7 @@ def predicted_bytes(emit: netlab.Emit, folder: Path) -> None:
             log = (folder / f"bytes-{place}/logs/{name}.log").read_text().splitlines()
             counted += json.loads(next(line for line in log if '"event": "done"' in line))["bytes"]
         away = network_parity.NODES - plan.method.server  # the client on the server's node needs no network
-        measured = (rounds + 1) * cost.measuring(plan.method, setting).bytes
-        predicted = away * (cost.total(plan.method, setting, rounds).bytes + measured)
+        predicted = away * cost.between_machines(plan.method, setting, rounds)
         emit({"method": method, "nodes": network_parity.NODES, "rounds": rounds, "counted": counted,
               "predicted": predicted})  # fmt: skip
 

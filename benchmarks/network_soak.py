@@ -10,7 +10,7 @@ import netlab
 from coterie.net import fleet
 
 METHODS = {"dac": 'kind = "dac"\nnum_peers = 2', "fedavg": 'kind = "fedavg"'}
-NODES, ROUNDS, LOOKS = 3, 800, 40
+NODES, ROUNDS, LOOKS = 3, 1000, 40
 NETWORK = {"deadline": 30.0, "start": 120.0, "linger": 60.0}
 
 

@@ -13,6 +13,7 @@ import pandas as pd
 from coterie.errors import ConfigError
 from coterie.methods.base import Method
 from coterie.methods.dac import Dac
+from coterie.methods.ditto import Ditto
 from coterie.methods.fix_topology import FixTopology
 from coterie.methods.ifca import Ifca
 from coterie.methods.local import Local
@@ -24,6 +25,8 @@ from coterie.methods.pens import Pens
 from coterie.methods.random_gossip import Random
 from coterie.methods.simplex_server import SimplexMethod
 
+ENVELOPE = 523
+"""Bytes of a message between machines beside its numbers: manifest, signature, header (see docs/reference/wire.md)."""
 COUNTED = ("passes", "extra_models", "extra_floats", "extra_bytes", "bytes_down", "bytes_up")
 
 
@@ -210,13 +213,14 @@ def measuring(method: Method, setting: Setting) -> Cost:
     """Predict what one measurement of the newest models costs a client beside the rounds.
 
     Peers measure their own models for nothing. With a server a client fetches the newest model (with IFCA all of them)
-    after each round, to validate it, and once more in the end, to test it: rounds + 1 times.
+    after each round, to validate it, and once more in the end, to test it: rounds + 1 times. Ditto's clients measure
+    their personal models, which they have.
 
     Example:
         >>> measuring(Ifca(clusters=3), Setting(population=10, params=100, samples=50)).models
         3
     """
-    if not method.server:
+    if not method.server or isinstance(method, Ditto):
         return Cost()
     models = _server(method, setting).models - 1  # without the one that it sends
     return Cost(models=models, bytes=models * setting.params * setting.number_bytes)
@@ -225,6 +229,27 @@ def measuring(method: Method, setting: Setting) -> Cost:
 def total(method: Method, setting: Setting, rounds: int) -> Cost:
     """Predict the cost of a whole run for one client."""
     return _sum(predicted(method, setting, round) for round in range(rounds))
+
+
+def between_machines(method: Method, setting: Setting, rounds: int) -> float:
+    """Predict the bytes of messages that one client's node receives (server-based methods: and sends) over a run.
+
+    Payload of the rounds and of the measurements, and an envelope around each message. With a server a round has two
+    messages that say who takes part, and a question and an answer each for the served model, for the round, and for
+    the measurement (Ditto's clients measure on their own).
+
+    Example:
+        >>> alone = Setting(population=2, params=1000, samples=10)
+        >>> between_machines(Random(num_peers=1), alone, rounds=2)
+        9054.0
+    """
+    rounds_cost = total(method, setting, rounds)
+    if not method.server:
+        return rounds_cost.bytes + ENVELOPE * (rounds_cost.models + rounds_cost.messages)
+    alone = isinstance(method, Ditto)
+    cohorts, exchanges = 2 * rounds + 1, (2 if alone else 3) * rounds + (not alone)
+    measured = (rounds + 1) * measuring(method, setting).bytes
+    return rounds_cost.bytes + measured + 8 * setting.population * cohorts + ENVELOPE * (cohorts + 2 * exchanges)
 
 
 def _sum(costs: Iterable[Cost]) -> Cost:

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from coterie.errors import TransportError
+from coterie.errors import ConfigError, TransportError
 from coterie.net.wire import NAME, SIGNATURE
 
 _CURVE = ec.SECP256R1()
@@ -205,6 +205,11 @@ def _alternative(host: str) -> x509.SubjectAlternativeName:
     return x509.SubjectAlternativeName([name])
 
 
+def _check_days(days: float) -> None:
+    if not 0 < days <= 3650:
+        raise ConfigError(f"--days is {days:g}; expected more than 0 and at most 3650")
+
+
 def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float, now: datetime):
     return (
         x509.CertificateBuilder()
@@ -233,6 +238,7 @@ def make_authority(folder: Path, run: str, *, days: float = 365.0, now: datetime
         days: how long the authority is valid.
         now: the time.
     """
+    _check_days(days)
     now = now or datetime.now(UTC)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"coterie {check_name(run, 'run')}")])
     key = new_key(folder / "ca.key")
@@ -280,6 +286,7 @@ def sign_request(
     Raises:
         TransportError: when the request is not signed by its own key, or asks for another name or address.
     """
+    _check_days(days)
     now = now or datetime.now(UTC)
     try:
         csr = x509.load_pem_x509_csr(request.read_bytes())
@@ -295,7 +302,8 @@ def sign_request(
     except x509.ExtensionNotFound:
         asked = None
     if asked != wanted:
-        raise TransportError(f"{request} asks for {asked}; agreed was {address}")
+        hosts = [] if asked is None else [str(name.value) for name in asked]
+        raise TransportError(f"{request} asks for {', '.join(hosts) or 'no address'}; agreed was {address}")
     authority, ca = load_key(folder / "ca.key"), read_certificate(folder / "ca.pem")
     certificate = (
         _builder(csr.subject, ca.subject, key, days, now)

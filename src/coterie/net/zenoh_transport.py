@@ -7,6 +7,7 @@ a cut link, a dead peer and a forbidden question all look alike: an empty set wi
 """
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -119,6 +120,16 @@ def configuration(
     return config
 
 
+def _give_threads(members: int) -> None:
+    """Give the engine a thread for each link that may die: closing one blocks its thread for ten seconds (SO_LINGER).
+
+    With the engine's one or two threads a cut cable stalls the links that are left. ZENOH_RUNTIME wins.
+    """
+    threads = min(max(members, 4), 32)
+    parts = ", ".join(f"{part}: (worker_threads: {threads})" for part in ("rx", "tx", "net", "acc", "app"))
+    os.environ.setdefault("ZENOH_RUNTIME", f"({parts})")
+
+
 def check_loopback(roster: Roster, listen: str | None = None) -> None:
     """Refuse to go without TLS anywhere but on loopback.
 
@@ -169,6 +180,7 @@ class ZenohTransport:
         self._leaving = zenoh.CancellationToken()
         self._lock = threading.Lock()
         config = configuration(roster, name, identity, listen=listen, lease=lease)
+        _give_threads(len(roster.members))
         try:
             self._session = zenoh.open(zenoh.Config.from_json5(json.dumps(config)))
         except zenoh.ZError as error:

@@ -66,6 +66,11 @@ def test_mistakes_are_told_in_a_line(organiser, tmp_path):
     assert "--features is '1,b'; expected whole numbers" in odd
     assert "run 'Two'; expected 1 to 63" in coterie("init", tmp_path / "x", "--run", "Two")
     assert not (tmp_path / "x").exists(), "nothing is made before everything is checked"
+    assert "--days is -1; expected more than 0" in coterie("init", tmp_path / "x", "--run", "two", "--days", "-1")
+    coterie("join", "east", "127.0.0.1:22001", "--folder", tmp_path)
+    request = tmp_path / "east.csr"
+    assert "--days is 0; expected" in coterie("sign", organiser, request, "127.0.0.1:22001", "--days", "0")
+    assert "asks for 127.0.0.1; agreed was 10.0.0.1:22001" in coterie("sign", organiser, request, "10.0.0.1:22001")
     coterie("init", tmp_path / "empty", "--run", "one")
     assert "has signed no member yet" in coterie(
         "roster", tmp_path / "empty", "--study", "rotated-digits", "--features", "1", "--classes", "2"

@@ -3,6 +3,8 @@
 import configparser
 import re
 import shlex
+import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -66,8 +68,25 @@ def test_the_unit_is_the_one_of_the_guide():
 
 
 def test_the_compose_file_starts_a_node_that_comes_back_and_may_do_little():
+    """Every key is one of the format's; the shell can read the command; what it works in is what is mounted."""
     yaml = pytest.importorskip("yaml")
-    (node,) = yaml.safe_load((DOCS / "deploy/compose.yaml").read_text())["services"].values()
-    assert "exec /tmp/v/bin/coterie node node.toml" in node["command"][-1], "signals reach the node"
+    document = yaml.safe_load((DOCS / "deploy/compose.yaml").read_text())
+    assert document.keys() == {"services"}
+    (node,) = document["services"].values()
+    assert node.keys() == {
+        "image", "user", "working_dir", "command", "environment", "volumes", "network_mode", "restart",
+        "stop_grace_period", "security_opt", "cap_drop",
+    }  # fmt: skip
+    shell, option, command = node["command"]
+    assert (shell, option) == ("sh", "-c")
+    assert subprocess.run(["sh", "-n", "-c", command], check=False).returncode == 0
+    install, start = command.split(" && ")[1:]
+    wanted = tomllib.loads((DOCS.parents[1] / "pyproject.toml").read_text())["project"]
+    assert install == f"/tmp/v/bin/pip install '{wanted['name']}[net]'"
+    assert "net" in wanted["optional-dependencies"]
+    assert start == "exec /tmp/v/bin/coterie node node.toml", "signals reach the node"
+    assert re.fullmatch(r"python:3\.1[1-4]-slim", node["image"])
+    assert node["volumes"] == [f"./:{node['working_dir']}"]
+    assert all(isinstance(value, str) for value in node["environment"].values())
     assert node["restart"].startswith("on-failure")
     assert node["cap_drop"] == ["ALL"]

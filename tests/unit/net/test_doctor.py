@@ -1,0 +1,133 @@
+"""The doctor finds what is wrong with a node and with the others, and says it in a line each."""
+
+import json
+import socket
+import time
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from coterie import config
+from coterie.methods.random_gossip import Random
+from coterie.net import doctor, fleet, identity, local, nodefile
+from coterie.net.doctor import examine
+from coterie.net.head import Head
+from coterie.net.node import Node, Patience, Plan
+from coterie.net.transport import Hub, InProcess
+from coterie.testing import tiny_federation, tiny_settings
+
+STUDY = """
+name = "ill"
+rounds = 2
+seeds = [0]
+model = { kind = "linear" }
+data = { dataset = "digits", num_clients = 2, train = 24, validation = 8 }
+
+[[methods]]
+kind = "dac"
+num_peers = 1
+"""
+
+
+def laid_out(folder: Path, **options) -> Path:
+    """The node file of the first of two nodes on this host."""
+    return fleet.lay_out(folder, config.loads(STUDY), **{"port": 23950, "days": 9.0, **options})["node-00"]
+
+
+def told(file: Path) -> dict[str, bool]:
+    """What the doctor says of a node file, and whether each is good."""
+    sentences: dict[str, bool] = {}
+    fine = examine(nodefile.load(file), sentences.__setitem__)
+    assert fine == all(sentences.values())
+    return sentences
+
+
+def wrong(file: Path) -> list[str]:
+    return [sentence for sentence, good in told(file).items() if not good]
+
+
+def test_a_certificate_that_is_over_ends_the_examination_with_both_dates(tmp_path):
+    file = laid_out(tmp_path)
+    folder = tmp_path / "keys"
+    identity.sign_request(folder, folder / "node-00.csr", "127.0.0.1:23950", now=datetime.now(UTC) - timedelta(days=31))
+    (only,) = wrong(file)
+    assert " is valid from " in only
+    assert "; it is " in only
+    assert only.endswith("ask the organiser for a new one, or check the clock")
+
+
+def test_a_study_that_is_not_the_rosters_and_an_address_in_use_are_found(tmp_path):
+    file = laid_out(tmp_path)
+    study = tmp_path / "study.toml"
+    study.write_text(study.read_text().replace("tau = 30.0", "tau = 3.0"))
+    with socket.create_server(("127.0.0.1", 23950)):
+        assert wrong(file) == [
+            "study: dac with seed 0 is not what the roster says",
+            "127.0.0.1:23950 is taken: the node runs already, or another program",
+        ]
+
+
+def test_an_address_that_is_not_this_machines_is_taken_by_nobody_here(tmp_path):
+    """The roster's address is of a network for documentation: nothing can listen on it here."""
+    file = laid_out(tmp_path, hosts=["192.0.2.7", "127.0.0.1"])
+    assert any("192.0.2.7:23950" in sentence for sentence in wrong(file))
+
+
+def test_a_key_that_others_can_read_and_a_roster_that_was_changed_are_found(tmp_path):
+    file = laid_out(tmp_path)
+    (tmp_path / "keys/node-00.key").chmod(0o644)
+    assert "run chmod 600" in wrong(file)[0]
+    (tmp_path / "keys/node-00.key").chmod(0o600)
+    roster = tmp_path / "keys/roster.toml"
+    roster.write_text(roster.read_text().replace("23951", "23952"))
+    assert "is not signed by the organiser" in wrong(file)[0]
+
+
+@pytest.fixture
+def three(tmp_path):
+    """n0, who asks; n1, who is there; n2, who is not."""
+    who, keys = local.members([[0], [1], [2, 3, 4, 5]], port=23960)
+    plan, hub, nodes = Plan(Random(num_peers=2), tiny_settings(), "linear", "linear"), Hub(), []
+    for number in range(2):
+        rows = tiny_federation().host([number])
+        place, sign = InProcess(hub, f"n{number}"), local.signer(keys[number])
+        patience = Patience(start=0.0, ask=1.0, poll=0.01)
+        nodes.append(Node(plan, rows, who, place, sign, tmp_path / f"n{number}", patience=patience))
+    asking, there = nodes
+    there.transport.serve_head(there._head)
+    there.post.serve_probe()
+    yield asking, there, local.signer(keys[1])
+    for node in nodes:
+        node.close()
+        node.transport.close()
+
+
+def test_each_member_is_told_of_with_its_state_clock_and_rate(three, monkeypatch):
+    asking, _, _ = three
+    monkeypatch.setattr(doctor, "_LOOK", 0.1)
+    (one, good), (two, bad), (round_, _) = doctor._others(asking)
+    assert one.startswith("n1 at 127.0.0.1:23961: starting in round -1, clock ")
+    assert one.endswith(" MB/s")
+    assert two == "n2 at 127.0.0.1:23962: no answer (nothing listens there)"
+    assert (good, bad) == (True, False)
+    assert round_.startswith("one round: ")
+    assert round_.endswith(" s in all")
+
+
+def test_a_wrong_clock_an_older_roster_and_another_study_are_told(three, monkeypatch):
+    asking, there, sign = three
+    monkeypatch.setattr(doctor, "_LOOK", 0.1)
+    there.roster = replace(there.roster, version=0)
+    there.settings = {**there.settings, "rounds": 99}
+
+    def skewed(nonce: str) -> bytes:
+        text = there._head(nonce)[64:].decode()
+        return replace(Head(**json.loads(text)), time=time.time() - 3600).seal(sign)
+
+    there.transport.serve_head(skewed)
+    one, good = next(iter(doctor._others(asking)))
+    assert not good
+    for part in ("clock -3600.0 s", "it runs something else: rounds is 99 there and 4 here", "version 0 of the roster"):
+        assert part in one
