@@ -167,6 +167,7 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "hardware": {"machine": platform.machine(), "system": platform.system(), "cores": os.cpu_count()},
         "threads": torch.get_num_threads(),
         "timing": timing,
+        "undefined": loop.undefined,
     }
 
 

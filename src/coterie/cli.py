@@ -244,7 +244,7 @@ def _run(
 
 
 def _show(studies: Sequence[Any], as_json: bool) -> None:
-    from coterie import display
+    from coterie import display, display_rounds
     from coterie.sweep import joined
 
     if as_json:
@@ -253,7 +253,9 @@ def _show(studies: Sequence[Any], as_json: bool) -> None:
     for study in studies:
         if len(studies) > 1:
             typer.echo(f"{study.config.name}\n")
-        display.results(study, Console())
+        console = Console()
+        display.results(study, console)
+        display_rounds.rounds(study, console)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ A simulation hosts all clients in memory and a node hosts one over the network; 
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,11 @@ _KEPT = (
     "loss", "passes", "extra_models", "extra_floats", "extra_bytes", "bytes_down", "bytes_up",
     "gradient_variance", "interaction_change",
 )  # fmt: skip
+
+_REASONS = {
+    "balanced_accuracy": "a client has no test samples",
+    "train_prior_accuracy": "no test sample of a client has a class of its training data",
+}
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,7 @@ class Loop:
         self.next_round = -1  # the warm-up
         self.validation: dict[str, Tensor] = {}
         self.train_samples = 0
+        self.undefined: dict[str, str] = {}  # why final metrics are NaN
         if settings.schedule != "synchronous" and not isinstance(method, PeerMethod):
             raise ConfigError(
                 f"schedule = {settings.schedule!r} is for peer-to-peer methods; {method.kind} has a server"
@@ -257,6 +264,7 @@ class Loop:
             if "train_prior_accuracy" in wanted:
                 weight = (self.task.class_counts() * number).to(recall)
                 values["train_prior_accuracy"] = (weight * recall.nan_to_num()).sum(1) / weight.sum(1)
+            self._explain(values)
         if "global_accuracy" in wanted and self.method.server:
             self.exchange.cohort(lambda: torch.arange(self.task.population))
             self.exchange.enter(self.task.ids)
@@ -264,6 +272,12 @@ class Loop:
             models = self.method.overall(self._context(index, everybody, population), self.state)
             values["global_accuracy"] = self.task.pooled_accuracy(models)
         return values
+
+    def _explain(self, values: Mapping[str, Tensor]) -> None:
+        """Note why a client has no value of a metric."""
+        for name, reason in _REASONS.items():
+            if name in values and bool(values[name].isnan().any()):
+                self.undefined[name] = f"{name.replace('_', ' ')} is undefined: {reason}"
 
     def _outcome(self, last: int) -> dict[str, Tensor]:
         """Return what the settings ask of the whole run; needs all clients here."""
@@ -274,7 +288,8 @@ class Loop:
             label, planted = self._served(last)[1].get("label"), torch.from_numpy(self.record.clusters)
             if label is not None:
                 truth = planted if bool((planted >= 0).all()) else None
-                scores = outcome.cluster_metrics(label.cpu(), truth, self.task.class_counts())
+                scores, reasons = outcome.explained_clusters(label.cpu(), truth, self.task.class_counts())
+                self.undefined |= reasons
                 values |= {name: torch.full((len(label),), score) for name, score in scores.items()}
         return values
 

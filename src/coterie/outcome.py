@@ -1,6 +1,8 @@
 """What a whole run came to: its clusters against the planted ones, and its best round."""
 
+import math
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
@@ -19,21 +21,34 @@ def cluster_metrics(
 ) -> dict[str, float]:
     """Score found clusters: `n_clusters`, `rand` and `adjusted_rand` (with a truth), `was` and `wadb` (with classes).
 
-    What is not defined, such as WAS of one cluster, is NaN.
+    What is not defined, such as WAS of one cluster, is NaN; `explained_clusters` says why.
 
     Args:
         label: the found clusters.
         truth: the planted ones, where they are known.
         counts: training samples of each class at each client.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", metrics.Undefined)
-        out = {"n_clusters": float(len(label.unique()))}
-        if truth is not None:
-            out |= {"rand": metrics.rand(truth, label), "adjusted_rand": metrics.adjusted_rand(truth, label)}
-        if counts.shape[1]:
-            out |= {"was": metrics.was(counts, label), "wadb": metrics.wadb(counts, label)}
-    return out
+    return explained_clusters(label, truth, counts)[0]
+
+
+def explained_clusters(
+    label: Int[Tensor, " clients"], truth: Int[Tensor, " clients"] | None, counts: Int[Tensor, "clients classes"]
+) -> tuple[dict[str, float], dict[str, str]]:
+    """As `cluster_metrics`, with the reason for each score that is NaN."""
+    scores, reasons = {"n_clusters": float(len(label.unique()))}, {}
+    measures: dict[str, Callable[[], float]] = {}
+    if truth is not None:
+        measures |= {"rand": lambda: metrics.rand(truth, label)}
+        measures |= {"adjusted_rand": lambda: metrics.adjusted_rand(truth, label)}
+    if counts.shape[1]:
+        measures |= {"was": lambda: metrics.was(counts, label), "wadb": lambda: metrics.wadb(counts, label)}
+    for name, measure in measures.items():
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", metrics.Undefined)
+            scores[name] = measure()
+        if said and math.isnan(scores[name]):
+            reasons[name] = str(said[-1].message)
+    return scores, reasons
 
 
 def maxima(table: pd.DataFrame) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Int
 from scipy import stats
 
+from coterie import histories
 from coterie.errors import DataError
 from coterie.record import EDGE_COLUMNS, METRIC_COLUMNS, write_atomically
 
@@ -28,6 +29,7 @@ HIGHER_IS_BETTER = frozenset(
     {"accuracy", "balanced_accuracy", "train_prior_accuracy", "global_accuracy", "top5_accuracy", "f1", "auc", "r2"}
 )
 CONFIDENCE = 0.95
+_ROUNDS = {one.__name__: one for one in (histories.participation, histories.time_to_accuracy, histories.undefined)}
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,8 @@ def summarise(study: str | Path) -> dict[str, Any]:
     Returns:
         `study`, `rows` and `timing`. A row is the final test value of one metric of one method: the mean over the
         clients of one planted cluster, over all clients ("all"), or the unweighted mean over clusters ("clusters");
-        then mean and population standard deviation over the seeds. `scale` is there when the rounds were scaled.
+        then mean and population standard deviation over the seeds. `participation`, `time_to_accuracy` and `undefined`
+        are those of `histories`. `scale` is there when the rounds were scaled.
 
     Raises:
         DataError: when the folder holds no run.
@@ -287,6 +290,8 @@ def summary_of(runs: Sequence[StoredRun], study: str | Path) -> dict[str, Any]:
         if (times := run.provenance.get("timing"))
     ]
     content: dict[str, Any] = {"study": runs[0].study if runs else Path(study).name, "rows": rows, "timing": timing}
+    finished = [run for run in runs if run.finished]
+    content |= {name: made(finished) for name, made in _ROUNDS.items()}
     scales = {float(run.config.get("scale", 1.0)) for run in runs} - {1.0}
     return {**content, "scale": min(scales)} if scales else content
 

@@ -1,7 +1,9 @@
 """Balanced, train-prior and global accuracy of a run."""
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -23,6 +25,7 @@ from coterie.methods.server import gradient_variance
 from coterie.methods.sosicfl import SosicFl, SosicFlPlus
 from coterie.models import Layout
 from coterie.rng import Rng
+from coterie.run import simulate
 from coterie.settings import Settings
 from coterie.tables import parse
 from coterie.task import Task
@@ -133,6 +136,11 @@ def test_one_cluster_has_no_was():
     assert math.isnan(scores["was"])
     assert math.isnan(scores["wadb"])
     assert "rand" not in scores
+    _, reasons = outcome.explained_clusters(
+        torch.zeros(4, dtype=torch.int64), None, torch.ones(4, 3, dtype=torch.int64)
+    )
+    assert set(reasons) == {"was", "wadb"}
+    assert "WAS is undefined: it needs at least 2 clusters" in reasons["was"]
     regression = outcome.cluster_metrics(torch.arange(3), torch.arange(3), torch.zeros(3, 0, dtype=torch.int64))
     assert regression == {"n_clusters": 3.0, "rand": 1.0, "adjusted_rand": 1.0}
 
@@ -200,3 +208,12 @@ def test_a_host_of_some_clients_cannot_say_what_is_of_all():
     part = loop._context(1, torch.arange(2), torch.arange(6))
     rows = loop.state.params[:2]
     assert loop.method.extra(part, rows, rows, loop.state.shared) == {}  # type: ignore[attr-defined]
+
+
+def test_a_run_says_why_a_metric_is_not_defined(tmp_path: Path):
+    """FedAvg has one cluster: NaN in the tables, and the reason in provenance.json."""
+    settings = testing.tiny_settings(extra_metrics=("clusters",), rounds=1, evaluate="final")
+    simulate(testing.tiny_federation(), FedAvg(), model="linear", settings=settings, folder=tmp_path / "run")
+    reasons = json.loads((tmp_path / "run/provenance.json").read_text())["undefined"]
+    assert "fewer than the 6 clients; found 1" in reasons["was"]
+    assert set(reasons) == {"was", "wadb"}

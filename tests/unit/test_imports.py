@@ -20,10 +20,10 @@ LAYERS = (
     ("methods",),
     ("run", "memory", "record", "settings", "checkpoint", "sequential", "outcome", "loop", "testing"),
     ("overrides", "definition", "config", "catalogue", "fanout", "cost", "ledger", "graph", "cluster", "papers",
-     "summary"),
+     "histories", "summary"),
     ("gallery", "payload", "report", "drawings", "watch", "figures", "trackers"),
     ("study", "sweep", "compare", "sheets", "tune", "analysis"),
-    ("display",),
+    ("display", "display_rounds"),
     ("cli_report", "cli_compare", "net", "bench"),
     ("cli", "__main__"),
 )  # fmt: skip

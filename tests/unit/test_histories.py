@@ -1,0 +1,105 @@
+"""Total participation, time to accuracy and reasons, by hand on made-up tables; and how they are shown."""
+
+import io
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from coterie import display_rounds, histories
+from coterie.definition import make_study
+from coterie.methods import METHODS
+from coterie.record import METRIC_COLUMNS
+from coterie.study import Study
+
+
+def run(kind: str, accuracy: dict[int, tuple[float, float]], *, seed: int = 0, trained: int = 0, **provenance: Any):
+    """A finished run of two clients with these test accuracies, and so many rows of local training."""
+    rows = [(t, c, -1, "test", "current", "accuracy", v) for t, pair in accuracy.items() for c, v in enumerate(pair)]
+    rows += [(-1, 0, -1, "train", "current", "loss", 1.0), (0, 0, -1, "train", "current", "bytes_up", 8.0)]
+    rows += [(t, 0, -1, "train", "current", "loss", 1.0) for t in range(trained)]
+    table = pd.DataFrame(rows, columns=METRIC_COLUMNS)
+    return SimpleNamespace(kind=kind, label=kind, seed=seed, metrics=table, provenance=provenance)
+
+
+BASE = {9: (0.2, 0.4), 19: (0.5, 0.7), 29: (0.4, 0.6)}  # means 0.3, 0.6, 0.5: the best in round 19
+
+
+def test_total_participation_counts_local_trainings():
+    """Rounds in which a client trained; neither the warm-up nor other reports."""
+    assert histories.participation([run("fedavg", BASE, trained=7)]) == [  # type: ignore[list-item]
+        {"label": "fedavg", "seed": 0, "client_rounds": 7}
+    ]
+
+
+def test_time_to_accuracy_by_hand():
+    """0.6 in round 9 against 19: 19/9 times sooner; in another seed never: 0, and one of two reached."""
+    runs = [
+        run("fedavg", BASE),
+        run("fedavg", BASE, seed=1),
+        run("sosicfl", {9: (0.6, 0.6), 19: (0.1, 0.1)}),
+        run("sosicfl", {9: (0.5, 0.6), 19: (0.1, 0.1)}, seed=1),
+    ]
+    (row,) = histories.time_to_accuracy(runs)  # type: ignore[arg-type]
+    assert (row["label"], row["base"], row["metric"]) == ("sosicfl", "fedavg", "accuracy")
+    assert row["ratio"] == pytest.approx(19 / 9 / 2)
+    assert (row["seeds"], row["reached"], row["tta"], row["reason"]) == (2, 1, 9.0, "")
+
+
+def test_sosicfl_plus_is_timed_against_ditto():
+    """Ditto's best mean is 0.3 in round 9, reached at once; Ditto itself is timed against FedAvg, and never arrives."""
+    ditto = run("ditto", {9: (0.3, 0.3), 19: (0.2, 0.2)})
+    rows = histories.time_to_accuracy([run("fedavg", BASE), ditto, run("sosicfl-plus", BASE)])  # type: ignore[list-item]
+    found = {row["label"]: row for row in rows}
+    assert (found["sosicfl-plus"]["base"], found["sosicfl-plus"]["ratio"]) == ("ditto", 1.0)
+    assert (found["ditto"]["ratio"], found["ditto"]["reached"], found["ditto"]["tta"]) == (0.0, 0, math.inf)
+
+
+def test_no_ratio_has_a_reason():
+    """Who is there in round 0 has no ratio; without evaluations, or without the baseline, there is no row at all."""
+    (row,) = histories.time_to_accuracy([run("fedavg", BASE), run("ifca", {0: (0.9, 0.9)})])  # type: ignore[list-item]
+    assert math.isnan(row["ratio"])
+    assert "round 0" in row["reason"]
+    assert histories.time_to_accuracy([run("fedavg", BASE), run("ifca", {})]) == []  # type: ignore[list-item]
+    assert histories.time_to_accuracy([run("ifca", BASE)]) == []  # type: ignore[list-item]
+
+
+def test_reasons_are_told_once():
+    """Two seeds with the same reason are one line."""
+    runs = [run("cfl", BASE, seed=s, undefined={"was": "WAS is undefined: one cluster"}) for s in range(2)]
+    assert histories.undefined(runs) == [  # type: ignore[arg-type]
+        {"label": "cfl", "metric": "was", "reason": "WAS is undefined: one cluster"}
+    ]
+
+
+def test_what_the_command_line_shows():
+    """Metrics in short, the reason beside what is undefined, times and participation; nothing without a server."""
+    rows = [
+        {"method": "cfl", "label": "CFL", "cluster": "all", "metric": metric, "mean": mean, "std": 0.0, "seeds": 1}
+        for metric, mean in (("accuracy", 0.5), ("accuracy_max", 0.625), ("n_clusters", 1.0), ("was", None))
+    ]
+    summary = {
+        "rows": rows,
+        "undefined": [{"label": "CFL", "metric": "was", "reason": "WAS is undefined: one cluster"}],
+        "time_to_accuracy": [{"label": "CFL", "base": "FedAvg", "metric": "accuracy", "ratio": 0.0, "std": 0.0,
+                              "seeds": 1, "reached": 0, "tta": None, "reason": ""}],
+        "participation": [{"label": "CFL", "seed": seed, "client_rounds": 100 + seed} for seed in (0, 2)],
+    }  # fmt: skip
+
+    def shown(kind: str) -> str:
+        study = Study(Path(), make_study([METHODS[kind]()]), summary, {})
+        out = io.StringIO()
+        display_rounds.rounds(study, Console(file=out, width=80))
+        return out.getvalue()
+
+    text = [" ".join(line.split()) for line in shown("cfl").splitlines()]
+    assert "max clusters WAS" in text
+    assert "CFL 62.5 1 undefined" in text
+    assert "CFL: WAS is undefined: one cluster" in text
+    assert "CFL FedAvg local never 0.00 0 of 1" in text
+    assert text[-1] == "CFL 101"
+    assert shown("dac") == ""
