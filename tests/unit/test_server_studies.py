@@ -15,6 +15,7 @@ rounds = 2
 seeds = [0]
 evaluate = "final"
 participation = 0.5
+eval_every = 1
 extra_metrics = ["balanced_accuracy", "global_accuracy"]
 
 [data]
@@ -84,9 +85,16 @@ def test_guesses_are_marked(name: str):
 
 def test_methods_with_and_without_a_server_share_a_table(tmp_path: Path):
     """On one federation; the global accuracy is there for those that have a global model."""
-    rows = run_study(config.loads(MIXED), out=tmp_path).rows
+    study = run_study(config.loads(MIXED), out=tmp_path)
+    rows = study.rows
     overall = rows[rows["cluster"] == "all"]
     assert set(overall["label"]) == {"random", "fedavg", "fedgwc", "sosicfl-plus"}
     assert set(overall.loc[overall["metric"] == "accuracy", "label"]) == set(overall["label"])
     found = set(overall.loc[overall["metric"] == "global_accuracy", "label"])
     assert found == {"fedavg", "fedgwc", "sosicfl-plus"}
+    total = {row["label"]: row["client_rounds"] for row in study.summary["participation"]}
+    assert total == {"random": 10, "fedavg": 10, "fedgwc": 10, "sosicfl-plus": 10}  # 5 of 10 clients, two rounds
+    timed = {(row["label"], row["base"], row["metric"]) for row in study.summary["time_to_accuracy"]}
+    assert timed == {(one, "fedavg", "accuracy") for one in ("random", "fedgwc")} | {
+        ("fedgwc", "fedavg", "global_accuracy")
+    }
