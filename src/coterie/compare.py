@@ -15,6 +15,7 @@ import numpy as np
 
 from coterie import config, papers, summary
 from coterie.config import StudyConfig
+from coterie.cost import traffic
 from coterie.errors import ConfigError, DataError
 from coterie.papers import Published
 from coterie.summary import HIGHER_IS_BETTER, StoredRun
@@ -275,18 +276,18 @@ def _best(means: Mapping[str, Line], methods: Sequence[str], sign: int) -> tuple
 
 @dataclass(frozen=True)
 class AtBytes:
-    """A method when every method has received the same number of bytes.
+    """A method when every method has used the same number of bytes.
 
     Args:
         label: the method.
         rounds: how many rounds it had by then.
-        received: bytes received by a client, mean over clients and seeds.
+        used: bytes of a client, received and sent to a server, mean over clients and seeds.
         value: the metric then, mean over clients and seeds.
     """
 
     label: str
     rounds: float
-    received: float
+    used: float
     value: float
 
 
@@ -298,7 +299,7 @@ class EqualBytes:
         study: its name.
         metric: accuracy or loss.
         split: "test" where that was measured during the runs (`eval_every`), else "validation".
-        budget: bytes received by a client: what the thriftiest method that communicates needs in all.
+        budget: bytes of a client, counted so: what the thriftiest method that communicates needs in all.
         rows: best first.
     """
 
@@ -310,9 +311,10 @@ class EqualBytes:
 
 
 def at_equal_bytes(folder: str | Path) -> EqualBytes:
-    """Rank the methods of a stored study when each of their clients has received the same number of bytes.
+    """Rank the methods of a stored study when each of their clients has used the same number of bytes.
 
-    Counted are the models pulled, what came with them, and every other message received. The model of a client is
+    Counted are the models pulled, what came with them, every other message received, and what is sent to a server
+    (what a client gives to peers is what they receive). The model of a client is
     its best so far by validation loss, or with `eval_every` its current one on the test set.
 
     Raises:
@@ -321,7 +323,7 @@ def at_equal_bytes(folder: str | Path) -> EqualBytes:
     runs, _ = summary.find_runs([folder])
     metric = summary.main_metric(runs)
     split = "test" if all(_rounds_measured(run, metric) > 1 for run in runs) else "validation"
-    totals = {label: [received(run)[-1] for run in group] for label, group in summary.by_label(runs).items()}
+    totals = {label: [bytes_per_client(run)[-1] for run in group] for label, group in summary.by_label(runs).items()}
     spent = [float(np.mean(values)) for values in totals.values() if np.mean(values) > 0]
     budget = min(spent, default=0.0)
     rows = []
@@ -334,16 +336,14 @@ def at_equal_bytes(folder: str | Path) -> EqualBytes:
     return EqualBytes(runs[0].study, metric, split, budget, rows)
 
 
-def received(run: StoredRun) -> np.ndarray:
-    """Return the bytes that a client has received after each round from the first, mean over clients, cumulated."""
+def bytes_per_client(run: StoredRun) -> np.ndarray:
+    """Return the bytes of a client after each round from the first: received, and sent to a server.
+
+    They are means over clients, cumulated over rounds.
+    """
     rounds, clients = max(1, run.rounds), len(run.clients)
-    edges = run.edges
-    total = np.bincount(edges["round"].to_numpy(int), edges["bytes"].to_numpy(float), minlength=rounds)
-    extra = run.metrics.loc[(run.metrics["metric"] == "extra_bytes").to_numpy()]
-    if len(extra):
-        late = extra.loc[(extra["round"] >= 0).to_numpy()]
-        total = total + np.bincount(late["round"].to_numpy(int), late["value"].to_numpy(float), minlength=rounds)
-    return np.cumsum(total) / clients
+    received, sent = traffic(run.metrics, run.edges, rounds)
+    return np.cumsum(received + sent) / clients
 
 
 def _rounds_measured(run: StoredRun, metric: str) -> int:
@@ -354,7 +354,7 @@ def _rounds_measured(run: StoredRun, metric: str) -> int:
 
 def _at(run: StoredRun, metric: str, split: str, budget: float) -> tuple[float, float, float]:
     """Return rounds, bytes and metric of a run at a budget; all of it where it stays below."""
-    cumulated = received(run)
+    cumulated = bytes_per_client(run)
     last = int(np.searchsorted(cumulated, budget * (1 + 1e-9), side="right")) - 1
     used = float(cumulated[last]) if last >= 0 else 0.0
     rows = run.metrics

@@ -8,7 +8,9 @@ PANMGrad reads an update beside every model. So there are two ways of counting h
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
+import numpy as np
 import pandas as pd
+from jaxtyping import Float
 
 from coterie.errors import ConfigError
 from coterie.methods.base import Method
@@ -305,3 +307,28 @@ def counted(metrics: pd.DataFrame, edges: pd.DataFrame) -> pd.DataFrame:
     table = slots.join(wide, how="outer").reindex(columns=["models", "bytes", *COUNTED]).fillna(0.0)
     table["bytes"] += table["extra_bytes"] + table["bytes_down"] + table["bytes_up"]
     return table.reset_index()
+
+
+def traffic(
+    metrics: pd.DataFrame, edges: pd.DataFrame, rounds: int
+) -> tuple[Float[np.ndarray, " rounds"], Float[np.ndarray, " rounds"]]:
+    """Count the bytes of a run, of all its clients together: received in each round, and sent to a server.
+
+    What a client gives to peers is what they receive, so it is counted there.
+
+    Args:
+        metrics: the metrics table of a run.
+        edges: its edges table.
+        rounds: how many rounds there are; a warm-up is not one of them.
+    """
+
+    def summed(table: pd.DataFrame, column: str) -> Float[np.ndarray, " rounds"]:
+        table = table.loc[(table["round"] >= 0).to_numpy()]
+        values = np.bincount(table["round"].to_numpy(np.int64), table[column].to_numpy(float), minlength=rounds)
+        return values.astype(float)  # of an empty table it makes whole numbers
+
+    named = {
+        name: metrics.loc[(metrics["metric"] == name).to_numpy()] for name in ("extra_bytes", "bytes_down", "bytes_up")
+    }
+    received = summed(edges, "bytes") + summed(named["extra_bytes"], "value") + summed(named["bytes_down"], "value")
+    return received, summed(named["bytes_up"], "value")

@@ -20,7 +20,7 @@ from coterie.summary import FEDERATION, HIGHER_IS_BETTER, StoredRun, cluster_mea
 Named = Sequence[tuple[str, StoredRun]]
 Drawn = tuple[Figure, pd.DataFrame]
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#000000")
+COLOURS = ("#004885", "#895200", "#0DA066", "#BA6FCC", "#D96A05", "#006B9C", "#623902", "#625A5E")  # as in the report
 DASHES = ("-", "--", ":", "-.", (0, (8, 2, 2, 2, 2, 2)), (0, (1, 3)), (0, (10, 3)), (0, (3, 1, 1, 1)))
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 WIDTH = 3.3  # inches: a column of a paper
@@ -92,7 +92,7 @@ def bars(runs: Named, *, metric: str | None = None, cluster: str = "all") -> Dra
         axes.errorbar(place, scale * mean, yerr=scale * spread, fmt=MARKS[place % 8], color=colour, capsize=3)
     for name in bands:
         mean, spread = values[name]
-        colour, hatch = ("#009E73", "///") if kinds[name] == "oracle" else ("#D55E00", "...")
+        colour, hatch = (COLOURS[2], "///") if kinds[name] == "oracle" else (COLOURS[4], "...")
         low, high = scale * (mean - spread), scale * (mean + spread)
         axes.axhspan(low, high, facecolor=colour, edgecolor=colour, hatch=hatch, alpha=0.22, lw=0, label=name)
         axes.axhline(scale * mean, color=colour, lw=0.8)

@@ -1,7 +1,8 @@
 """Static figures for papers, from stored runs: vector graphics, with the numbers behind each as a CSV file.
 
-`FIGURES` names the kinds of figure; `PAPERS` says which kind each published figure is. Colours are Okabe and Ito's, and
-every line has a dash and every point a shape of its own, so that a figure survives colour blindness and a grey copy.
+`FIGURES` names the kinds of figure; `PAPERS` says which kind each published figure is. Colours are those of the report,
+chosen for contrast and for every kind of colour blindness; every line has a dash and every point a shape of its own, so
+that a figure survives a grey copy.
 """
 
 from collections.abc import Callable, Mapping, Sequence

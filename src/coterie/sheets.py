@@ -132,9 +132,9 @@ def side_by_side(results: Sequence[Result]) -> Sheet:
 def equal_bytes(ranking: EqualBytes) -> Sheet:
     """Return a ranking at equal bytes."""
     rows = [
-        (row.label, f"{row.rounds:.0f}", f"{row.received / 1e6:.2f}", _number(ranking.metric, row.value))
+        (row.label, f"{row.rounds:.0f}", f"{row.used / 1e6:.2f}", _number(ranking.metric, row.value))
         for row in ranking.rows
     ]
     unit = "accuracy in %" if ranking.metric in HIGHER_IS_BETTER else ranking.metric
-    title = f"{ranking.study}: {ranking.split} {unit} when a client has received {ranking.budget / 1e6:.2f} MB"
-    return Sheet(title, ("method", "rounds", "MB received", unit), rows)
+    title = f"{ranking.study}: {ranking.split} {unit} when a client has used {ranking.budget / 1e6:.2f} MB"
+    return Sheet(title, ("method", "rounds", "MB used", unit), rows)

@@ -37,6 +37,8 @@ page.views.push({
     const options = [["final", `test ${metric}`]];
     if (baseline !== null) options.push(["gain", `gain over ${baseline}`]);
     root.append(h("div", { class: "controls" }, select("Show", options, (v) => { state.what = v; strip.drawn.draw(); }, state.what)), strip);
+    const turned = () => Math.max(...shownMethods().map((m) => data.methods[m].label.length)) * 8 > room();
+    const room = () => (strip.clientWidth - 90) / Math.max(1, shownMethods().length);
     const shownMethods = () => methods.filter((m) => state.what === "final" || data.methods[m].label !== baseline);
     strip.drawn = chart(strip, {
       height: 400,
@@ -48,20 +50,21 @@ page.views.push({
       click: (event) => { if (event.data && event.data.client !== undefined) pick(rows[event.data.client]); },
       option: () => ({
         xAxis: axis("", { type: "value", min: -0.5, max: shownMethods().length - 0.5, splitLine: { show: false }, axisTick: { show: false },
-          axisLabel: { color: css("--text"), fontSize: 13, customValues: shownMethods().map((_, i) => i), formatter: (v) => data.methods[shownMethods()[Math.round(v)]].label },
+          axisLabel: { color: css("--text"), fontSize: 13, rotate: turned() ? 40 : 0, customValues: shownMethods().map((_, i) => i), formatter: (v) => data.methods[shownMethods()[Math.round(v)]].label },
           axisLine: { onZero: false, lineStyle: { color: css("--line") } } }),
         yAxis: axis(state.what === "final" ? `test ${metric}` : "gain", { type: "value", scale: true, nameGap: 44, axisLine: { show: false }, axisTick: { show: false },
           axisLabel: { color: css("--muted"), formatter: (v) => (isPercent(metric) ? `${Math.round(100 * v)}` : `${v}`) } }),
         tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => (e.data.client === undefined ? "" :
           `client ${e.data.client} (${escapeText(clusterName(data, data.cluster[e.data.client]))})<br><b>${show(e.data.value[1], metric, state.what === "gain")}</b>`) },
         legend: { ...base().legend, show: data.clusters.length > 0, itemWidth: 14 },
+        grid: { ...base().grid, bottom: turned() ? 90 : 48 },
         series: [...(data.clusters.length ? data.clusters : [{ id: -1, name: "clients" }]).map((cluster) => ({
           name: cluster.name, type: "scatter", symbol: MARKS[Math.max(0, cluster.id) % MARKS.length], symbolSize: clients > 300 ? 5 : 8,
-          itemStyle: { color: clusterColour(cluster.id), opacity: 0.75 }, cursor: "pointer",
+          itemStyle: { color: clusterColour(cluster.id), opacity: 0.95 }, cursor: "pointer",
           data: shownMethods().flatMap((m, place) => data.cluster.flatMap((c, client) => (c !== cluster.id ? [] :
             [{ value: [place + spread(client), of(state.what, m, client)], client }]))),
         })), {
-          type: "scatter", silent: true, symbol: "rect", symbolSize: [70, 3], itemStyle: { color: css("--text") }, z: 5, name: "mean",
+          type: "scatter", silent: true, symbol: "rect", symbolSize: [Math.min(70, 0.62 * room()), 3], itemStyle: { color: css("--text") }, z: 5, name: "mean",
           data: shownMethods().map((m, place) => [place, mean(data.cluster.map((_, c) => of(state.what, m, c)))]),
         }],
       }),

@@ -80,17 +80,26 @@ async function unpack(packed) {
   return array;
 }
 
-/* ---- colours: Okabe and Ito for methods, Tol's muted scheme for clusters; each also has a line or mark of its own - */
+/* ---- colours: each stands out from its page by 3 to 1 or more and can be told from the others with any kind of colour
+   blindness (a test computes both); each also has a dash or a mark of its own, for a copy in grey ------------------- */
 
-const METHOD_COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7F7F7F"];
-const METHOD_COLOURS_DARK = ["#5BB3EA", "#F28A4B", "#3CCB9F", "#E5A3C8", "#F2BC45", "#9AD6F7", "#C9AE75", "#B5B5B5"];
-const CLUSTER_COLOURS = ["#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#997700", "#BBBBBB"];
+const METHOD_COLOURS = ["#004885", "#895200", "#0DA066", "#BA6FCC", "#D96A05", "#006B9C", "#623902", "#625A5E"];
+const METHOD_COLOURS_DARK = ["#187BAE", "#BC590C", "#65FFB4", "#C3ADDC", "#EAB43C", "#BCDDFC", "#B99857", "#878A8A"];
+const CLUSTER_COLOURS = ["#5270CC", "#BC3577", "#395D00", "#9C8E0E", "#1098BC", "#981472", "#81710A", "#533D40"];
+const CLUSTER_COLOURS_DARK = ["#6AA1FB", "#FF8D92", "#018625", "#FADD60", "#68CFF0", "#D35B9F", "#B89936", "#CDEAEA"];
 const DASHES = ["solid", "dashed", "dotted", [8, 3, 2, 3], [2, 5], [12, 4], [5, 2, 2, 2, 2, 2], [1, 2]];
-const MARKS = ["circle", "rect", "triangle", "diamond"];
+const MARKS = ["circle", "rect", "triangle", "diamond", "path://M0,0 L10,0 L5,9 Z",
+  "path://M3,0 L7,0 L7,3 L10,3 L10,7 L7,7 L7,10 L3,10 L3,7 L0,7 L0,3 L3,3 Z",
+  "path://M5,0 L6.2,3.4 L10,3.5 L7,5.8 L8,9.5 L5,7.4 L2,9.5 L3,5.8 L0,3.5 L3.8,3.4 Z",
+  "path://M2,0 L5,3 L8,0 L10,2 L7,5 L10,8 L8,10 L5,7 L2,10 L0,8 L3,5 L0,2 Z"];
+
+const GLYPHS = ["●", "■", "▲", "◆", "▼", "✚", "★", "✖"]; // the marks, for text
 
 const isDark = () => document.documentElement.dataset.theme === "dark";
 const methodColour = (place) => (isDark() ? METHOD_COLOURS_DARK : METHOD_COLOURS)[place % METHOD_COLOURS.length];
-const clusterColour = (place) => (place < 0 ? "#888888" : CLUSTER_COLOURS[place % CLUSTER_COLOURS.length]);
+const clusterColour = (place) => (place < 0 ? "#808080" : (isDark() ? CLUSTER_COLOURS_DARK : CLUSTER_COLOURS)[place % CLUSTER_COLOURS.length]);
+const clusterGlyph = (place) => h("span", { class: "glyph", "aria-hidden": "true",
+  style: `color:${place < 0 ? "var(--muted)" : `var(--cluster-${place % CLUSTER_COLOURS.length})`}` }, GLYPHS[Math.max(0, place) % GLYPHS.length]);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /* Both ramps change steadily in lightness, so they survive a copy in grey; nothing is the colour of the page. */
@@ -112,13 +121,36 @@ function chart(container, { height = 340, caption = "", alt, option, click = nul
   const box = h("div", { class: "chart", style: `height:${height}px`, role: "img", "aria-label": alt });
   container.append(h("figure", {}, box, caption ? h("figcaption", {}, caption) : null));
   const drawn = echarts.init(box, null, { renderer: "canvas" });
-  const draw = () => drawn.setOption({ animation: false, ...base(), ...option() }, { notMerge: true });
+  function draw() {
+    const whole = { animation: false, ...base(), ...option() };
+    const names = [...new Set((whole.series ?? []).map((series) => series.name).filter(Boolean))];
+    const rows = whole.legend.show === false ? 0 : legendRows(names, whole.legend.itemWidth, box.clientWidth);
+    whole.grid = { ...whole.grid, top: Math.max(whole.grid.top, 24 + 20 * rows) };
+    drawn.setOption(whole, { notMerge: true });
+  }
   draw();
   if (click) drawn.on("click", click);
-  const observer = new ResizeObserver(() => drawn.resize());
+  let width = box.clientWidth;
+  const observer = new ResizeObserver(() => {
+    drawn.resize();
+    if (box.clientWidth !== width) { width = box.clientWidth; draw(); }
+  });
   observer.observe(box);
   page.charts.set(box, { drawn, draw, observer });
   return { draw, box, drawn };
+}
+
+/* How many rows a legend takes, so that the chart starts below it. */
+function legendRows(names, itemWidth, width) {
+  const pen = document.createElement("canvas").getContext("2d");
+  pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+  let rows = names.length > 1 ? 1 : 0, used = 10;
+  for (const name of names) {
+    const needs = itemWidth + 5 + pen.measureText(name).width + 10;
+    if (used + needs > width - 10 && used > 10) { rows += 1; used = 10; }
+    used += needs;
+  }
+  return rows;
 }
 
 function base() {
@@ -157,7 +189,7 @@ function forget(root) {
 /* A line with a band from low to high around it; points are [x, mean, deviation]. */
 function banded(name, points, colour, dash, bands) {
   const line = {
-    name, type: "line", showSymbol: false, data: points.map(([x, y]) => [x, Number.isFinite(y) ? y : null]),
+    name, type: "line", symbol: points.length > 1 ? "none" : "circle", data: points.map(([x, y]) => [x, Number.isFinite(y) ? y : null]),
     lineStyle: { color: colour, width: 2, type: dash }, itemStyle: { color: colour }, emphasis: { focus: "series" }, z: 3,
   };
   const known = points.filter(([, y, s]) => Number.isFinite(y) && Number.isFinite(s));

@@ -13,34 +13,35 @@ page.views.push({
       { name: "Method", text: true },
       { name: "models read", show: (v) => show(v) },
       { name: "received", show: (v) => (Number.isFinite(v) ? bytes(v) : "–") },
+      { name: "sent to a server", show: (v) => (Number.isFinite(v) ? bytes(v) : "–") },
       { name: "did not arrive", show: (v) => show(v) },
       { name: "forward passes", show: (v) => show(v) },
       { name: "samples trained on", show: (v) => show(v) },
       { name: "seconds for a run", show: (v) => show(v) },
     ];
     const extra = data.cost.some((one) => one.extra_floats || one.extra_models);
-    if (extra) columns.splice(5, 0, { name: "further models", show: (v) => show(v) }, { name: "further numbers", show: (v) => show(v) });
+    if (extra) columns.splice(6, 0, { name: "further models", show: (v) => show(v) }, { name: "further numbers", show: (v) => show(v) });
     const number = (v) => (v === null ? NaN : v);
     root.append(h("div", { class: "scroll" }, sortable(columns, data.cost.map((one) => ({
-      cells: [label(one), one.reads, one.bytes, one.missing, number(one.passes),
+      cells: [label(one), one.reads, one.received, one.sent, one.missing, number(one.passes),
         ...(extra ? [number(one.extra_models), number(one.extra_floats)] : []), number(one.train_samples), number(one.wall_s)],
     })), { label: "Cost per method" })));
-    root.append(h("p", { class: "note" }, "Means over clients and seeds. Forward passes are those spent on judging received models, counted by the methods that judge by loss; “–” where a method counts none."));
+    root.append(h("p", { class: "note" }, "Means over clients and seeds. What a client gives to peers is what they receive, so it is counted once; what it sends to a server is counted beside what it receives. Forward passes are those spent on judging received models, counted by the methods that judge by loss; “–” where a method counts none."));
     if (!talking.length) return;
 
     const least = Math.min(...talking.map((one) => one.bytes));
     root.append(h("h2", {}, `Validation ${metric} at equal bytes`));
     chart(root, {
       height: 380,
-      alt: `Validation ${metric} against bytes received per client; at ${bytes(least)}: ${talking.map((one) => `${label(one)} ${show(reachedAt(one, least), metric)}`).join(", ")}`,
-      caption: "Horizontal: bytes received per client so far. A method that reads nothing is the dashed level it ends at.",
+      alt: `Validation ${metric} against bytes per client, received and sent to a server; at ${bytes(least)}: ${talking.map((one) => `${label(one)} ${show(reachedAt(one, least), metric)}`).join(", ")}`,
+      caption: "Horizontal: bytes per client so far, received and sent to a server. A method without any traffic is the dashed level it ends at.",
       option: () => ({
-        xAxis: axis("received per client", { type: "value", min: 0, axisLabel: { color: css("--muted"), formatter: bytes }, splitLine: { show: false } }),
+        xAxis: axis("bytes per client", { type: "value", min: 0, axisLabel: { color: css("--muted"), formatter: bytes }, splitLine: { show: false } }),
         yAxis: axis(`validation ${metric}`, { type: "value", scale: true, nameGap: 44,
           axisLabel: { color: css("--muted"), formatter: (v) => (isPercent(metric) ? `${Math.round(100 * v)} %` : `${v}`) } }),
         tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => (e.value ? `${escapeText(e.seriesName)}<br>${bytes(e.value[0])}: <b>${show(e.value[1], metric)}</b>` : "") },
         series: [...talking.flatMap((one) => banded(label(one), one.spent.map((s, i) => [s, one.reached[i] ?? NaN, NaN]), methodColour(one.method), DASHES[one.method % DASHES.length], false)
-          .map((series) => ({ ...series, showSymbol: true, symbolSize: 4 }))),
+          .map((series) => ({ ...series, showSymbol: true, symbol: MARKS[one.method % MARKS.length], symbolSize: 5 }))),
         ...data.cost.filter((one) => one.bytes === 0 && one.reached.length).map((one) => ({
           name: label(one), type: "line", data: [[0, one.reached.at(-1)], [Math.max(...talking.map((t) => t.bytes)), one.reached.at(-1)]], showSymbol: false,
           lineStyle: { color: methodColour(one.method), type: "dashed", width: 1.5 }, itemStyle: { color: methodColour(one.method) },
@@ -49,7 +50,7 @@ page.views.push({
     });
     root.append(h("div", { class: "scroll" }, sortable([
       { name: "Method", text: true }, { name: `validation ${metric} at ${bytes(least)}`, show: (v) => show(v, metric) },
-      { name: "in the end", show: (v) => show(v, metric) }, { name: "received in the end", show: bytes },
+      { name: "in the end", show: (v) => show(v, metric) }, { name: "bytes in the end", show: bytes },
     ], talking.map((one) => ({ cells: [label(one), reachedAt(one, least), one.reached.at(-1) ?? NaN, one.bytes] })), { label: "At equal bytes" })));
   },
 });

@@ -14,7 +14,7 @@ page.views.push({
       const sum = told.classes.map((_, k) => members.reduce((total, i) => total + told.labels[i][k], 0));
       const samples = (told.images ?? [])[Math.max(0, cluster.id)] ?? [];
       const place = h("div");
-      root.append(h("h3", {}, h("span", { class: "swatch", style: `background:${clusterColour(cluster.id)}` }), `${cluster.name} (${members.length} clients)`), place);
+      root.append(h("h3", {}, clusterGlyph(cluster.id), `${cluster.name} (${members.length} clients)`), place);
       if (samples.length) {
         place.append(h("div", { class: "samples" }, ...samples.map((src, i) => h("img", { src, alt: `sample ${i + 1} of ${cluster.name}` }))));
       }

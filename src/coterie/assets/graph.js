@@ -100,13 +100,13 @@ function drawGraph(root, data, methods) {
     select("Places", layouts, (v) => { state.layout = v; redraw(); }, state.layout),
     h("label", {}, "Peers per client", peers)), box);
   drawn = chart(box, {
-    height: 620, alt: "", option,
+    height: Math.min(620, Math.max(300, box.clientWidth)), alt: "", option,
     caption: "Each client and the peers it read most over the whole run, all seeds together; larger when more clients read it, shape and colour by group. Drag to move, scroll to zoom.",
   });
   drawn.draw();
   if (data.clusters.length) {
     root.append(h("p", { class: "muted" }, ...data.clusters.map((c) => h("span", { style: "margin-right:16px" },
-      h("span", { class: "swatch", style: `background:${clusterColour(c.id)}` }), c.name))));
+      clusterGlyph(c.id), c.name))));
   }
 }
 

@@ -79,6 +79,7 @@ function build() {
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
+  CLUSTER_COLOURS.forEach((_, i) => document.documentElement.style.setProperty(`--cluster-${i}`, clusterColour(i)));
   document.getElementById("theme").textContent = theme === "dark" ? "Light" : "Dark";
   document.getElementById("theme").setAttribute("aria-label", `Switch to ${theme === "dark" ? "light" : "dark"} colours`);
   for (const { draw } of page.charts.values()) draw();

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from coterie.cost import traffic
 from coterie.payload.curves import mean_curve
 from coterie.payload.packing import thin
 from coterie.summary import StoredRun
@@ -21,9 +22,9 @@ def cost(groups: dict[str, list[StoredRun]], metric: str) -> list[dict[str, Any]
         metric: what was reached, on the validation sets.
 
     Returns:
-        An entry per method: totals of `bytes`, `reads`, `missing`, what the method counted itself (`passes`,
-        `extra_models`, `extra_floats`; None where it did not), `train_samples` and `wall_s` of the whole run, and over
-        `rounds` the cumulative `bytes` and the metric `reached`.
+        An entry per method: totals of `received` bytes, `sent` (to a server), `bytes` (both), `reads`, `missing`, what
+        the method counted itself (`passes`, `extra_models`, `extra_floats`; None where it did not), `train_samples` and
+        `wall_s` of the whole run, and over `rounds` the cumulative bytes `spent` and the metric `reached`.
     """
     return [{"method": place, **_method(runs, metric)} for place, runs in enumerate(groups.values()) if runs]
 
@@ -33,10 +34,17 @@ def _method(runs: Sequence[StoredRun], metric: str) -> dict[str, Any]:
     shown = thin(len(rounds), MOST_POINTS) if len(rounds) else np.zeros(0, dtype=np.int64)
     spent = np.mean([_cumulative(run, rounds) for run in runs], axis=0)
     clients = np.array([len(run.clients) for run in runs])
+    whole = [traffic(run.metrics, run.edges, run.rounds) for run in runs]
+    received, sent = (
+        np.mean([one.sum() / size for one, size in zip(part, clients, strict=True)])
+        for part in zip(*whole, strict=True)
+    )
     missing = np.array([(run.edges["purpose"] == "missing").sum() for run in runs])
     times = [run.provenance.get("timing") or {} for run in runs]
     return {
-        "bytes": float(np.mean([run.edges["bytes"].sum() for run in runs] / clients)),
+        "bytes": float(received + sent),
+        "received": float(received),
+        "sent": float(sent),
         "reads": float(np.mean(([len(run.edges) for run in runs] - missing) / clients)),
         "missing": float(np.mean(missing / clients)),
         **{name: _counted(runs, name) for name in COUNTED},
@@ -49,11 +57,11 @@ def _method(runs: Sequence[StoredRun], metric: str) -> dict[str, Any]:
 
 
 def _cumulative(run: StoredRun, rounds: np.ndarray) -> np.ndarray:
-    """Bytes per client up to and with each round."""
-    index, size = run.edges["round"].to_numpy(np.int64), run.edges["bytes"].to_numpy(float)
-    order = np.argsort(index, kind="stable")
-    totals = np.concatenate([[0.0], size[order].cumsum()])
-    return totals[np.searchsorted(index[order], rounds, side="right")] / len(run.clients)
+    """Bytes per client up to and with each round: received, and sent to a server."""
+    last = int(rounds.max()) + 1 if len(rounds) else 0
+    received, sent = traffic(run.metrics, run.edges, max(run.rounds, last))
+    totals = np.concatenate([[0.0], (received + sent).cumsum()])
+    return totals[rounds + 1] / len(run.clients)
 
 
 def _counted(runs: Sequence[StoredRun], name: str) -> float | None:

@@ -9,7 +9,9 @@ from jaxtyping import Float
 from coterie.payload.packing import dense, over_seeds, pack, thin
 from coterie.summary import StoredRun, client_gains
 
-NO_CURVE = frozenset({"label", "diverged", "passes", "extra_models", "extra_floats"})
+NO_CURVE = frozenset(
+    {"label", "diverged", "passes", "extra_models", "extra_floats", "extra_bytes", "bytes_down", "bytes_up"}
+)
 MOST_POINTS = 300  # rounds of a curve over clients
 CLIENT_POINTS = 80  # rounds of the curve of one client
 
