@@ -4,6 +4,7 @@ On a terminal progress is one live line a method; in a pipe, or where the termin
 seldom. Everything fits 80 columns.
 """
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,15 @@ SECONDS = 10.0  # between two lines about a run that is not at its end, in a pip
 MEANS = {"all": "mean over clients", "clusters": "mean over clusters"}
 
 
+def lively(console: Console) -> bool:
+    """Whether a live line can be drawn: on a terminal with colours and cursor, and nobody asked for plain text.
+
+    Not in a pipe, where TERM is "dumb", with NO_COLOR, in continuous integration (CI), or in a console of old Windows.
+    """
+    plain = console.is_dumb_terminal or console.legacy_windows or console.no_color or bool(os.environ.get("CI"))
+    return console.is_terminal and not plain
+
+
 @contextmanager
 def progress(studies: Sequence[StudyConfig], console: Console, quiet: bool) -> Iterator[Observer]:
     """Show how the runs of a study go on.
@@ -39,7 +49,7 @@ def progress(studies: Sequence[StudyConfig], console: Console, quiet: bool) -> I
     """
     if quiet:
         yield lambda step: None
-    elif console.is_terminal and not console.is_dumb_terminal:
+    elif lively(console):
         with _live(studies, console) as observer:
             yield observer
     else:

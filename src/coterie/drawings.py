@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,14 +26,17 @@ DASHES = ("-", "--", ":", "-.", (0, (8, 2, 2, 2, 2, 2)), (0, (1, 3)), (0, (10, 3
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 WIDTH = 3.3  # inches: a column of a paper
 PERCENT = 100.0
+NAMES = {"gradient_variance": "total variance of updates", "interaction_change": "mean squared change"}
 
 
-def curves(runs: Named, *, metric: str | None = None, split: str = "validation", cluster: str = "all") -> Drawn:
+def curves(
+    runs: Named, *, metric: str | None = None, split: str = "validation", cluster: str = "all", log: bool = False
+) -> Drawn:
     """Learning curves of a metric, mean over clients (or of one planted cluster), with bands over seeds."""
-    metric = metric or _main(runs)
+    metric = metric or main_of(runs)
     figure, axes = _figure()
     rows = []
-    for place, (name, group) in enumerate(_groups(runs).items()):
+    for place, (name, group) in enumerate(groups_of(runs).items()):
         tables = []
         for run in group:
             rounds, values = dense(run, split, metric)
@@ -41,28 +45,30 @@ def curves(runs: Named, *, metric: str | None = None, split: str = "validation",
             raise DataError(f"{name} recorded no {split} {metric} round by round; choose another --metric or --split")
         whole = pd.concat(tables, axis=1).sort_index().ffill()
         mean, spread = whole.mean(axis=1).to_numpy(), whole.std(axis=1, ddof=0).to_numpy()
-        x, scale = whole.index.to_numpy(), _scale(metric)
+        x, scale = whole.index.to_numpy(), scale_of(metric)
         axes.plot(x, scale * mean, label=name, color=COLOURS[place % 8], linestyle=DASHES[place % 8])
         axes.fill_between(
             x, scale * (mean - spread), scale * (mean + spread), color=COLOURS[place % 8], alpha=0.18, lw=0
         )
         rows += [(name, int(r), m, s) for r, m, s in zip(x, mean, spread, strict=True)]
-    axes.set(xlabel="round", ylabel=f"{split} {_unit(metric)}")
+    if log:
+        axes.set_yscale("log")
+    axes.set(xlabel="round", ylabel=NAMES.get(metric, f"{split} {unit_of(metric)}"))
     axes.legend()
     return figure, pd.DataFrame(rows, columns=["method", "round", "mean", "std"])
 
 
 def heatmaps(runs: Named) -> Drawn:
     """Who read whom over whole runs: a panel a method, readers as rows, clients in order of planted cluster."""
-    groups = {name: group for name, group in _groups(runs).items() if any(len(run.edges) for run in group)}
+    groups = {name: group for name, group in groups_of(runs).items() if any(len(run.edges) for run in group)}
     if not groups:
         raise DataError("no method here reads other clients; there is nothing to show in a heatmap")
     counts = {name: _reads(group) for name, group in groups.items()}
     most = max(int(count.max()) for count in counts.values())
-    figure, panels = _panels(len(groups))
+    figure, panels = panels_of(len(groups))
     norm, rows = PowerNorm(0.5, 0, most), []
     for axes, (name, count) in zip(panels, counts.items(), strict=True):
-        cluster = _planted(groups[name], len(count))
+        cluster = planted_of(groups[name], len(count))
         order = np.argsort(cluster, kind="stable")
         axes.grid(visible=False)
         axes.imshow(count[order][:, order], cmap="magma_r", norm=norm)
@@ -78,14 +84,14 @@ def heatmaps(runs: Named) -> Drawn:
 
 def bars(runs: Named, *, metric: str | None = None, cluster: str = "all") -> Drawn:
     """The final test metric of each method, with Random and Oracle as bands across."""
-    metric = metric or _main(runs)
+    metric = metric or main_of(runs)
     table = _final(runs, metric, cluster)
-    kinds = {name: group[0].kind for name, group in _groups(runs).items()}
+    kinds = {name: group[0].kind for name, group in groups_of(runs).items()}
     values = {name: (mean, std) for name, mean, std in zip(table["method"], table["mean"], table["std"], strict=True)}
     bands = [name for name in values if kinds[name] in ("random", "oracle")]
     shown = [name for name in values if name not in bands]
     figure, axes = _figure()
-    scale = _scale(metric)
+    scale = scale_of(metric)
     for place, name in enumerate(shown):
         mean, spread = values[name]
         colour = COLOURS[place % 8]
@@ -98,7 +104,7 @@ def bars(runs: Named, *, metric: str | None = None, cluster: str = "all") -> Dra
         axes.axhline(scale * mean, color=colour, lw=0.8)
     axes.set_xlim(-0.6, max(len(shown), 1) - 0.4)
     axes.set_xticks(range(len(shown)), shown, rotation=30, ha="right")
-    axes.set(ylabel=f"test {_unit(metric)}")
+    axes.set(ylabel=f"test {unit_of(metric)}")
     if bands:
         axes.legend()
     return figure, table
@@ -106,10 +112,10 @@ def bars(runs: Named, *, metric: str | None = None, cluster: str = "all") -> Dra
 
 def strips(runs: Named, *, metric: str | None = None) -> Drawn:
     """The final test metric of each client: a strip a method, shapes by planted cluster."""
-    metric = metric or _main(runs)
+    metric = metric or main_of(runs)
     figure, axes = _figure()
     rows, seen = [], set()
-    groups = _groups(runs)
+    groups = groups_of(runs)
     for place, (name, group) in enumerate(groups.items()):
         done = [run.final(metric) for run in group if run.finished]
         if not done:
@@ -124,27 +130,27 @@ def strips(runs: Named, *, metric: str | None = None) -> Drawn:
             label = names[c] if c >= 0 and c not in seen else None
             seen.add(c)
             axes.plot(
-                place + jitter, _scale(metric) * values[mine], MARKS[number % 8], color=COLOURS[number % 8], ms=3,
+                place + jitter, scale_of(metric) * values[mine], MARKS[number % 8], color=COLOURS[number % 8], ms=3,
                 alpha=0.8, label=label, mew=0,
             )  # fmt: skip
             rows += [(name, int(i), names[c], float(v)) for i, v in zip(ids[mine], values[mine], strict=True)]
-        axes.plot([place - 0.3, place + 0.3], [_scale(metric) * values.mean()] * 2, color="black", lw=1)
+        axes.plot([place - 0.3, place + 0.3], [scale_of(metric) * values.mean()] * 2, color="black", lw=1)
     axes.set_xticks(range(len(groups)), list(groups))
-    axes.set(ylabel=f"test {_unit(metric)}")
+    axes.set(ylabel=f"test {unit_of(metric)}")
     axes.legend(fontsize=6)
     return figure, pd.DataFrame(rows, columns=["method", "client", "cluster", metric])
 
 
 def graphs(runs: Named, *, peers: int = 3) -> Drawn:
     """Clients on a circle in order of planted cluster, with a line to each of the peers they read most."""
-    groups = {name: group for name, group in _groups(runs).items() if any(len(run.edges) for run in group)}
+    groups = {name: group for name, group in groups_of(runs).items() if any(len(run.edges) for run in group)}
     if not groups:
         raise DataError("no method here reads other clients; there is no graph to draw")
-    figure, panels = _panels(len(groups))
+    figure, panels = panels_of(len(groups))
     rows = []
     for axes, (name, group) in zip(panels, groups.items(), strict=True):
         count = _reads(group)
-        cluster = _planted(group, len(count))
+        cluster = planted_of(group, len(count))
         angle = np.empty(len(cluster))
         angle[np.argsort(cluster, kind="stable")] = 2 * np.pi * np.arange(len(cluster)) / len(cluster)
         x, y = np.cos(angle), np.sin(angle)
@@ -161,18 +167,18 @@ def graphs(runs: Named, *, peers: int = 3) -> Drawn:
     return figure, pd.DataFrame(rows, columns=["method", "reader", "read", "times"])
 
 
-def labels(runs: Named, *, by: str) -> Drawn:
-    """What each found cluster holds: clients by planted cluster, or their training samples by class; the first seed."""
-    groups = {name: group[0] for name, group in _groups(runs).items()}
+def labels(runs: Named) -> Drawn:
+    """The clients of each found cluster, by planted cluster; the first seed."""
+    groups = {name: group[0] for name, group in groups_of(runs).items()}
     tables = {name: (run, dense(run, "train", "label")) for name, run in groups.items()}
     tables = {name: (run, table) for name, (run, table) in tables.items() if len(table[0])}
     if not tables:
         raise DataError("no method here reports labels of its own; clustered methods such as fedgwc and ifca do")
-    figure, panels = _panels(len(tables))
+    figure, panels = panels_of(len(tables))
     rows = []
     for axes, (name, (run, (_, values))) in zip(panels, tables.items(), strict=True):
         found = values[-1]
-        columns, content = _content(run, by)
+        columns, content = content_of(run, "cluster")
         groups_found = [int(g) for g in np.unique(found[np.isfinite(found)])]
         bottom = np.zeros(len(groups_found))
         for number, column in enumerate(columns):
@@ -184,13 +190,13 @@ def labels(runs: Named, *, by: str) -> Drawn:
             bottom += height
             rows += [(name, g, column, int(h)) for g, h in zip(groups_found, height, strict=True)]
         axes.set_xticks(range(len(groups_found)), [str(g) for g in groups_found])
-        axes.set(title=name, xlabel="found cluster", ylabel="clients" if by == "cluster" else "training samples")
+        axes.set(title=name, xlabel="found cluster", ylabel="clients")
         if len(columns) <= 12:
             axes.legend(fontsize=6)
     return figure, pd.DataFrame(rows, columns=["method", "found", "of", "count"])
 
 
-def _content(run: StoredRun, by: str) -> tuple[list[str], np.ndarray]:
+def content_of(run: StoredRun, by: str) -> tuple[list[str], np.ndarray]:
     """What each client adds to its found cluster: itself, under its planted cluster, or its samples by class."""
     study = run.folder.parent.parent
     if by == "class":
@@ -208,13 +214,13 @@ def sweep(runs: Named, *, setting: str | None = None, metric: str | None = None,
     """The final test metric against a setting, a line a method, or against two, as a grid of the best method's mean."""
     if not setting:
         raise ConfigError("figure sweep needs --setting: the name of one setting, or of two with a comma between")
-    metric = metric or _main(runs)
+    metric = metric or main_of(runs)
     asked = [one.strip() for one in setting.split(",")]
     points = []
     for _, run in runs:
-        values = [_setting(run, one) for one in asked]
+        values = [setting_of(run, one) for one in asked]
         if run.finished and None not in values:
-            points.append((run.label, run.kind, *values, _value(run, metric, cluster)))
+            points.append((bare(run.label, asked), run.kind, *values, value_of(run, metric, cluster)))
     table = pd.DataFrame(points, columns=["method", "kind", *asked, "value"])
     if all(len(np.unique(table[one].to_numpy())) < 2 for one in asked):
         raise DataError(f"the finished runs here do not vary {setting}; give the folders of all points of a sweep")
@@ -223,15 +229,28 @@ def sweep(runs: Named, *, setting: str | None = None, metric: str | None = None,
     grouped = table.groupby(["method", *asked], sort=True)["value"]
     reduced = grouped.agg(mean="mean", std=lambda values: values.std(ddof=0), seeds="count").reset_index()
     figure, axes = _figure()
-    (_lines if len(asked) == 1 else _grid)(axes, reduced, asked, metric)
+    (lines_of if len(asked) == 1 else _grid)(axes, reduced, asked, metric)
     return figure, reduced
 
 
-def _lines(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: str) -> None:
+def bare(label: str, settings: Sequence[str]) -> str:
+    """Return the label of a point of a sweep without the values of the settings on the axes.
+
+    Example:
+        >>> bare("Inverse loss, tau=30", ["tau"])
+        'Inverse loss'
+    """
+    for one in settings:
+        label = re.sub(rf"[\s,]*\b{re.escape(one)}=[^\s,]*", "", label)
+    return label or settings[0]
+
+
+def lines_of(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: str) -> None:
+    """Draw a line for each method against the one setting."""
     (setting,) = asked
     for place, name in enumerate(dict.fromkeys(table["method"])):
         own = table.loc[(table["method"] == name).to_numpy()]
-        x, scale = own[setting].to_numpy(float), _scale(metric)
+        x, scale = own[setting].to_numpy(float), scale_of(metric)
         axes.errorbar(
             x, scale * own["mean"].to_numpy(), yerr=scale * own["std"].to_numpy(), label=name, color=COLOURS[place % 8],
             linestyle=DASHES[place % 8], marker=MARKS[place % 8], capsize=2,
@@ -239,22 +258,22 @@ def _lines(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: str) -
     values = np.unique(table[setting].to_numpy(float))
     if values.min() > 0 and values.max() / values.min() >= 20:
         axes.set_xscale("log")
-    axes.set(xlabel=setting, ylabel=f"test {_unit(metric)}")
+    axes.set(xlabel=setting, ylabel=f"test {unit_of(metric)}")
     axes.legend()
 
 
 def _grid(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: str) -> None:
     best = "max" if metric in HIGHER_IS_BETTER else "min"
-    grid = table.pivot_table(index=asked[0], columns=asked[1], values="mean", aggfunc=best) * _scale(metric)
+    grid = table.pivot_table(index=asked[0], columns=asked[1], values="mean", aggfunc=best) * scale_of(metric)
     image = axes.imshow(grid.to_numpy(), cmap="cividis", aspect="auto", origin="lower")
     axes.grid(visible=False)
     axes.set_xticks(range(grid.shape[1]), [f"{v:g}" for v in grid.columns])
     axes.set_yticks(range(grid.shape[0]), [f"{v:g}" for v in grid.index])
     axes.set(xlabel=asked[1], ylabel=asked[0])
-    axes.figure.colorbar(image, ax=axes, label=f"test {_unit(metric)}")
+    axes.figure.colorbar(image, ax=axes, label=f"test {unit_of(metric)}")
 
 
-def _setting(run: StoredRun, name: str) -> Any:
+def setting_of(run: StoredRun, name: str) -> Any:
     """A number among the settings of a run: of its method, its local training, its data, or the study."""
     places = (run.method, run.config.get("local") or {}, run.config.get("data") or {}, run.config)
     value = next((place[name] for place in places if name in place), None)
@@ -267,28 +286,31 @@ def _reads(group: Sequence[StoredRun]) -> np.ndarray:
     return np.sum([graph.heatmap(run.edges, population) for run in group], axis=0)
 
 
-def _planted(group: Sequence[StoredRun], population: int) -> np.ndarray:
+def planted_of(group: Sequence[StoredRun], population: int) -> np.ndarray:
+    """The planted cluster of each client, -1 where none is known."""
     cluster = np.full(population, -1)
     cluster[: group[0].population] = group[0].planted
     return cluster
 
 
-def _groups(runs: Named) -> dict[str, list[StoredRun]]:
+def groups_of(runs: Named) -> dict[str, list[StoredRun]]:
+    """The runs of each name: its seeds."""
     groups: dict[str, list[StoredRun]] = {}
     for name, run in runs:
         groups.setdefault(name, []).append(run)
     return groups
 
 
-def _main(runs: Named) -> str:
+def main_of(runs: Named) -> str:
+    """The metric that the runs are judged by."""
     return main_metric([run for _, run in runs])
 
 
 def _final(runs: Named, metric: str, cluster: str) -> pd.DataFrame:
     """Final test value of each method, mean and population deviation over seeds."""
     rows = []
-    for name, group in _groups(runs).items():
-        values = np.array([_value(run, metric, cluster) for run in group if run.finished])
+    for name, group in groups_of(runs).items():
+        values = np.array([value_of(run, metric, cluster) for run in group if run.finished])
         if len(values):
             rows.append((name, float(values.mean()), float(values.std()), len(values)))
     if not rows:
@@ -296,7 +318,7 @@ def _final(runs: Named, metric: str, cluster: str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["method", "mean", "std", "seeds"])
 
 
-def _value(run: StoredRun, metric: str, cluster: str) -> float:
+def value_of(run: StoredRun, metric: str, cluster: str) -> float:
     """One number of a run: over all clients, over clusters, or of a cluster by its name."""
     means = cluster_means(run, metric)
     names = cluster_names(run.folder.parent.parent, (c for c in means if isinstance(c, int)))
@@ -319,11 +341,13 @@ def _over_clients(run: StoredRun, values: np.ndarray, cluster: str) -> np.ndarra
     return np.nanmean(values[:, members[cluster]], axis=1)
 
 
-def _scale(metric: str) -> float:
+def scale_of(metric: str) -> float:
+    """What a metric is multiplied with for a figure."""
     return PERCENT if metric in HIGHER_IS_BETTER else 1.0
 
 
-def _unit(metric: str) -> str:
+def unit_of(metric: str) -> str:
+    """A metric with its unit, for an axis."""
     return f"{metric} (%)" if metric in HIGHER_IS_BETTER else metric
 
 
@@ -332,7 +356,7 @@ def _figure() -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def _panels(count: int) -> tuple[Figure, list[Axes]]:
+def panels_of(count: int) -> tuple[Figure, list[Axes]]:
     """A row of panels, or rows of four."""
     across = min(count, 4)
     down = math.ceil(count / across)

@@ -14,7 +14,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
-from coterie import drawings
+from coterie import analysed, drawings
 from coterie.errors import ConfigError, DataError, unknown
 from coterie.summary import StoredRun, find_runs
 
@@ -65,8 +65,21 @@ FIGURES: dict[str, Kind] = {
     "bars": Kind(drawings.bars, "final test metric of each method, between Random and Oracle", {}),
     "clients": Kind(drawings.strips, "final test metric of each client", {}),
     "graph": Kind(drawings.graphs, "clients and the peers they read most", {}),
-    "labels": Kind(drawings.labels, "found clusters against planted ones", {"by": "cluster"}),
-    "classes": Kind(drawings.labels, "classes of the data in each found cluster", {"by": "class"}),
+    "labels": Kind(drawings.labels, "found clusters against planted ones", {}),
+    "classes": Kind(analysed.distributions, "classes of the data in each found cluster", {}),
+    "interaction": Kind(analysed.interactions, "FedGWC's interaction matrix, of `coterie analyse`", {}),
+    "simplex": Kind(analysed.simplexes, "accuracy all over SosicFL's simplex, of `coterie analyse`", {}),
+    "variance": Kind(
+        drawings.curves,
+        "variance of updates over rounds",
+        {"metric": "gradient_variance", "split": "train", "log": True},
+    ),
+    "change": Kind(
+        drawings.curves,
+        "change of FedGWC's interaction matrix over rounds",
+        {"metric": "interaction_change", "split": "train", "log": True},
+    ),
+    "sensitivity": Kind(analysed.sensitivities, "a setting, a panel for each study", {"setting": "tau"}),
     "tau": _swept("tau", "sensitivity to tau"),
     "samples": _swept("train", "training samples per client"),
     "peers": _swept("num_peers", "sampled peers"),
@@ -100,8 +113,12 @@ PAPERS: dict[str, Published] = {
     "similarity-5d": _of("bars", "similarity/cifar10-label-5"),
     "similarity-6": _of("peers", "similarity/peers"),
     "similarity-7": _of("heatmap", "similarity/cifar10-label-5"),
-    "similarity-8": _of("tau", "similarity/tau-*"),
-    "similarity-9": _of("tau", "similarity/tau-*"),
+    "similarity-8": _of("sensitivity", "similarity/tau-cifar10-*", studies=("*tau-cifar10-label-[25]",)),
+    "similarity-9": _of(
+        "sensitivity",
+        "similarity/tau-domain-cnn, similarity/tau-fmnist-covariate-4",
+        studies=("*tau-domain-cnn", "*tau-fmnist-covariate-4"),
+    ),
     "similarity-10": _of("tau", "similarity/tau-cifar100"),
     "dac-2": _of("samples", "dac/samples"),
     "dac-3": _of("tau", "dac/tau"),
@@ -110,22 +127,18 @@ PAPERS: dict[str, Published] = {
     "panm-5-left": _of("samples", "panm/samples"),
     "panm-5-right": _of("population", "panm/population"),
     "sosicfl-4": _of("curves", "sosicfl/cifar10-squeezenet-2-fold", split="test"),
-    "sosicfl-7b": _of(
-        "sweep", "sosicfl/cifar10-squeezenet-2-fold, a sweep of regions and radius", setting="regions,radius"
-    ),
-    "sosicfl-8": _of("sweep", "sosicfl/cifar10-squeezenet-2-fold, a sweep of warmup_rounds", setting="warmup_rounds"),
+    "sosicfl-5": _of("simplex", "sosicfl/cifar10-squeezenet-dirichlet"),
+    "sosicfl-7a": _of("variance", "sosicfl/cifar10-squeezenet-dirichlet"),
+    "sosicfl-7b": _of("sweep", "sosicfl/regions", setting="regions,radius"),
+    "sosicfl-8": _of("sweep", "sosicfl/late-start", setting="warmup_rounds"),
     "fedgwc-2": _of("curves", "fedgwc/cifar100-dirichlet"),
-    "fedgwc-5": _of("labels", "fedgwc/cifar10-hom-het"),
-    "fedgwc-6": _of("labels", "fedgwc/cifar10-hom-xhet"),
+    "fedgwc-4": _of("change", "fedgwc/cifar10-hom-het"),
+    "fedgwc-5": _of("interaction", "fedgwc/cifar10-hom-het"),
+    "fedgwc-6": _of("interaction", "fedgwc/cifar10-hom-xhet"),
     "fedgwc-7": _of("classes", "fedgwc/cifar100-dirichlet"),
     "fedgwc-8": _of("labels", "fedgwc/cifar100-clean-noise-blur"),
 }
-NOT_STORED = {
-    "sosicfl-5": "it needs models all over the simplex; a run keeps only what its clients ended with",
-    "sosicfl-6": "it needs models of the clients in each round, which a run does not keep",
-    "sosicfl-7a": "it needs the variance of each round's updates, which a run does not keep",
-    "fedgwc-4": "it needs the change of the interaction matrix in each round, which a run does not keep",
-}
+NOT_STORED = {"sosicfl-6": "the text of the paper does not say what it shows"}
 
 
 def plot(

@@ -63,6 +63,25 @@ def test_a_run_ends_with_the_tables_and_the_paths(coterie, tmp_path):
     assert "Gossip, seed 0: round 2/2" in err
 
 
+@pytest.mark.parametrize(
+    ("figure", "message"),
+    [
+        ("tau", "the finished runs here do not vary tau"),
+        ("fedgwc-5", "figure fedgwc-5 needs runs of fedgwc/cifar10-hom-het: no run here was analysed"),
+        ("sosicfl-6", "figure sosicfl-6 cannot be drawn from stored runs"),
+        ("tua", "unknown figure 'tua'"),
+    ],
+)
+def test_a_figure_that_the_runs_cannot_give_is_one_line_and_status_2(coterie, tmp_path, figure, message):
+    run(coterie, "--quiet")
+    status, out, err = coterie("plot", "runs/tiny", "--figure", figure, "--format", "svg")
+    assert (status, out) == (2, "")
+    assert err.startswith("coterie: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.glob("*.svg")) == []
+
+
 def test_nothing_is_wider_than_80_columns_and_there_are_no_escape_codes_in_a_pipe(coterie):
     _, out, err = run(coterie)
     assert max(len(line) for line in (out + err).splitlines()) <= 80

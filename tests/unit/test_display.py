@@ -43,6 +43,37 @@ def test_in_a_pipe_a_long_run_is_heard_of_every_ten_seconds(clock):
     ]
 
 
+@pytest.mark.parametrize(
+    ("environment", "options"),
+    [
+        ({"CI": "true"}, {}),
+        ({"NO_COLOR": "1"}, {}),
+        ({"TERM": "dumb"}, {}),
+        ({}, {"legacy_windows": True}),
+        ({}, {"force_terminal": False}),
+    ],
+)
+def test_where_a_terminal_is_plain_there_are_lines_without_codes(clock, monkeypatch, environment, options):
+    """Continuous integration, NO_COLOR, a dumb terminal, a console of old Windows, a pipe."""
+    for name in ("CI", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"TERM": "xterm"} | environment).items():
+        monkeypatch.setenv(name, value)
+    text = io.StringIO()
+    with display.progress([], Console(file=text, **{"force_terminal": True, "width": 80, **options}), False) as observe:
+        observe(Progress("DAC", 0, 0, 1, 0.5, 0.875, 0.1))
+    assert lines(text) == ["DAC, seed 0: round 1/1, val. acc. 87.5 % (0 s)"]
+    assert "\x1b" not in text.getvalue()
+
+
+def test_a_terminal_with_colours_is_lively(monkeypatch):
+    """Else the plain lines above would show nothing."""
+    for name in ("CI", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert display.lively(Console(file=io.StringIO(), force_terminal=True, legacy_windows=False))
+
+
 def test_quiet_says_nothing(clock):
     """Not even the end of a run."""
     text = io.StringIO()

@@ -135,9 +135,12 @@ def test_a_folder_without_runs_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-def test_a_hundred_clients_and_three_hundred_rounds_stay_below_five_megabytes(population_study, tmp_path):
-    """The size that the page promises, with one seed here: seeds are averaged, so they add nothing."""
+def test_a_hundred_clients_three_hundred_rounds_four_methods_and_three_seeds_stay_below_five_megabytes(
+    population_study, tmp_path
+):
+    """The size that the page promises, all of it: twelve runs, with curves of every client and who read whom."""
     clusters = [0] * 70 + [1] * 20 + [2] * 5 + [3] * 5
-    study = population_study(tmp_path / "hundred", clusters=clusters, rounds=300, seeds=1, reads=5)
+    study = population_study(tmp_path / "hundred", clusters=clusters, rounds=300, seeds=3, reads=5)
+    runs, _ = find_runs([study])
+    assert [(run.rounds, run.population, run.finished) for run in runs] == [(300, 100, True)] * 12
     assert report.write_report(study).stat().st_size < 5_000_000

@@ -1,0 +1,172 @@
+"""Figures of papers that need more than a table of results: what `coterie analyse` measured, and small multiples."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatch
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+from coterie.drawings import (
+    COLOURS,
+    PERCENT,
+    WIDTH,
+    Drawn,
+    Named,
+    bare,
+    content_of,
+    groups_of,
+    lines_of,
+    main_of,
+    panels_of,
+    setting_of,
+    value_of,
+)
+from coterie.errors import DataError
+from coterie.payload.packing import dense
+from coterie.summary import StoredRun
+
+ANALYSES = "analyses"
+EVERYBODY = -1  # the client of rows about all test sets together
+SERVED = -1  # the point that models are served from
+
+
+def simplexes(runs: Named) -> Drawn:
+    """Accuracy of models all over a simplex: a panel for all test sets, and one for each client that was measured."""
+    name, run, table = _measured(runs, "simplex")[0]
+    axes_of = [column for column in table.columns if column.startswith("alpha_")]
+    corners = _corners(len(axes_of))
+    clients = sorted(int(client) for client in table["client"].unique())
+    figure, panels = panels_of(len(clients))
+    accuracy = table["accuracy"].to_numpy(float)
+    norm = Normalize(PERCENT * accuracy.min(), PERCENT * accuracy.max())
+    for axes, client in zip(panels, clients, strict=True):
+        own = table.loc[(table["client"] == client).to_numpy()]
+        place = own[axes_of].to_numpy(float) @ corners
+        value, served = PERCENT * own["accuracy"].to_numpy(float), (own["point"] == SERVED).to_numpy()
+        outline = np.concatenate([corners, corners[:1]])
+        axes.plot(outline[:, 0], outline[:, 1], color="#777777", lw=0.6, zorder=1)
+        axes.scatter(place[~served, 0], place[~served, 1], c=value[~served], cmap="cividis", norm=norm, s=4, lw=0)
+        axes.plot(place[served, 0], place[served, 1], "*", color="white", mec="black", ms=9, mew=0.8)
+        axes.set(title="all test sets" if client == EVERYBODY else f"client {client}", aspect="equal")
+        axes.axis("off")
+    figure.colorbar(ScalarMappable(norm, "cividis"), ax=panels, label="test accuracy (%); star: served", shrink=0.8)
+    return figure, table.assign(method=name, seed=run.seed)
+
+
+def _corners(number: int) -> Float[np.ndarray, "topics 2"]:
+    """Corners of a regular polygon: a simplex of up to three endpoints is drawn true, a larger one as its shadow."""
+    if number == 2:
+        return np.array([[0.0, 0.0], [1.0, 0.0]])
+    angle = np.pi / 2 + 2 * np.pi * np.arange(number) / number
+    return np.stack([np.cos(angle), np.sin(angle)], axis=1)
+
+
+def interactions(runs: Named) -> Drawn:
+    """FedGWC's interaction matrix, clients in order of found cluster; lines where a cluster ends; first seeds."""
+    found = _measured(runs, "interaction")
+    first = {name: (run, table) for name, run, table in reversed(found)}
+    figure, panels = panels_of(len(first))
+    norm, tables = Normalize(0, 1), []
+    for axes, (name, (_, table)) in zip(panels, first.items(), strict=True):
+        matrix = table.pivot_table(index="client", columns="other", values="interaction").to_numpy()
+        label = table.drop_duplicates("client").sort_values("client")["label"].to_numpy()
+        order = np.argsort(label, kind="stable")
+        axes.grid(visible=False)
+        axes.imshow(matrix[order][:, order], cmap="cividis", norm=norm)
+        for edge in np.flatnonzero(np.diff(label[order])) + 0.5:
+            axes.axhline(edge, color="white", lw=1)
+            axes.axvline(edge, color="white", lw=1)
+        groups = len(np.unique(label))
+        axes.set(title=name, ylabel="client", xlabel=f"client; {groups} cluster{'s' if groups != 1 else ''} found")
+        tables.append(table.assign(method=name))
+    figure.colorbar(ScalarMappable(norm, "cividis"), ax=panels, label="interaction", shrink=0.8)
+    return figure, pd.concat(tables, ignore_index=True)
+
+
+def _measured(runs: Named, what: str) -> list[tuple[str, StoredRun, pd.DataFrame]]:
+    """The tables of an analysis, of the runs that have one."""
+    found = []
+    for name, run in runs:
+        path = run.folder / ANALYSES / f"{what}.parquet"
+        if path.is_file():
+            found.append((name, run, pd.read_parquet(path)))
+    if not found:
+        folder = runs[0][1].folder.parent.parent
+        raise DataError(f"no run here was analysed; first say: coterie analyse {folder} --what {what}")
+    return found
+
+
+def distributions(runs: Named, *, most: int = 12) -> Drawn:
+    """Classes of the training data in each found cluster: a panel a cluster, as shares; the first method that found.
+
+    Args:
+        runs: named runs.
+        most: panels at most, those of the largest clusters.
+    """
+    tables = {name: (group[0], dense(group[0], "train", "label")[1]) for name, group in groups_of(runs).items()}
+    name = next((name for name, (_, values) in tables.items() if len(values)), None)
+    if name is None:
+        raise DataError("no method here reports labels of its own; clustered methods such as fedgwc and ifca do")
+    run, values = tables[name]
+    classes, content = content_of(run, "class")
+    label = values[-1]
+    groups, sizes = np.unique(label[np.isfinite(label)].astype(int), return_counts=True)
+    groups = np.sort(groups[np.argsort(-sizes, kind="stable")][:most])
+    figure = Figure(figsize=(WIDTH, 0.3 + 0.75 * len(groups)), layout="constrained")
+    panels = np.atleast_1d(np.array(figure.subplots(len(groups), 1, sharex=True, sharey=True)))
+    rows = []
+    for place, (axes, group) in enumerate(zip(panels, groups, strict=True)):
+        mine = label == group
+        count = content[mine].sum(0)
+        share = PERCENT * count / count.sum()
+        axes.bar(range(len(classes)), share, width=1.0 if len(classes) > 30 else 0.8, color=COLOURS[place % 8], lw=0)
+        axes.set_title(f"{name}: found cluster {group}, {int(mine.sum())} clients", loc="left", pad=2)
+        axes.grid(visible=False, axis="x")
+        rows += [(name, int(group), column, int(n)) for column, n in zip(classes, count, strict=True)]
+    few = len(classes) <= 20
+    panels[-1].set_xticks(range(len(classes)) if few else range(0, len(classes), 10))
+    panels[-1].set_xticklabels(
+        classes if few else [str(k) for k in range(0, len(classes), 10)],
+        rotation=90 if few and max(map(len, classes)) > 2 else 0,
+    )
+    panels[-1].set_xlabel("class")
+    figure.supylabel("share of training samples (%)", fontsize=8)
+    return figure, pd.DataFrame(rows, columns=["method", "found", "of", "count"])
+
+
+def sensitivities(
+    runs: Named, *, setting: str, studies: Sequence[str] = (), metric: str | None = None, cluster: str = "all"
+) -> Drawn:
+    """The final test metric against a setting: a panel for each study and way of averaging, a line a method.
+
+    Args:
+        runs: named runs, of the points of one or more sweeps.
+        setting: the setting on the horizontal axis.
+        studies: patterns of the names of studies to draw; where no study of the runs fits, all are drawn.
+        metric: accuracy or loss.
+        cluster: "all", "clusters" or a cluster's name.
+    """
+    fits = [any(fnmatch(run.study, pattern) for pattern in studies) for _, run in runs]
+    chosen = [pair for pair, fit in zip(runs, fits, strict=True) if fit] or list(runs)
+    metric = metric or main_of(chosen)
+    rows = []
+    for _, run in chosen:
+        value = setting_of(run, setting)
+        if run.finished and value is not None:
+            title = ", ".join(part for part in (run.study.split("/")[-1], run.method.get("aggregation")) if part)
+            rows.append((title, bare(run.label, [setting]), value, value_of(run, metric, cluster)))
+    table = pd.DataFrame(rows, columns=["panel", "method", setting, "value"])
+    if len(np.unique(table[setting].to_numpy())) < 2:
+        raise DataError(f"the finished runs here do not vary {setting}; give the folders of all points of a sweep")
+    grouped = table.groupby(["panel", "method", setting], sort=True)["value"]
+    reduced = grouped.agg(mean="mean", std=lambda values: values.std(ddof=0), seeds="count").reset_index()
+    titles = list(dict.fromkeys(reduced["panel"]))
+    figure, panels = panels_of(len(titles))
+    for axes, title in zip(panels, titles, strict=True):
+        lines_of(axes, reduced.loc[(reduced["panel"] == title).to_numpy()], [setting], metric)
+        axes.set_title(title)
+    return figure, reduced

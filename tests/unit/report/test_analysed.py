@@ -1,0 +1,133 @@
+"""Figures of papers that are drawn from analyses, and as small multiples."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from coterie import figures
+from coterie.drawings import bare
+from coterie.errors import DataError
+
+
+def numbers(path):
+    return pd.read_csv(path.with_suffix(".csv"))
+
+
+@pytest.fixture
+def gwc(tmp_path, write_run):
+    """FedGWC with two found clusters of two clients; its matrix, classes and change per round are known."""
+    rows = []
+    for number in range(3):
+        for client in range(4):
+            for metric, value in (
+                ("label", client % 2),
+                ("interaction_change", 0.1**number),
+                ("gradient_variance", 2.0),
+            ):
+                rows.append((number, client, 0, "train", "current", metric, float(value)))
+    folder = write_run(tmp_path / "gwc" / "FedGWC" / "seed-0", kind="fedgwc", label="FedGWC", seed=0, metrics=rows)
+    pairs = pd.DataFrame([(i, j, i % 2, j % 2) for i in range(4) for j in range(4)])
+    pairs.columns = ["client", "other", "label", "other_label"]
+    pairs["interaction"] = (pairs["label"] == pairs["other_label"]).astype(float)
+    (folder / "analyses").mkdir()
+    pairs.to_parquet(folder / "analyses" / "interaction.parquet")
+    told = {"clusters": ["all"], "classes": ["cat", "dog"], "labels": [[9, 1], [0, 10], [7, 3], [1, 9]]}
+    (tmp_path / "gwc" / "federation.json").write_text(json.dumps(told))
+    return tmp_path / "gwc"
+
+
+def test_the_change_of_the_interaction_matrix_is_a_curve(gwc, tmp_path):
+    """FedGWC's figure 4: 1, .1, .01; SosicFL's figure 7a: the variance of every round."""
+    table = numbers(figures.plot([gwc], "fedgwc-4", out=tmp_path / "f.svg"))
+    assert table["mean"].tolist() == pytest.approx([1, 0.1, 0.01])
+    table = numbers(figures.plot([gwc], "sosicfl-7a", out=tmp_path / "v.svg"))
+    assert table["mean"].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("figure", ["fedgwc-5", "fedgwc-6"])
+def test_the_interaction_matrix_is_drawn(gwc, tmp_path, figure):
+    """Every pair is in the numbers behind it."""
+    path = figures.plot([gwc], figure, out=tmp_path / "m.svg")
+    assert numbers(path)["interaction"].to_numpy().sum() == 8
+    assert "2 clusters found" in path.read_text()
+
+
+def test_classes_have_a_panel_for_each_found_cluster(gwc, tmp_path):
+    """FedGWC's figure 7: cluster 0 holds clients 0 and 2, so 16 cats and 4 dogs; cluster 1 one cat and 19 dogs."""
+    path = figures.plot([gwc], "fedgwc-7", out=tmp_path / "c.svg")
+    assert numbers(path)["count"].tolist() == [16, 4, 1, 19]
+    assert "found cluster 1, 2 clients" in path.read_text()
+
+
+@pytest.mark.parametrize("endpoints", [2, 3, 5])
+def test_points_of_a_simplex_have_a_panel_for_each_test_set(tmp_path, write_run, final_rows, endpoints):
+    """SosicFL's figure 5: all test sets together, and two clients."""
+    folder = write_run(
+        tmp_path / "s" / "A" / "seed-0", kind="sosicfl", label="A", seed=0, metrics=final_rows([0.5], [0])
+    )
+    rng = np.random.default_rng(0)
+    tables = []
+    for client in (-1, 0, 3):
+        alpha = rng.dirichlet(np.ones(endpoints), 21)
+        table = pd.DataFrame(alpha, columns=[f"alpha_{m}" for m in range(endpoints)])
+        tables.append(table.assign(client=client, point=range(-1, 20), accuracy=alpha[:, 0]))
+    (folder / "analyses").mkdir()
+    pd.concat(tables).to_parquet(folder / "analyses" / "simplex.parquet")
+    path = figures.plot([tmp_path / "s"], "sosicfl-5", out=tmp_path / "p.svg")
+    assert len(numbers(path)) == 63
+    text = path.read_text()
+    assert all(title in text for title in (">all test sets<", ">client 0<", ">client 3<"))
+
+
+@pytest.fixture
+def swept(tmp_path, write_run, final_rows):
+    """Sweeps over tau of three studies: two similarities, two ways of averaging, as a sweep labels them."""
+    for name, lift in {"tau-cifar10-label-2": 0.1, "tau-cifar10-label-5": 0.2, "tau-domain-cnn": 0.3}.items():
+        for tau in (1, 10):
+            for label, way in (("Inverse loss", "fedavg"), ("Cosine", "fedavg"), ("Inverse loss FedSim", "fedsim")):
+                rows = final_rows([lift + 0.01 * len(str(tau)) + 0.1 * (label == "Cosine")], [0])
+                text = f"{label} tau={tau}"
+                folder = tmp_path / name / text / "seed-0"
+                write_run(folder, kind="dac", label=text, seed=0, metrics=rows, study=f"similarity/{name}")
+                path = folder / "config.toml"
+                path.write_text(path.read_text() + f'tau = {tau}\naggregation = "{way}"\n')
+    return tmp_path
+
+
+def test_sensitivities_have_a_panel_for_each_study_and_way_of_averaging(swept, tmp_path):
+    """Figure 8 is the label shifts, figure 9 the others: different studies, different panels."""
+    table = numbers(figures.plot([swept], "similarity-8", out=tmp_path / "8.svg"))
+    assert sorted(set(table["panel"])) == [
+        f"tau-cifar10-label-{n}, {way}" for n in (2, 5) for way in ("fedavg", "fedsim")
+    ]
+    first = (table["panel"] == "tau-cifar10-label-2, fedavg") & (table["method"] == "Cosine")
+    assert table.loc[first.to_numpy(), ["tau", "mean"]].to_numpy().tolist() == [
+        [1, pytest.approx(0.21)],
+        [10, pytest.approx(0.22)],
+    ]
+    table = numbers(figures.plot([swept], "similarity-9", out=tmp_path / "9.svg"))
+    assert set(table["panel"]) == {"tau-domain-cnn, fedavg", "tau-domain-cnn, fedsim"}
+
+
+def test_a_sweep_keeps_its_methods_apart(swept, tmp_path):
+    """Three methods of one kind at two values each are three lines, not one."""
+    table = numbers(figures.plot([swept / "tau-domain-cnn"], "tau", out=tmp_path / "t.svg"))
+    assert set(table["method"]) == {"Inverse loss", "Cosine", "Inverse loss FedSim"}
+
+
+@pytest.mark.parametrize(
+    ("label", "expected"),
+    [("DAC tau=30", "DAC"), ("DAC tau=0.1 rho=2", "DAC rho=2"), ("tau=3", "tau"), ("DAC, tau=1", "DAC")],
+)
+def test_the_value_on_the_axis_is_no_part_of_a_line_s_name(label, expected):
+    assert bare(label, ["tau"]) == expected
+
+
+def test_what_was_not_analysed_is_said_with_the_command(tmp_path, write_run, final_rows):
+    """One line, with what to do."""
+    write_run(tmp_path / "s" / "A" / "seed-0", kind="sosicfl", label="A", seed=0, metrics=final_rows([0.5], [0]))
+    with pytest.raises(DataError, match=r"first say: coterie analyse .*s --what simplex"):
+        figures.plot([tmp_path / "s"], "sosicfl-5", out=tmp_path / "none.svg")
+    assert not (tmp_path / "none.svg").exists()
