@@ -1,0 +1,67 @@
+"""The cell through Coterie: `simulate` with the engine it chooses, and the threads that `coterie run` gives one run."""
+
+from importlib.metadata import version
+
+import numpy as np
+import torch
+from cell import Cell, Report, asked
+
+import coterie
+from coterie import FedAvg, Federation, LocalTraining, Settings, fanout, simulate
+from coterie.engine import use_threads
+from coterie.engine.batches import plan
+from coterie.federation import TestSet
+from coterie.models import NETS, Layout
+from coterie.rng import Rng
+from coterie.run import Progress
+
+SEED = 0
+
+
+def network() -> torch.nn.Module:
+    """Return net A."""
+    return NETS["cnn-a"]((3, 32, 32), 10)
+
+
+def orders(clients: int, samples: int, rounds: int, batch_size: int) -> torch.Tensor:
+    """Return the order in which every client goes through its samples in each round (rounds, clients, samples)."""
+    local, ids = LocalTraining(batch_size=batch_size), torch.arange(clients)
+    counts = torch.full((clients,), samples)
+    plans = [plan(local, counts, ids, Rng(SEED).at(number), "batches") for number in range(rounds)]
+    return torch.stack([each.order.flatten(1) for each in plans])
+
+
+def federation(cell: Cell) -> Federation:
+    """Return the cell's data; the test set that a federation needs is small."""
+    x, y = torch.from_numpy(np.array(cell.x)), torch.from_numpy(np.array(cell.y))
+    ids = torch.arange(cell.clients)
+    return Federation(
+        x=x, y=y, split=torch.zeros_like(y), tests=(TestSet(x[0, :8], y[0, :8], "few"),), test_of=torch.zeros_like(ids),
+        ids=ids, population=cell.clients, classes=10,
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Run the cell and report."""
+    cell, folder = asked()
+    report = Report(folder)
+    module = network()
+    module.load_state_dict({name: torch.from_numpy(value) for name, value in cell.start.items()})
+    settings = Settings(
+        rounds=cell.rounds, local=LocalTraining(batch_size=cell.batch_size, optimizer="sgd", lr=cell.lr), init="given",
+        evaluate="final",
+    )  # fmt: skip
+    data = federation(cell)
+
+    def after(progress: Progress) -> None:
+        report.round() if progress.round >= 0 else report.begin()
+
+    with fanout.one_thread():
+        use_threads(cell.cores)
+        run = simulate(data, FedAvg(), model=module, settings=settings, seed=SEED, observer=after)
+    final = {name: value.numpy() for name, value in Layout(module).views(run.params[0]).items()}
+    report.write(final, {"coterie": coterie.__version__, "torch": version("torch")})
+
+
+if __name__ == "__main__":
+    main()
