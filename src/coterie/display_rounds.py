@@ -13,6 +13,7 @@ from coterie.study import Study
 SHORT = {
     "balanced_accuracy": "balanced", "train_prior_accuracy": "train-prior", "global_accuracy": "global",
     "accuracy_max": "max", "balanced_accuracy_max": "balanced max", "global_accuracy_max": "global max",
+    "accuracy_sample_weighted": "by samples", "accuracy_cluster_then_client": "by cluster",
     "n_clusters": "clusters", "rand": "Rand", "adjusted_rand": "adj. Rand", "was": "WAS", "wadb": "WADB",
 }  # fmt: skip
 """Headings of the further metrics; "max" is the largest over rounds, on test data, of the mean over clients."""

@@ -279,9 +279,12 @@ class Loop:
             if name in values and bool(values[name].isnan().any()):
                 self.undefined[name] = f"{name.replace('_', ' ')} is undefined: {reason}"
 
-    def _outcome(self, last: int) -> dict[str, Tensor]:
-        """Return what the settings ask of the whole run; needs all clients here."""
+    def _outcome(self, last: int, tested: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what the settings ask of the whole run and its final test; needs all clients here."""
         wanted, values = self.settings.extra_metrics, {}
+        if "reductions" in wanted and "accuracy" in tested:
+            label = self._served(last)[1].get("label")
+            values |= outcome.reductions(tested["accuracy"].cpu(), self.task.test_counts(), label)
         if "maxima" in wanted:
             values |= outcome.maxima(self.record.metrics)
         if "clusters" in wanted:
@@ -303,5 +306,5 @@ class Loop:
             self.record.drop_metrics(last, split, model)  # the round may have measured its current models already
             self.record.add_metrics(last, self.task.ids, split, model, values)
         if len(self.task) == self.task.population:
-            self.record.add_metrics(last, self.task.ids, "test", model, self._outcome(last))
+            self.record.add_metrics(last, self.task.ids, "test", model, self._outcome(last, measured["test"]))
         return params

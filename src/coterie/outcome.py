@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie import metrics
@@ -49,6 +49,22 @@ def explained_clusters(
         if said and math.isnan(scores[name]):
             reasons[name] = str(said[-1].message)
     return scores, reasons
+
+
+def reductions(
+    accuracy: Float[Tensor, " clients"], samples: Int[Tensor, " clients"], label: Int[Tensor, " clients"] | None
+) -> dict[str, Tensor]:
+    """Reduce the accuracy of the clients by sample counts, and cluster by cluster; for each client alike.
+
+    Args:
+        accuracy: of each client.
+        samples: test samples of each.
+        label: the found clusters; without them there is no "accuracy_cluster_then_client".
+    """
+    names = ("sample_weighted",) if label is None else ("sample_weighted", "cluster_then_client")
+    found = None if label is None else label.cpu()
+    values = {how: metrics.federated(accuracy, samples, found, how=how) for how in names}
+    return {f"accuracy_{how}": torch.full((len(accuracy),), value).double() for how, value in values.items()}
 
 
 def maxima(table: pd.DataFrame) -> dict[str, Tensor]:

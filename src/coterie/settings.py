@@ -17,6 +17,7 @@ ExtraMetric = Literal[
     "global_accuracy",
     "clusters",
     "maxima",
+    "reductions",
     "gradient_variance",
     "interaction_change",
 ]
@@ -49,7 +50,8 @@ class Settings:
         extra_metrics: further metrics of every evaluation on the test sets, for classes: "balanced_accuracy",
             "train_prior_accuracy", and with a server "global_accuracy", of the model for everybody (or of the
             client's cluster) on all test sets together; at the end "clusters" (how many, Rand, WAS, WADB; see
-            `outcome.cluster_metrics`) and "maxima" over the evaluated rounds (see `outcome.maxima`). Of every round, in
+            `outcome.cluster_metrics`), "maxima" over the evaluated rounds (see `outcome.maxima`) and "reductions" of
+            the final accuracy with other weights than one a client (see `metrics.federated`). Of every round, in
             simulations with a server: "gradient_variance", the total variance of the last layer's updates over the
             round's clients (see `metrics.total_variance`), and with FedGWC "interaction_change", the running mean
             that decides when a client's cluster has settled.

@@ -139,6 +139,11 @@ class Task:
         """Return how many samples each hosted client has in a split."""
         return self._shared.positions[split].count[self._at]
 
+    def test_counts(self) -> Int[Tensor, " clients"]:
+        """Return how many samples the test set that serves each hosted client has ($m_k$)."""
+        sizes = torch.tensor([len(test) for test in self._shared.tests])
+        return sizes[self._shared.federation.test_of[self._at]]
+
     def rows(self, rows: Int[Tensor, " rows"]) -> "Task":
         """Return a view of some of the hosted clients; the data are not copied."""
         part = copy.copy(self)

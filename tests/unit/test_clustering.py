@@ -129,13 +129,13 @@ def test_affinity_can_scale_first_and_leave_the_diagonal_empty():
     assert scaled.diagonal().tolist() == [0.0] * 5
 
 
-@pytest.mark.parametrize("space", ["rows", "embedding"])
-def test_two_planted_blocks_are_found(space: str):
+@pytest.mark.parametrize(("space", "labels"), [("rows", "cluster_qr"), ("embedding", "cluster_qr"), ("rows", "kmeans")])
+def test_two_planted_blocks_are_found(space: str, labels: str):
     """A block matrix splits in two, exactly as planted; with tiny parts refused."""
     truth = torch.tensor([0, 1] * 6)
     matrix = 0.2 + 0.6 * (truth[:, None] == truth[None, :]).double() + 0.01 * draws(12, 12, seed=5)
     graph = clustering.affinity(matrix, 2.0)
-    label = clustering.propose_split(graph, space=space)  # type: ignore[arg-type]
+    label = clustering.propose_split(graph, space=space, labels=labels)  # type: ignore[arg-type]
     assert label is not None
     assert label.tolist() == truth.tolist()
     assert clustering.propose_split(graph, min_cluster_size=7, space=space) is None  # type: ignore[arg-type]

@@ -217,3 +217,22 @@ def test_a_run_says_why_a_metric_is_not_defined(tmp_path: Path):
     reasons = json.loads((tmp_path / "run/provenance.json").read_text())["undefined"]
     assert "fewer than the 6 clients; found 1" in reasons["was"]
     assert set(reasons) == {"was", "wadb"}
+
+
+def test_accuracies_can_be_reduced_with_other_weights():
+    """Test sets of different sizes: by samples, and by samples inside the clusters that were found."""
+    settings = testing.tiny_settings(extra_metrics=("reductions",), evaluate="final")
+    loop = testing.follow(OneShot(clusters=2, warmup_rounds=2), federation=uneven(), settings=settings)
+    loop.final()
+    table = loop.record.metrics.query("split == 'test'").pivot(index="client", columns="metric", values="value")
+    sizes = [len(test.y) for test in uneven().tests]
+    samples = torch.tensor([sizes[int(place)] for place in uneven().test_of])
+    assert loop.task.test_counts().tolist() == samples.tolist()
+    accuracy, label = torch.tensor(table.accuracy.to_numpy()), loop.state.shared.label
+    by_samples = float((samples * accuracy).sum() / samples.sum())
+    assert table.accuracy_sample_weighted.tolist() == pytest.approx([by_samples] * 6)
+    total = 0.0
+    for cluster in range(2):
+        inside = label == cluster
+        total += int(inside.sum()) * float((samples * accuracy)[inside].sum() / samples[inside].sum())
+    assert table.accuracy_cluster_then_client.tolist() == pytest.approx([total / 6] * 6)
