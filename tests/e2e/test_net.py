@@ -3,7 +3,9 @@
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,6 +16,7 @@ from coterie import config
 from coterie.cli import app
 from coterie.net import fleet
 from coterie.study import run_study
+from coterie.watch import Follower
 
 pytestmark = pytest.mark.e2e
 
@@ -59,14 +62,26 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     ("label", "offset"), [("dac", 0), pytest.param("fedavg", 10, marks=pytest.mark.slow)], ids=["dac", "fedavg"]
 )
 def test_four_nodes_end_with_the_bytes_of_the_simulation(tmp_path, label, offset):
-    """The same peers, weights, bytes and metrics in every round, whether four processes or one."""
+    """The same peers, weights, bytes and metrics in every round, whether four processes or one.
+
+    While a node works, the live page of its folder follows it.
+    """
     study = config.loads(STUDY).only(label, 0)
     files = fleet.lay_out(tmp_path, study, port=port(offset), network=QUICK)
     (tmp_path / "logs").mkdir()
-    with fleet.Fleet(files, logs=tmp_path / "logs") as nodes:
+    follower, pages = Follower(tmp_path / "nodes" / "node-01"), []
+
+    def look(name: str, event: Mapping[str, Any]) -> None:
+        if name == "node-01" and event["event"] == "round" and event["round"] >= 1:
+            pages.append(follower.message())
+
+    with fleet.Fleet(files, logs=tmp_path / "logs", listener=look) as nodes:
         for name in files:
             nodes.start(name)
         assert nodes.wait(120) == dict.fromkeys(files, 0), (tmp_path / "logs" / "node-00.log").read_text()
+    assert "Not finished" in pages[0]["overview"]
+    assert pages[0]["data"]["curves"][0]["rounds"][:2] == [-1, 0]
+    assert len({page["signature"] for page in pages}) > 1
     joined = fleet.gather(tmp_path, study, list(files), "nodes")
     run_study(study, out=tmp_path / "simulated")
     run = tmp_path / "simulated" / "four" / label / "seed-0"
