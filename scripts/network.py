@@ -127,8 +127,8 @@ def soak(found: Results) -> str:
     worst = max(r["slope_mb_per_100_rounds"] for r in found)
     return (
         f"Three nodes, {first['rounds']:,} rounds of a small model, each node looked at after every round. The first "
-        f"{first['watched_from']} rounds are the start: the memory of libraries and allocators fills up, most of it in "
-        f"the first fifty. After them resident memory grows by {worst:.2f} MB per 100 rounds at most (line of least "
+        f"{first['watched_from']} rounds are the start: the memory of libraries and allocators fills up. "
+        f"After them resident memory grows by {worst:.2f} MB per 100 rounds at most (line of least "
         "squares; a node also keeps the tables of its own run, some hundred bytes a round); threads and open files "
         "in the same rounds.\n\n" + table(head, rows)
     )

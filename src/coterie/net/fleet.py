@@ -258,6 +258,8 @@ def demo(folder: Path, *, clients: int, rounds: int, port: int, say: Callable[[s
                 accuracy = 100 * event.get("accuracy", float("nan"))
                 say(f"{name}: round {event['round'] + 1} of {rounds}, {event['seconds']:.2f} s, {accuracy:.0f} %")
         elif event["event"] in ("catch_up", "redraw", "peer_down"):
+            if reached.get(event.get("peer", ""), -1) == rounds - 1:
+                return  # that one is done and has left
             what = {k: v for k, v in event.items() if k in ("peer", "missing", "came_from", "goes_to") and v}
             say(f"{name}: {event['event']} {json.dumps(what)}")
 
