@@ -15,7 +15,7 @@ from typing import Any
 
 from cryptography import x509
 
-from coterie.errors import TransportError
+from coterie.errors import PeerMismatch, TransportError
 from coterie.net import identity
 from coterie.net.wire import NAME, VERSION
 
@@ -74,6 +74,8 @@ class Roster:
     issued: str = ""
 
     def __post_init__(self) -> None:
+        if self.protocol != VERSION:
+            raise PeerMismatch(f"the roster has wire format {self.protocol}; this program speaks wire format {VERSION}")
         problems = self.problems()
         if problems:
             raise TransportError(f"the roster is wrong: {problems[0]}")
@@ -97,8 +99,6 @@ class Roster:
             found.append(f"the server {self.server!r} is not a member; members: {', '.join(names[:10])}")
         if self.clusters and len(self.clusters) != self.population:
             found.append(f"{len(self.clusters)} clusters for {self.population} clients; expected one a client")
-        if self.protocol != VERSION:
-            found.append(f"wire format {self.protocol}; this program speaks {VERSION}")
         for member in self.members:
             try:
                 identity.split_address(member.address)
@@ -251,7 +251,7 @@ def check(
     now = now or datetime.now(UTC)
     try:
         roster = load(path, organiser)
-    except TransportError as error:
+    except (PeerMismatch, TransportError) as error:
         return [str(error)]
     found = []
     for member in roster.members:

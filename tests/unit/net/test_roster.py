@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from coterie.errors import TransportError
+from coterie.errors import PeerMismatch, TransportError
 from coterie.net import local, roster
 from coterie.net.roster import Member
 
@@ -70,7 +70,6 @@ def test_problems_of_a_member_are_named(made, tmp_path):
         (lambda r: replace(r, run="A run"), "run 'A run'"),
         (lambda r: replace(r, population=5), "each of 0 to 4 once"),
         (lambda r: replace(r, server="n7"), "'n7' is not a member"),
-        (lambda r: replace(r, protocol=9), "wire format 9; this program speaks 1"),
         (lambda r: replace(r, clusters=(0, 1)), "2 clusters for 4 clients"),
         (lambda r: replace(r, members=(*r.members, Member("n0", "127.0.0.1:1", ()))), "two members have the name n0"),
         (lambda r: replace(r, members=(*r.members, Member("x", "127.0.0.1:21000", ()))), "the address 127.0.0.1:21000"),
@@ -83,6 +82,11 @@ def test_problems_of_a_member_are_named(made, tmp_path):
 def test_an_impossible_roster_cannot_be_made(made, change, found):
     with pytest.raises(TransportError, match=found):
         change(made[1])
+
+
+def test_a_roster_of_another_wire_format_is_a_mismatch_that_names_both(made):
+    with pytest.raises(PeerMismatch, match="has wire format 9; this program speaks wire format 1"):
+        replace(made[1], protocol=9)
 
 
 @pytest.mark.parametrize(
