@@ -116,7 +116,7 @@ def distributions(runs: Named, *, most: int = 12) -> Drawn:
     label = values[-1]
     groups, sizes = np.unique(label[np.isfinite(label)].astype(int), return_counts=True)
     groups = np.sort(groups[np.argsort(-sizes, kind="stable")][:most])
-    figure = Figure(figsize=(WIDTH, 0.3 + 0.75 * len(groups)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 0.8 + 0.75 * len(groups)), layout="constrained")
     panels = np.atleast_1d(np.array(figure.subplots(len(groups), 1, sharex=True, sharey=True)))
     rows = []
     for place, (axes, group) in enumerate(zip(panels, groups, strict=True)):
@@ -169,4 +169,5 @@ def sensitivities(
     for axes, title in zip(panels, titles, strict=True):
         lines_of(axes, reduced.loc[(reduced["panel"] == title).to_numpy()], [setting], metric)
         axes.set_title(title)
+        axes.legend(fontsize=6)
     return figure, reduced

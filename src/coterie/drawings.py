@@ -42,7 +42,7 @@ def curves(
             rounds, values = dense(run, split, metric)
             tables.append(pd.Series(_over_clients(run, values, cluster), index=rounds))
         if not any(len(table) for table in tables):
-            raise DataError(f"{name} recorded no {split} {metric} round by round; choose another --metric or --split")
+            continue
         whole = pd.concat(tables, axis=1).sort_index().ffill()
         mean, spread = whole.mean(axis=1).to_numpy(), whole.std(axis=1, ddof=0).to_numpy()
         x, scale = whole.index.to_numpy(), scale_of(metric)
@@ -51,10 +51,13 @@ def curves(
             x, scale * (mean - spread), scale * (mean + spread), color=COLOURS[place % 8], alpha=0.18, lw=0
         )
         rows += [(name, int(r), m, s) for r, m, s in zip(x, mean, spread, strict=True)]
+    if not rows:
+        names = ", ".join(groups_of(runs))
+        raise DataError(f"{names} recorded no {split} {metric} round by round; choose another --metric or --split")
     if log:
         axes.set_yscale("log")
     axes.set(xlabel="round", ylabel=NAMES.get(metric, f"{split} {unit_of(metric)}"))
-    axes.legend()
+    _legend(axes)
     return figure, pd.DataFrame(rows, columns=["method", "round", "mean", "std"])
 
 
@@ -106,7 +109,7 @@ def bars(runs: Named, *, metric: str | None = None, cluster: str = "all") -> Dra
     axes.set_xticks(range(len(shown)), shown, rotation=30, ha="right")
     axes.set(ylabel=f"test {unit_of(metric)}")
     if bands:
-        axes.legend()
+        _legend(axes)
     return figure, table
 
 
@@ -135,9 +138,10 @@ def strips(runs: Named, *, metric: str | None = None) -> Drawn:
             )  # fmt: skip
             rows += [(name, int(i), names[c], float(v)) for i, v in zip(ids[mine], values[mine], strict=True)]
         axes.plot([place - 0.3, place + 0.3], [scale_of(metric) * values.mean()] * 2, color="black", lw=1)
-    axes.set_xticks(range(len(groups)), list(groups))
+    long = max(map(len, groups)) * len(groups) > 30
+    axes.set_xticks(range(len(groups)), list(groups), rotation=30 if long else 0, ha="right" if long else "center")
     axes.set(ylabel=f"test {unit_of(metric)}")
-    axes.legend(fontsize=6)
+    _legend(axes)
     return figure, pd.DataFrame(rows, columns=["method", "client", "cluster", metric])
 
 
@@ -191,8 +195,9 @@ def labels(runs: Named) -> Drawn:
             rows += [(name, g, column, int(h)) for g, h in zip(groups_found, height, strict=True)]
         axes.set_xticks(range(len(groups_found)), [str(g) for g in groups_found])
         axes.set(title=name, xlabel="found cluster", ylabel="clients")
-        if len(columns) <= 12:
-            axes.legend(fontsize=6)
+    handles, names = panels[0].get_legend_handles_labels()
+    if len(names) <= 12:
+        figure.legend(handles, names, loc="outside upper center", ncols=4, fontsize=7)
     return figure, pd.DataFrame(rows, columns=["method", "found", "of", "count"])
 
 
@@ -230,6 +235,8 @@ def sweep(runs: Named, *, setting: str | None = None, metric: str | None = None,
     reduced = grouped.agg(mean="mean", std=lambda values: values.std(ddof=0), seeds="count").reset_index()
     figure, axes = _figure()
     (lines_of if len(asked) == 1 else _grid)(axes, reduced, asked, metric)
+    if len(asked) == 1:
+        _legend(axes)
     return figure, reduced
 
 
@@ -259,7 +266,6 @@ def lines_of(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: str)
     if values.min() > 0 and values.max() / values.min() >= 20:
         axes.set_xscale("log")
     axes.set(xlabel=setting, ylabel=f"test {unit_of(metric)}")
-    axes.legend()
 
 
 def _grid(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: str) -> None:
@@ -354,6 +360,11 @@ def unit_of(metric: str) -> str:
 def _figure() -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH, 0.72 * WIDTH))
     return figure, figure.add_subplot()
+
+
+def _legend(axes: Axes) -> None:
+    """Name the lines above the axes, where nothing is drawn."""
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.12, 1.0), ncols=3, fontsize=7, columnspacing=1.2)
 
 
 def panels_of(count: int) -> tuple[Figure, list[Axes]]:
