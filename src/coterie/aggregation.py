@@ -88,7 +88,11 @@ def weighted_mean(
     """
     share = (weights.double() / weights.double().sum())[None, :]
     width = max(1, _CHUNK // max(1, len(params)))
-    parts = [(share @ part.double())[0].to(params.dtype) for part in params.split(width, dim=1)]
+    room = torch.empty(len(params) * min(width, params.shape[1]), dtype=torch.float64, device=params.device)
+    parts = []
+    for part in params.split(width, dim=1):
+        wide = room[: part.numel()].view(part.shape).copy_(part)
+        parts.append((share @ wide)[0].to(params.dtype))
     return torch.cat(parts)
 
 
@@ -113,7 +117,8 @@ def grouped_mean(
     for group in range(len(table)):
         rows = label == group
         if int(rows.sum()) >= max(1, int(floor[group])) and float(weights[rows].sum()) > 0:
-            table[group] = weighted_mean(params[rows], weights[rows])
+            whole = bool(rows.all())
+            table[group] = weighted_mean(params, weights) if whole else weighted_mean(params[rows], weights[rows])
     return table
 
 

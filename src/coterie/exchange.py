@@ -19,6 +19,7 @@ from coterie.errors import ExchangeError
 from coterie.rng import Rng
 
 _CHUNK = 1 << 19  # entries of a mix done at once: the temporary stays in the cache
+_WIDE = 1 << 13  # entries of a model from which on it is mixed by itself, without a temporary
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ class Message:
         return len(self.params)
 
     def rows(self, rows: Int[Tensor, " rows"]) -> "Message":
-        """Return some of the rows."""
+        """Return some of the rows; all of them in their order are not copied."""
+        if torch.equal(rows, torch.arange(len(self))):
+            return self
         fields = {name: value[rows] for name, value in self.fields.items()}
         return Message(self.params[rows], fields, None if self.ids is None else self.ids[rows])
 
@@ -92,6 +95,12 @@ class Inbox:
         index = self.index.gather(1, order)
         weights = torch.where(self.mask, weights, 0).gather(1, order).to(own.dtype)
         out = own * own_weight.to(own.dtype)[:, None]
+        if own.shape[1] >= _WIDE and own.device.type == "cpu":
+            for row, (slots, each) in enumerate(zip(index.tolist(), weights.tolist(), strict=True)):
+                for slot, sender in enumerate(slots):
+                    if each[slot] != 0:  # a model that weighs nothing has no influence, be it NaN
+                        out[row].addcmul_(weights[row, slot], self.table[sender])
+            return out
         step = max(1, _CHUNK // max(1, own.shape[1]))
         for start in range(0, len(own), step):
             rows = slice(start, start + step)

@@ -279,16 +279,15 @@ class Loop:
             if name in values and bool(values[name].isnan().any()):
                 self.undefined[name] = f"{name.replace('_', ' ')} is undefined: {reason}"
 
-    def _outcome(self, last: int, tested: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _outcome(self, label: Tensor | None, tested: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the settings ask of the whole run and its final test; needs all clients here."""
         wanted, values = self.settings.extra_metrics, {}
         if "reductions" in wanted and "accuracy" in tested:
-            label = self._served(last)[1].get("label")
             values |= outcome.reductions(tested["accuracy"].cpu(), self.task.test_counts(), label)
         if "maxima" in wanted:
             values |= outcome.maxima(self.record.metrics)
         if "clusters" in wanted:
-            label, planted = self._served(last)[1].get("label"), torch.from_numpy(self.record.clusters)
+            planted = torch.from_numpy(self.record.clusters)
             if label is not None:
                 truth = planted if bool((planted >= 0).all()) else None
                 scores, reasons = outcome.explained_clusters(label.cpu(), truth, self.task.class_counts())
@@ -300,11 +299,15 @@ class Loop:
         """Evaluate each client's chosen model on its test set, once, and return the models."""
         last = self.next_round - 1
         model = "best" if self.settings.evaluate == "best_val" else "current"
-        params = self.tracker.best if model == "best" else self._served(last)[0]
+        whole = len(self.task) == self.task.population
+        labelled = whole and bool({"reductions", "clusters"} & set(self.settings.extra_metrics))
+        served, known = self._served(last) if model == "current" or labelled else (self.state.params, {})
+        params = self.tracker.best if model == "best" else served.contiguous()
         measured = {"test": self._tested(last, params), "validation": self.task.measure(params, "validation")}
         for split, values in measured.items():
             self.record.drop_metrics(last, split, model)  # the round may have measured its current models already
             self.record.add_metrics(last, self.task.ids, split, model, values)
-        if len(self.task) == self.task.population:
-            self.record.add_metrics(last, self.task.ids, "test", model, self._outcome(last, measured["test"]))
+        if whole:
+            found = self._outcome(known.get("label"), measured["test"])
+            self.record.add_metrics(last, self.task.ids, "test", model, found)
         return params

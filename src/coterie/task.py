@@ -225,17 +225,19 @@ class Task:
         prox: float = 0.0,
         inputs: Mapping[str, Shaped[Tensor, "clients steps *shape"]] | None = None,
         purpose: str = "batches",
+        in_place: bool = False,
     ) -> tuple[Float[Tensor, "clients params"], dict[str, Tensor]]:
         r"""Train every hosted client on its own training data, with a fresh optimiser.
 
         Args:
-            params: where each client starts; not changed.
+            params: where each client starts; not changed, unless `in_place`.
             rng: the streams of the round.
             local: epochs, batches, optimiser.
             anchor: models to stay near; needed when `prox` is not 0.
             prox: weight $\mu$ of the penalty $\frac{\mu}{2} \lVert w - anchor \rVert^2$ on trained parameters.
             inputs: values of the layout's input buffers in every step.
             purpose: names the stream of batch orders; a second training in one round takes another name.
+            in_place: change `params` instead of a copy, which saves memory; its rows lie apart.
 
         Returns:
             The new models, and a report: `loss` (mean batch loss of the last epoch), `losses` (of each step, before
@@ -261,14 +263,14 @@ class Task:
             augment=self._augment(local, rng, purpose),
             foreign=lambda row: rng.torch_globals(f"{purpose}.torch", int(self.ids[row])),
         )
-        out = params.detach().clone()
+        out = params.detach() if in_place else params.detach().clone(memory_format=torch.contiguous_format)
         losses = self.engine.train(out, work, self.block)
         taken = schedule.length > 0
         info = {
             "loss": last_epoch_mean(losses, schedule),
             "losses": losses,
             "train_samples": schedule.length.sum(1),
-            "diverged": _not_finite(out).cpu() | torch.isinf(losses).any(1) | (losses.isnan() & taken).any(1),
+            "diverged": not_finite(out).cpu() | torch.isinf(losses).any(1) | (losses.isnan() & taken).any(1),
         }
         self._shared.train_seconds += time.perf_counter() - started
         return out, info
@@ -380,7 +382,7 @@ class Task:
         return (right / total)[which.cpu()]
 
 
-def _not_finite(rows: Float[Tensor, "clients params"]) -> Bool[Tensor, " clients"]:
+def not_finite(rows: Float[Tensor, "clients params"]) -> Bool[Tensor, " clients"]:
     """Return which rows hold a NaN or an infinity; where a sum is finite, no entry needs a look of its own."""
     suspect = ~torch.isfinite(rows.sum(1))
     return suspect.index_put((suspect.nonzero().flatten(),), ~torch.isfinite(rows[suspect]).all(1))

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from coterie import selection
 from coterie.exchange import Inbox
+from coterie.methods.base import ROWS
 
 UNKNOWN, ESTIMATED, MEASURED = 0, 1, 2
-ROWS = 64
-"""Clients treated at once where there is a number for each member of the population."""
 
 
 @final

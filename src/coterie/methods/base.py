@@ -33,6 +33,9 @@ the slots), `diverged`, `trained` (the models before the exchange that ends a ro
 
 Order = Literal["exchange_first", "train_first"]
 
+ROWS = 64
+"""Clients treated at once where there is a number for each member of the population: few rows fit the cache."""
+
 
 @dataclass(frozen=True)
 class State:
@@ -67,6 +70,11 @@ def map_tensors(value: Any, function: Any) -> Any:
     if value is None:
         return None
     return replace(value, **{f.name: function(getattr(value, f.name)) for f in dataclasses.fields(value)})
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of a dataclass; none of None."""
+    return [] if value is None else [getattr(value, f.name) for f in dataclasses.fields(value)]
 
 
 def zip_tensors(a: Any, b: Any, function: Any) -> Any:
@@ -217,14 +225,21 @@ class PeerMethod(Method):
             state, info = self.settled_exchange(rnd, state)
             trained = {**trained, "trained": after}
         else:
-            state, info = self.settled_exchange(rnd, state)
-            state, trained = self.train(rnd, state)
+            mixed, info = self.settled_exchange(rnd, state)
+            state, trained = self.train(rnd, mixed, in_place=self._fresh(mixed, state))
         return state, {**info, **trained}
 
+    def _fresh(self, mixed: State, before: State) -> bool:
+        """Return whether an exchange made models that nothing else refers to, so that training may change them."""
+        if type(self).trained is not PeerMethod.trained:
+            return False
+        kept = [before.params, *tensors(before.memory), *tensors(mixed.memory)]
+        return all(mixed.params.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() for t in kept)
+
     @final
-    def train(self, rnd: Round, state: State) -> tuple[State, Info]:
-        """Train the hosted clients once."""
-        params, info = rnd.task.train(state.params, rnd.rng, rnd.local)
+    def train(self, rnd: Round, state: State, in_place: bool = False) -> tuple[State, Info]:
+        """Train the hosted clients once; `in_place` when nobody needs the models that they start from."""
+        params, info = rnd.task.train(state.params, rnd.rng, rnd.local, in_place=in_place)
         return self.trained(replace(state, params=params), state.params), info
 
     @final
@@ -240,6 +255,24 @@ class PeerMethod(Method):
             except PeersMissing as missing:
                 rnd = replace(rnd, reachable=rnd.reachable.index_fill(-1, missing.ids, False))
         return replace(new, params=rnd.task.settle(state.params, new.params)), info
+
+
+def drawn_uniformly(
+    rnd: Round, count: int, allowed: Bool[Tensor, "clients population"], purpose: str = "peers"
+) -> Int[Tensor, "clients peers"]:
+    """Draw peers uniformly among those allowed, a few clients at a time.
+
+    Args:
+        rnd: the round.
+        count: how many.
+        allowed: whom each client may choose.
+        purpose: names the stream.
+    """
+    parts = []
+    for rows in torch.arange(len(rnd.ids)).split(ROWS):
+        draws = rnd.rng.pairs(purpose, rnd.ids[rows], rnd.task.population)
+        parts.append(selection.uniform(draws.neg_(), count, allowed[rows]))  # the smallest has the largest Gumbel
+    return torch.cat(parts) if parts else selection.uniform(torch.zeros(allowed.shape), count, allowed)
 
 
 def cohort_noise(rng: Rng, population: int) -> Float[Tensor, " population"]:

@@ -16,8 +16,17 @@ from coterie import aggregation, selection
 from coterie.errors import require
 from coterie.exchange import Message
 from coterie.methods import measuring
-from coterie.methods.acquaintance import ROWS, Acquaintance
-from coterie.methods.base import Info, PeerMethod, Round, State, check_choices, check_positive, mixing
+from coterie.methods.acquaintance import Acquaintance
+from coterie.methods.base import (
+    ROWS,
+    Info,
+    PeerMethod,
+    Round,
+    State,
+    check_choices,
+    check_positive,
+    mixing,
+)
 from coterie.rng import Rng
 from coterie.task import Task
 

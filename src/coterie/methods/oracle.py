@@ -10,7 +10,7 @@ from torch import Tensor
 from coterie import aggregation, selection
 from coterie.errors import ConfigError
 from coterie.exchange import Message
-from coterie.methods.base import Info, PeerMethod, Round, State, check_positive, mixing
+from coterie.methods.base import Info, PeerMethod, Round, State, check_positive, drawn_uniformly, mixing
 from coterie.rng import Rng
 from coterie.task import Task
 
@@ -75,8 +75,7 @@ class Oracle(PeerMethod):
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw from the own cluster, pull, average."""
-        noise = rnd.rng.gumbel("peers", rnd.ids, rnd.task.population)
-        peers = selection.uniform(noise, self.num_peers, rnd.candidates & state.memory.same)
+        peers = drawn_uniformly(rnd, self.num_peers, rnd.candidates & state.memory.same)
         inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
         weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
         mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
-from coterie import aggregation, selection
-from coterie.methods.base import Info, PeerMethod, Round, State, check_positive, mixing
+from coterie import aggregation
+from coterie.methods.base import Info, PeerMethod, Round, State, check_positive, drawn_uniformly, mixing
 
 
 @final
@@ -31,8 +31,7 @@ class Random(PeerMethod):
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw, pull, average."""
-        noise = rnd.rng.gumbel("peers", rnd.ids, rnd.task.population)
-        peers = selection.uniform(noise, self.num_peers, rnd.candidates)
+        peers = drawn_uniformly(rnd, self.num_peers, rnd.candidates)
         inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
         weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
         mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)

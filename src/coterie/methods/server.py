@@ -22,7 +22,7 @@ from coterie.heads import last_layer
 from coterie.methods.base import Info, Method, Round, State
 from coterie.models import Layout
 from coterie.rng import Rng
-from coterie.task import Task
+from coterie.task import Task, not_finite
 
 MIN_UPDATES = 3
 """A cluster is not averaged over fewer clients (or over fewer than all its members, where it has fewer)."""
@@ -159,7 +159,7 @@ class ServerMethod(Method):
         """Return the server's new state. Rows of the message with NaN or infinity were left out before."""
 
     def _merge(self, desk: Desk, shared: Any, message: Message) -> tuple[Any, Reply]:
-        finite = torch.isfinite(message.params).all(1).cpu().nonzero().flatten()
+        finite = (~not_finite(message.params)).cpu().nonzero().flatten()
         if len(finite):
             shared = self.merge(desk, shared, message.rows(finite))
         return shared, nothing(message)
@@ -235,8 +235,11 @@ def nothing(message: Message) -> Reply:
 
 
 def first(offer: Inbox) -> Float[Tensor, "clients params"]:
-    """Return the first model offered to each client."""
-    return offer.table[offer.index[:, 0]]
+    """Return the first model offered to each client: a view, where all get the same one."""
+    rows = offer.index[:, 0]
+    if len(rows) and bool((rows == rows[0]).all()):
+        return offer.table[int(rows[0])].expand(len(rows), -1)
+    return offer.table[rows]
 
 
 def gradient_variance(
