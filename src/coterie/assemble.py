@@ -89,7 +89,7 @@ def assemble(
 
 def _draw_rows(clients: Clients, sources: Sequence[Source], rng: Rng) -> list[Rows]:
     """Return the rows of its dataset's pool that each client gets, shuffled."""
-    wishes = [Wish(c.size, c.recipe.labels, c.mixture, c.counts) for c in clients]
+    wishes = [Wish(c.size, c.recipe.labels, c.mixture, c.counts, c.reuse) for c in clients]
     drawn = _allocate(clients, wishes, [source.train for source in sources], "data.pool", sources, rng)
     return [rng.generator("data.split", row).permutation(own) for row, own in enumerate(drawn)]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, final
+from typing import ClassVar, Literal, final
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -211,16 +211,21 @@ class KFold(Shift):
     Args:
         folds: number of blocks.
         primary: part of a client's samples that comes from its block, from 0 to 1.
+        rest: how the other part is spread: "even", or "released" as in the public code of SosicFL, where each class
+            gets the whole number below its share and the last class all that is left, and where samples serve
+            several clients when a class runs out. Where the classes divide the part both are the same.
     """
 
     kind: ClassVar[str] = "k-fold"
     folds: int = 5
     primary: float | int = 0.8
+    rest: Literal["even", "released"] = "even"
 
     def check(self) -> None:
         """Check the ranges."""
         require(self.folds >= 1, "folds", self.folds, "at least 1")
         require(0 <= self.primary <= 1, "primary", self.primary, "a share from 0 to 1")
+        require(self.rest in ("even", "released"), "rest", self.rest, "'even' or 'released'")
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Set every client's class counts."""
@@ -236,14 +241,20 @@ class KFold(Shift):
             classes, fold = sources[place].classes, row % self.folds
             block = np.array_split(np.arange(classes), self.folds)[fold]
             primary, slot = round(self.primary * client.size), place * self.folds + fold
-            counts = spread(client.size - primary, classes, next_rest[place])
+            rest = client.size - primary
+            counts = spread(rest, classes, next_rest[place])
+            if self.rest == "released":
+                counts[:] = rest // classes
+                counts[-1] += rest % classes
             counts[block] += spread(primary, len(block), next_primary[slot])
-            next_rest[place] += (client.size - primary) % classes
+            next_rest[place] += rest % classes
             next_primary[slot] += primary % len(block)
             mixture = np.full(classes, (1 - self.primary) / classes)
             mixture[block] += self.primary / len(block)
+            if self.rest == "released":
+                mixture = counts / client.size
             name = f"fold {block[0]}-{block[-1]}"
-            new = replace(client, counts=tuple(counts.tolist()))
+            new = replace(client, counts=tuple(counts.tolist()), reuse=self.rest == "released")
             out.append(new.plant(fold, name, mixture=tuple(mixture.tolist())))
         return tuple(out)
 

@@ -2,6 +2,7 @@
 
 A client's wish is turned into a number of samples per class, and those are cut from the shuffled samples of each
 class. A sample therefore never serves two clients, and what cannot be served is known, and said, before any draw.
+Only wishes that allow it (`reuse`) begin with a class's first samples again when there is none left.
 """
 
 from collections.abc import Sequence
@@ -27,12 +28,14 @@ class Wish:
         mixture: share of each class it wants; classes that run out are replaced by the others in proportion.
             None for "as they come": every sample of the allowed classes is equally likely.
         counts: the exact number of each class, instead of a mixture.
+        reuse: with `counts`: samples may serve other clients too when a class runs out. All wishes or none.
     """
 
     size: int
     labels: tuple[int, ...] | None = None
     mixture: tuple[float, ...] | None = None
     counts: tuple[int, ...] | None = None
+    reuse: bool = False
 
 
 def allocate(
@@ -58,12 +61,12 @@ def allocate(
     counts = count(wishes, present, generator)
     shuffled = generator.permutation(len(labels))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
-    stops = np.cumsum(present) - present + np.cumsum(counts, axis=0)
-    starts = stops - counts
-    return [
-        by_class[np.concatenate([np.arange(a, b) for a, b in zip(*ends, strict=True)])]
-        for ends in zip(starts, stops, strict=True)
+    first, stops = np.cumsum(present) - present, np.cumsum(counts, axis=0)
+    places = [
+        [start + np.arange(b - n, b) % max(size, 1) for start, size, b, n in zip(first, present, *own, strict=True)]
+        for own in zip(stops, counts, strict=True)
     ]
+    return [by_class[np.concatenate(own)] for own in places]
 
 
 def check_room(wishes: Sequence[Wish], present: Int[np.ndarray, " classes"]) -> None:
@@ -72,6 +75,11 @@ def check_room(wishes: Sequence[Wish], present: Int[np.ndarray, " classes"]) -> 
     Raises:
         DataError: with the first shortage found.
     """
+    if any(wish.reuse for wish in wishes):
+        empty = [k for k, n in enumerate(present) if not n and any((wish.counts or present)[k] for wish in wishes)]
+        if empty:
+            raise DataError(f"class {empty[0]}: samples are asked for; the pool has none of it")
+        return
     total, pool = sum(wish.size for wish in wishes), int(present.sum())
     if total > pool:
         sizes = {wish.size for wish in wishes}

@@ -73,6 +73,7 @@ class Client:
         group: (column, value): it gets samples of this natural group only.
         mixture: the share of each class it should have; None for "as they come".
         counts: the exact number of each class, instead of a mixture.
+        reuse: with `counts`: its samples may be other clients' too.
         planted: the place and the name of its cluster in each shift that plants clusters.
         notes: what else was done, in words.
     """
@@ -83,6 +84,7 @@ class Client:
     group: tuple[str, int] | None = None
     mixture: tuple[float, ...] | None = None
     counts: tuple[int, ...] | None = None
+    reuse: bool = False
     planted: tuple[tuple[int, str], ...] = ()
     notes: tuple[str, ...] = ()
 

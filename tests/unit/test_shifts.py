@@ -247,6 +247,28 @@ def test_five_folds_of_many_classes_give_no_class_above_its_share():
     assert set(total) == {25}  # two clients x 10 + ten clients x 1/2: exactly even
 
 
+def test_the_released_folds_give_all_that_is_left_to_the_last_class_and_use_samples_again():
+    """200 classes, 500 samples a client: no class gets one of the even 100, so the last gets all; 60 of it exist."""
+    wide = source(classes=200, per_class=60, tests=1, side=1)
+    shift = {"kind": "k-fold", "folds": 5, "rest": "released"}
+    federation = build(shift, sources=(wide,), num_clients=10, train=400, validation=100)
+    for client in range(10):
+        counts = np.bincount(labels_of(federation, client), minlength=200)
+        main = np.arange(40 * (client % 5), 40 * (client % 5 + 1))
+        expected = np.zeros(200, dtype=int)
+        expected[main] = 10
+        expected[199] += 100
+        assert counts.tolist() == expected.tolist()
+
+
+def test_the_released_folds_are_the_even_ones_where_the_classes_divide_the_rest():
+    """Of 50 samples 40 come from 5 main classes, 10 from all 10: one of each."""
+    released = build({"kind": "k-fold", "folds": 2, "rest": "released"}, train=40, validation=10)
+    even = build({"kind": "k-fold", "folds": 2}, train=40, validation=10)
+    for client in range(8):
+        assert sorted(labels_of(released, client)) == sorted(labels_of(even, client))
+
+
 def test_a_fold_partition_may_use_the_whole_pool():
     """Two folds, 8 clients of 50: exactly the 400 samples there are."""
     federation = build({"kind": "k-fold", "folds": 2}, train=40, validation=10)
@@ -334,6 +356,7 @@ def test_what_is_left_over_goes_around_the_end():
         ([{"kind": "label-swap", "swaps": [[[1, 1]]]}], "pairs of two labels"),
         ([{"kind": "label-swap", "swaps": [[[0, 1], [1, 2]]]}], "at most one pair"),
         ([{"kind": "k-fold", "folds": 11}], "at most the 10 classes"),
+        ([{"kind": "k-fold", "rest": "odd"}], "'even' or 'released'"),
         ([{"kind": "k-fold"}, {"kind": "labels", "groups": [[0]]}], "comes after a shift that has set every client's"),
         ([{"kind": "labels", "groups": [[0]]}, {"kind": "k-fold"}], "leave out the labels shift"),
         ([{"kind": "k-fold"}, {"kind": "natural", "column": "part"}], "k-fold draws from the whole pool"),
