@@ -255,6 +255,56 @@ def test_step_sizes_of_the_running_means():
     assert FedGwc(alpha_rule="decay", alpha=0.2, kappa=0.75)._alpha(3, 6, 20) == pytest.approx(0.2 * 4**-0.75)
 
 
+def one_round(losses: list[float], **options: Any) -> Interactions:
+    """The state after a round in which the first clients of 20 report a loss each; they have 1, 2, 3 ... samples."""
+    method = FedGwc(min_pair_updates=0.0, **options)
+    column = torch.tensor(losses, dtype=torch.float64)[:, None]
+    return merge(method, begin(method, 20), torch.arange(len(losses)), column)
+
+
+def test_rewards_may_weigh_clients_by_their_samples():
+    """Losses 0, 4 with 1, 2 samples: mean 8/3, biased variance 32/9, so rewards exp(-1) and exp(-1/4)."""
+    gamma = one_round([0.0, 4.0], reward_weights="samples").matrix.diagonal()[:2]
+    assert gamma.tolist() == pytest.approx([0.1 * math.exp(-1), 0.1 * math.exp(-1 / 4)])
+
+
+def test_the_variance_of_rewards_may_be_the_biased_one():
+    """Losses 0, 2: sample variance 2 gives exp(-1/4), biased variance 1 gives exp(-1/2)."""
+    assert float(one_round([0.0, 2.0]).matrix[0, 1]) == pytest.approx(0.1 * math.exp(-1 / 4))
+    assert float(one_round([0.0, 2.0], ddof=0).matrix[0, 1]) == pytest.approx(0.1 * math.exp(-1 / 2))
+
+
+def test_rewards_may_be_divided_by_their_sum():
+    """Four equal losses have reward 1, or 1/4 each."""
+    assert float(one_round([1.0] * 4, normalize_rewards=True).matrix[0, 1]) == pytest.approx(0.1 / 4)
+
+
+def test_draws_fill_the_losses_of_a_small_cohort_only():
+    """Draws join the losses of a step up to the size that is asked for; a cohort that is large enough gets none."""
+    plain = one_round([0.0, 2.0]).matrix[0, 0]
+    assert float(one_round([0.0, 2.0], loss_sampling_size=2).matrix[0, 0]) == float(plain)
+    filled = one_round([0.0, 2.0], loss_sampling_size=10).matrix[0, 0]
+    assert 0 < float(filled) < 0.1
+    assert float(filled) != float(plain)
+
+
+def test_the_clock_may_look_at_the_sampled_part_only():
+    """Four of 20 clients with reward 1: each of 16 entries changes by 0.1; the mean is over 400 entries, or 16."""
+    assert float(one_round([1.0] * 4).mse[0]) == pytest.approx(0.9 + 0.1 * 16 * 0.01 / 400)
+    assert float(one_round([1.0] * 4, mse_scope="sampled").mse[0]) == pytest.approx(0.9 + 0.1 * 0.01)
+
+
+@pytest.mark.parametrize(("n_max_by", "children"), [("size", 4), ("cohort", 2)])
+def test_children_are_at_most_so_many(n_max_by: str, children: int):
+    """Four planted blocks of five: all four, or with a cohort of 10 of 20 only two."""
+    method = FedGwc(eps=1.0, patience=1, min_pair_updates=0.0, beta=4.0, n_max_by=n_max_by)  # type: ignore[arg-type]
+    truth = torch.arange(20) % 4
+    noise = torch.from_numpy(Rng(0).generator("noise").normal(size=(20, 20)))
+    matrix = 0.1 + 0.8 * (truth[:, None] == truth).double() + 0.01 * noise
+    shared = dataclasses.replace(begin(method, 20), matrix=matrix)
+    assert len(merge(method, shared, torch.arange(10), torch.zeros(10, 3, dtype=torch.float64)).models) == children
+
+
 def test_presets_fill_what_is_not_given():
     """A field that is given wins over the preset; an unknown preset is refused with the nearest name."""
     assert FedGwc(preset="paper").upv_axis == "row"
