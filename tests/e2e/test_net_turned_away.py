@@ -78,47 +78,25 @@ def made(folder: Path, name: str, authority: Path, now: datetime | None = None) 
     return {"key_file": folder / f"{name}.key", "certificate_file": authority / "members" / f"{name}.pem"}
 
 
-@pytest.fixture(scope="module")
-def victim(tmp_path_factory) -> Iterator[Victim]:
-    folder = tmp_path_factory.mktemp("victim")
-    network = {"deadline": 20.0, "start": 200.0, "linger": 10.0}
-    files = fleet.lay_out(folder, config.loads(STUDY), port=PORT, network=network)
-    victim = Victim(folder)
-    with fleet.Fleet(
-        {"node-00": files["node-00"]}, logs=folder, listener=lambda name, event: victim.events.append(event)
-    ) as nodes:
-        nodes.start("node-00")
-        with ZenohTransport(victim.who, "node-01", victim.member("node-01")) as honest:
-            until(lambda: isinstance(honest.head("node-00", "1", 2.0), bytes))
-            yield victim
-            assert isinstance(honest.head("node-00", "2", 5.0), bytes), "honest members are unharmed"
-        nodes.processes["node-00"].terminate()
-        nodes.processes["node-00"].wait(30)
-    assert sum(e["times"] for e in victim.events if e.get("reason") == "too_large") >= 2, "both, though only one told"
-    engine = (folder / "node-00.engine.log").read_text()
-    assert "zenoh_link_tls" in engine
-    assert "TRACE" not in engine, "what the engine traces is read and goes no further"
-    assert "zenoh_link_tls" not in (folder / "node-00.log").read_text()
-
-
-def test_a_certificate_of_another_authority(victim, tmp_path):
+def another_authority(victim: Victim, folder: Path) -> None:
     """Under a member's name; the attacker does not mind whom it talks to."""
-    identity.make_authority(tmp_path, "demo", days=1)
-    stranger = replace(victim.member("node-03"), **made(tmp_path, "node-03", tmp_path))
+    identity.make_authority(folder, "demo", days=1)
+    stranger = replace(victim.member("node-03"), **made(folder, "node-03", folder))
     with victim.attacked(stranger, 0):
         until(lambda: victim.told("certificate", "invalid peer certificate: "))
 
 
-def test_a_certificate_that_is_over(victim, tmp_path):
+def one_that_is_over(victim: Victim, folder: Path) -> None:
+    """A certificate of the right authority, a day late."""
     for name in ("ca.key", "ca.pem"):
-        (tmp_path / name).write_bytes((victim.folder / "keys" / name).read_bytes())
-    (tmp_path / "ca.key").chmod(0o600)
+        (folder / name).write_bytes((victim.folder / "keys" / name).read_bytes())
+    (folder / "ca.key").chmod(0o600)
     past = datetime.now(UTC) - timedelta(hours=25)
-    with victim.attacked(replace(victim.member("node-03"), **made(tmp_path, "node-03", tmp_path, past)), 1):
+    with victim.attacked(replace(victim.member("node-03"), **made(folder, "node-03", folder, past)), 1):
         until(lambda: victim.told("certificate", "certificate expired"))
 
 
-def test_a_member_under_anothers_name_or_beyond_the_caps(victim):
+def beyond_its_rights(victim: Victim, _: Path) -> None:
     """It asks, answers and announces as node-02; then its own question and answer are too large."""
     base = prefix("demo")
     with victim.attacked(victim.member("node-03"), 2) as session:
@@ -143,11 +121,38 @@ def test_a_member_under_anothers_name_or_beyond_the_caps(victim):
             _pause.wait(0.5)
 
 
-def test_a_valid_certificate_that_is_not_on_the_roster(victim, tmp_path):
+def not_on_the_roster(victim: Victim, folder: Path) -> None:
+    """A valid certificate of the right authority, of somebody whom the roster does not name."""
     for name in ("ca.key", "ca.pem"):
-        (tmp_path / name).write_bytes((victim.folder / "keys" / name).read_bytes())
-    (tmp_path / "ca.key").chmod(0o600)
-    with victim.attacked(replace(victim.member("node-03"), **made(tmp_path, "mallory", tmp_path)), 3) as session:
+        (folder / name).write_bytes((victim.folder / "keys" / name).read_bytes())
+    (folder / "ca.key").chmod(0o600)
+    with victim.attacked(replace(victim.member("node-03"), **made(folder, "mallory", folder)), 3) as session:
         until(lambda: victim.told("not_on_roster"))
         list(session.get(f"{prefix('demo')}/node-00/model/mallory?r=0;x=0;c=0;w=1", timeout=0.5))
         until(lambda: victim.told("dropped"))
+
+
+def test_who_is_turned_away_and_why(tmp_path):
+    """One node meets them all, one after another: some of what it tells depends on whom it has met before."""
+    folder = tmp_path / "victim"
+    network = {"deadline": 20.0, "start": 200.0, "linger": 10.0}
+    files = fleet.lay_out(folder, config.loads(STUDY), port=PORT, network=network)
+    victim = Victim(folder)
+    with fleet.Fleet(
+        {"node-00": files["node-00"]}, logs=folder, listener=lambda name, event: victim.events.append(event)
+    ) as nodes:
+        nodes.start("node-00")
+        with ZenohTransport(victim.who, "node-01", victim.member("node-01")) as honest:
+            until(lambda: isinstance(honest.head("node-00", "1", 2.0), bytes))
+            for attack in (another_authority, one_that_is_over, beyond_its_rights, not_on_the_roster):
+                own = tmp_path / attack.__name__
+                own.mkdir()
+                attack(victim, own)
+            assert isinstance(honest.head("node-00", "2", 5.0), bytes), "honest members are unharmed"
+        nodes.processes["node-00"].terminate()
+        nodes.processes["node-00"].wait(30)
+    assert sum(e["times"] for e in victim.events if e.get("reason") == "too_large") >= 2, "both, though only one told"
+    engine = (folder / "node-00.engine.log").read_text()
+    assert "zenoh_link_tls" in engine
+    assert "TRACE" not in engine, "what the engine traces is read and goes no further"
+    assert "zenoh_link_tls" not in (folder / "node-00.log").read_text()
