@@ -43,6 +43,8 @@ def exists(folder: Path) -> bool:
 def identity(method: Method, settings: "Settings", seed: int, federation: Federation, task: Task) -> str:
     """Return a hash of everything that a checkpoint must have in common with the run that goes on from it."""
     kept = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _NOT_IDENTITY}
+    if not settings.local.persistent_client_optimizer:  # younger than checkpoints that are about
+        kept["local"] = {k: v for k, v in kept["local"].items() if k != "persistent_client_optimizer"}
     what = [method.kind, dataclasses.asdict(method), kept, seed, federation.fingerprint(), str(task.layout.eval_module)]
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -60,6 +62,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
     tensors = {"state.params": loop.state.params}
     tensors |= {f"state.memory.{k}": v for k, v in _fields(loop.state.memory).items()}
     tensors |= {f"state.shared.{k}": v for k, v in _fields(loop.state.shared).items()}
+    tensors |= {f"state.moments.{k}": v for k, v in _fields(loop.state.moments).items()}
     tensors |= {f"tracker.{k}": v for k, v in _fields(loop.tracker).items()}
     tensors |= {f"validation.{k}": v for k, v in loop.validation.items()}
     tensors |= {f"exchange.{k}": v for k, v in getattr(loop.exchange, "snapshot", dict)().items()}
@@ -111,7 +114,8 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
 
     state = loop.state
     memory, shared = _filled(state.memory, part("state.memory.")), _filled(state.shared, part("state.shared."))
-    loop.state = State(tensors["state.params"], memory, shared)
+    moments = _filled(state.moments, part("state.moments."))
+    loop.state = State(tensors["state.params"], memory, shared, moments)
     loop.tracker = _filled(loop.tracker, part("tracker."))
     loop.validation = part("validation.")
     loop.record.restore({k: v.cpu() for k, v in part("record.").items()}, meta["names"])

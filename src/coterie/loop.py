@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie import outcome
+from coterie.engine.optim import Moments
 from coterie.errors import ConfigError
 from coterie.exchange import Exchange, Message
 from coterie.methods.base import Info, Method, Order, PeerMethod, Round
@@ -96,6 +97,9 @@ class Loop:
         self.rng = rng
         self.order: Order = settings.order or method.order
         self.state = method.init(task, self.rng)
+        if settings.local.persistent_client_optimizer:
+            moments = task.fresh_moments(settings.local, method.tracks)
+            self.state = dataclasses.replace(self.state, moments=moments)
         self.tracker = Tracker.start(self.state.params, settings.keeps_best(method.server))
         self.next_round = -1  # the warm-up
         self.validation: dict[str, Tensor] = {}
@@ -126,9 +130,10 @@ class Loop:
         reachable = torch.zeros(self.task.population, dtype=torch.bool)
         reachable[cohort] = True
         whole = len(rows) == len(self.task)
+        task = self.task.carrying(self.state.moments)
         return Round(
             index=index,
-            task=self.task if whole else self.task.rows(rows),
+            task=task if whole else task.rows(rows),
             exchange=self.exchange,
             rng=self.rng.at(index),
             reachable=reachable,
@@ -144,8 +149,9 @@ class Loop:
         info: Info = {}
         if isinstance(self.method, PeerMethod) and self.order == "exchange_first" and epochs:
             local = dataclasses.replace(settings.local, epochs=epochs)
-            params, info = self.task.train(self.state.params, rng, local)
+            params, info = self.task.carrying(self.state.moments).train(self.state.params, rng, local)
             self.state = self.method.trained(dataclasses.replace(self.state, params=params), self.state.params)
+            self.state = dataclasses.replace(self.state, moments=_carried(self.state.moments, info))
         self.exchange.begin(rng)
         self.exchange.enter(self.task.ids)
         whole = self._context(-1, everybody, torch.arange(self.task.population))
@@ -172,6 +178,7 @@ class Loop:
         else:
             assert isinstance(self.method, PeerMethod)
             new, info = sequential_round(self.method, rnd, part, self.settings.schedule, self._standing())
+        new = dataclasses.replace(new, moments=_carried(part.moments, info))
         self.state = new if whole else self.state.put(rows, new)
         self.record.add_edges(index, self.task.ids[rows], info)
         self._after(index, rows, info)
@@ -311,3 +318,14 @@ class Loop:
             found = self._outcome(known.get("label"), measured["test"])
             self.record.add_metrics(last, self.task.ids, "test", model, found)
         return params
+
+
+def _carried(before: Moments | None, info: Info) -> Moments | None:
+    """Return what clients keep of their optimisers after a round, from what their trainings reported."""
+    if before is None:
+        return None
+    values, taken = list(before.values.unbind(1)), list(before.taken.unbind(1))
+    for track, prefix in zip(range(len(values)), ("", "personal_"), strict=False):
+        if f"{prefix}moments" in info:
+            values[track], taken[track] = info[f"{prefix}moments"], info[f"{prefix}taken"]
+    return Moments(torch.stack(values, 1), torch.stack(taken, 1))

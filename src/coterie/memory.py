@@ -31,7 +31,9 @@ class Forecast:
         return self.models + self.block
 
 
-def forecast(*, clients: int, params: int, itemsize: int, block: int, data: int, keeps_best: bool) -> Forecast:
+def forecast(
+    *, clients: int, params: int, itemsize: int, block: int, data: int, keeps_best: bool, moments: int = 0
+) -> Forecast:
     """Return what a run needs at least.
 
     Args:
@@ -41,13 +43,14 @@ def forecast(*, clients: int, params: int, itemsize: int, block: int, data: int,
         block: clients trained at once.
         data: bytes of inputs and targets.
         keeps_best: whether each client's best model is kept beside its current one.
+        moments: numbers kept of each parameter between rounds, beside the models; there are two copies in a round.
 
     Example:
         >>> forecast(clients=10, params=100, itemsize=4, block=5, data=7, keeps_best=True)
         Forecast(models=16000, block=8000, data=7)
     """
     row = params * itemsize
-    return Forecast(clients * row * (_COPIES + keeps_best), min(block, clients) * row * _ROWS, data)
+    return Forecast(clients * row * (_COPIES + keeps_best + 2 * moments), min(block, clients) * row * _ROWS, data)
 
 
 def available(device: str) -> int | None:

@@ -205,6 +205,7 @@ def _forecast(task: Task, federation: Federation, method: Method, settings: Sett
         block=task.block,
         data=federation.nbytes,
         keeps_best=settings.keeps_best(method.server),
+        moments=method.tracks * settings.local.moments * settings.local.persistent_client_optimizer,
     )
 
 

@@ -99,6 +99,8 @@ class Settings:
         ):
             value = getattr(self, name)
             require(value in valid, name, value, f"one of {', '.join(str(v) for v in valid)}")
+        keeps = self.local.persistent_client_optimizer and self.schedule != "synchronous"
+        require(not keeps, "local.persistent_client_optimizer", True, "schedule = 'synchronous' with it")
 
     def keeps_best(self, server: bool) -> bool:
         """Return whether the best model of each client is needed: for the final test, or to go on being read.

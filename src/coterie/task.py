@@ -3,56 +3,28 @@
 import copy
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from coterie import engine as engines
 from coterie.engine.augment import CropFlip
 from coterie.engine.base import Objective, cross_entropy, squared_error
 from coterie.engine.batches import last_epoch_mean, plan, steps
-from coterie.engine.optim import LocalTraining
+from coterie.engine.optim import LocalTraining, Moments
 from coterie.engine.work import Pairs, Samples, Training
 from coterie.errors import ModelError, require
 from coterie.exchange import Inbox
 from coterie.federation import SPLITS, Federation
+from coterie.hosted import Shared, going_on, not_finite, positions
 from coterie.models import BUFFER_POLICIES, Layout, ModelSource, initial, source, template
 from coterie.rng import EVERYONE, Rng
 
 __all__ = ["LocalTraining", "Task"]
 
 InitMode = Literal["shared", "per_client", "given"]
-
-
-@dataclass(frozen=True)
-class _Positions:
-    """Where the samples of one split lie in each client's row, padded with 0."""
-
-    at: Int[Tensor, "clients samples"]
-    count: Int[Tensor, " clients"]
-
-
-@dataclass
-class _Shared:
-    """What all views of a task have in common: the data, stored once, and what is computed once."""
-
-    federation: Federation
-    samples: Samples  # every sample of every client, one after another
-    tests: tuple[Samples, ...]
-    positions: dict[str, _Positions]
-    origins: dict[tuple[int, str], Tensor] = field(default_factory=dict)
-    train_seconds: float = 0.0
-
-
-def _positions(split: Tensor, wanted: int) -> _Positions:
-    chosen = split == wanted
-    count = chosen.sum(1)
-    order = torch.argsort((~chosen).to(torch.int8), dim=1, stable=True)[:, : max(1, int(count.max()))]
-    inside = torch.arange(order.shape[1]) < count[:, None]
-    return _Positions(torch.where(inside, order, 0), count)
 
 
 class Task:
@@ -104,16 +76,17 @@ class Task:
         self.init_mode, self.buffers, self.device, self.dtype = init, buffers, device, dtype
         self.ids, self.population, self.classes = federation.ids, federation.population, federation.classes
         self.clusters = clusters
-        positions = {name: _positions(federation.split, number) for name, number in SPLITS.items()}
+        where = {name: positions(federation.split, number) for name, number in SPLITS.items()}
 
         def samples(x: Tensor, y: Tensor) -> Samples:
             return Samples(x.to(device), y.to(device), self.classes, dtype, federation.mean, federation.std)
 
         everything = samples(federation.x.flatten(0, 1), federation.y.flatten(0, 1))
         tests = tuple(samples(test.x, test.y) for test in federation.tests)
-        self._shared = _Shared(federation, everything, tests, positions)
+        self._shared = Shared(federation, everything, tests, where)
         self._at = torch.arange(len(federation))
-        self.samples = positions["train"].count.to(dtype)
+        self._moments: Moments | None = None
+        self.samples = where["train"].count.to(dtype)
         objective = objective or (cross_entropy if self.classes else squared_error)
         probe = torch.arange(2) % max(1, len(everything))
         x, y = everything.inputs(probe), everything.targets(probe)
@@ -149,6 +122,8 @@ class Task:
         part = copy.copy(self)
         part._at = self._at[rows]
         part.ids, part.samples = self.ids[rows], self.samples[rows]
+        if self._moments is not None:
+            part._moments = Moments(self._moments.values[rows], self._moments.taken[rows])
         part.clusters = None if self.clusters is None else self.clusters[rows]
         return part
 
@@ -211,6 +186,26 @@ class Task:
 
     # ------------------------------------------------------------------ training
 
+    def carrying(self, moments: Moments | None) -> "Task":
+        """Return a view whose clients train on from the state of their optimisers, where the local training asks so.
+
+        Args:
+            moments: of the hosted clients; not changed. None for fresh ones.
+        """
+        view = copy.copy(self)
+        view._moments = moments
+        return view
+
+    def fresh_moments(self, local: LocalTraining, tracks: int = 1) -> Moments:
+        """Return the state of optimisers that have done nothing.
+
+        Args:
+            local: the optimiser.
+            tracks: how many models each client trains in a round.
+        """
+        like = torch.empty(1, dtype=self.dtype, device=self.device).expand(len(self), self.layout.trainable)
+        return Moments.zeros(local, tracks, like)
+
     def steps(self, local: LocalTraining) -> int:
         """Return the most optimiser steps any hosted client takes in one local training."""
         return max((steps(local, int(n)) for n in self.samples), default=0)
@@ -225,9 +220,12 @@ class Task:
         prox: float = 0.0,
         inputs: Mapping[str, Shaped[Tensor, "clients steps *shape"]] | None = None,
         purpose: str = "batches",
+        track: int = 0,
         in_place: bool = False,
     ) -> tuple[Float[Tensor, "clients params"], dict[str, Tensor]]:
-        r"""Train every hosted client on its own training data, with a fresh optimiser.
+        r"""Train every hosted client on its own training data.
+
+        Optimisers start fresh, unless `local.persistent_client_optimizer` is set and this view carries their state.
 
         Args:
             params: where each client starts; not changed, unless `in_place`.
@@ -237,18 +235,20 @@ class Task:
             prox: weight $\mu$ of the penalty $\frac{\mu}{2} \lVert w - anchor \rVert^2$ on trained parameters.
             inputs: values of the layout's input buffers in every step.
             purpose: names the stream of batch orders; a second training in one round takes another name.
+            track: which of the client's models this is, where optimisers go on from their state.
             in_place: change `params` instead of a copy, which saves memory; its rows lie apart.
 
         Returns:
             The new models, and a report: `loss` (mean batch loss of the last epoch), `losses` (of each step, before
             its update; NaN after a client's last step), `train_samples` (processed), `diverged` (a loss or a
-            parameter is not finite).
+            parameter is not finite), and where optimisers keep their state `moments` and `taken` (steps in all).
         """
         if inputs is not None and (unknown := set(inputs) - set(self.layout.inputs)):
             known = list(self.layout.inputs)
             raise ModelError(f"the module has no input buffer {sorted(unknown)[0]!r}; it has {known}")
         started = time.perf_counter()
         schedule = plan(local, self.counts("train"), self.ids, rng, purpose)
+        moments, taken = self._kept(local, track)
         order = schedule.order.clamp(min=0)
         places = self._places("train").gather(1, order.flatten(1)).reshape(order.shape)
         work = Training(
@@ -261,19 +261,30 @@ class Task:
             inputs=inputs or {},
             keys=(rng.keys(f"{purpose}.dropout", self.ids), self.layout.keys) if self.layout.keys else None,
             augment=self._augment(local, rng, purpose),
+            moments=moments,
+            taken=taken,
             foreign=lambda row: rng.torch_globals(f"{purpose}.torch", int(self.ids[row])),
         )
         out = params.detach() if in_place else params.detach().clone(memory_format=torch.contiguous_format)
         losses = self.engine.train(out, work, self.block)
-        taken = schedule.length > 0
+        stepped = schedule.length > 0
         info = {
             "loss": last_epoch_mean(losses, schedule),
             "losses": losses,
             "train_samples": schedule.length.sum(1),
-            "diverged": not_finite(out).cpu() | torch.isinf(losses).any(1) | (losses.isnan() & taken).any(1),
+            "diverged": not_finite(out).cpu() | torch.isinf(losses).any(1) | (losses.isnan() & stepped).any(1),
         }
+        if moments is not None and taken is not None:
+            info |= going_on(moments, taken + stepped.sum(1))
         self._shared.train_seconds += time.perf_counter() - started
         return out, info
+
+    def _kept(self, local: LocalTraining, track: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return a copy of the state of each client's optimiser, and its steps so far, if it keeps one."""
+        if not local.persistent_client_optimizer:
+            return None, None
+        moments = self._moments or self.fresh_moments(local, track + 1)
+        return moments.values[:, track].clone(memory_format=torch.contiguous_format), moments.taken[:, track]
 
     def _augment(self, local: LocalTraining, rng: Rng, purpose: str) -> CropFlip | None:
         if local.augment == "none":
@@ -380,9 +391,3 @@ class Task:
             right += self._run(distinct, pairs, None)["accuracy"] * len(test)
             total += len(test)
         return (right / total)[which.cpu()]
-
-
-def not_finite(rows: Float[Tensor, "clients params"]) -> Bool[Tensor, " clients"]:
-    """Return which rows hold a NaN or an infinity; where a sum is finite, no entry needs a look of its own."""
-    suspect = ~torch.isfinite(rows.sum(1))
-    return suspect.index_put((suspect.nonzero().flatten(),), ~torch.isfinite(rows[suspect]).all(1))

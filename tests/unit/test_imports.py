@@ -16,7 +16,7 @@ LAYERS = (
      "data", "own_data", "models", "metrics", "similarity", "selection", "mixture", "topology", "aggregation",
      "clustering", "simplex"),
     ("exchange", "mailbox"),
-    ("task", "engine", "heads"),
+    ("task", "hosted", "engine", "heads"),
     ("methods",),
     ("run", "memory", "record", "settings", "checkpoint", "sequential", "outcome", "loop", "testing"),
     ("overrides", "definition", "config", "catalogue", "fanout", "cost", "ledger", "graph", "cluster", "papers",

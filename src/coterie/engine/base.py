@@ -108,15 +108,18 @@ class Engine(ABC):
         while start < len(rows):
             step = max(1, block // self._pieces)
             part = slice(start, min(start + step, len(rows)))
-            before = rows[part].clone()
+            now = work.part(part)
+            changing = [rows[part], *(() if now.moments is None else (now.moments,))]
+            before = [tensor.clone() for tensor in changing]
             try:
-                losses[part] = self._train_block(rows[part], work.part(part))
+                losses[part] = self._train_block(rows[part], now)
             except torch.OutOfMemoryError:
                 if step == 1:
                     raise ModelError(
                         "the memory does not hold the training of one client: take a smaller batch"
                     ) from None
-                rows[part] = before
+                for tensor, earlier in zip(changing, before, strict=True):
+                    tensor.copy_(earlier)
                 self._shrink()
                 continue
             start = part.stop
@@ -131,7 +134,7 @@ class Engine(ABC):
 
     def _train_block(self, rows: Tensor, work: Training) -> Tensor:
         trainable = self.layout.trainable
-        optimizer = RowOptimizer(work.local, rows[:, :trainable])
+        optimizer = RowOptimizer(work.local, rows[:, :trainable], work.moments, work.taken)
         losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
         for step in range(work.steps):
             for size, members in work.groups(step):

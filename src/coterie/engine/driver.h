@@ -63,6 +63,8 @@ struct Training {
   const T* alpha;  // mixture of endpoints in each step of each client; none without a simplex layer
   const int64_t *places, *length, *keys;
   T* losses;
+  T* moments;            // of each client's optimiser, to go on from; none for fresh ones
+  const int64_t* taken;  // steps before, with moments
   int64_t row, anchor_row, steps, width, trained, adam;
   double lr, momentum, decay, prox;
 };
@@ -153,10 +155,12 @@ static void train_one(const Training& job, int64_t client, Net& net, T* moments)
   Optimizer step{};
   step.w = job.rows + client * job.row;
   step.first = moments, step.second = moments + PARAMS, step.g = moments + 2 * PARAMS;
+  if (job.moments) step.first = job.moments + client * (1 + job.adam) * job.trained, step.second = step.first + job.trained;
   step.anchor = job.anchor ? job.anchor + client * job.anchor_row : nullptr;
   step.momentum = job.momentum, step.decay = job.decay, step.prox = job.prox;
   step.adam = job.adam, step.trained = job.trained;
-  double decay1 = 1, decay2 = 1;
+  double decay1 = job.moments ? std::pow(0.9, job.taken[client]) : 1;
+  double decay2 = job.moments ? std::pow(0.999, job.taken[client]) : 1;
   for (int64_t s = 0; s < job.steps; s++) {
     const int size = job.length[client * job.steps + s];
     const int64_t* places = job.places + (client * job.steps + s) * job.width;

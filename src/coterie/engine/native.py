@@ -44,9 +44,10 @@ class _CropFlip(ctypes.Structure):
 class _Training(ctypes.Structure):
     _fields_ = (
         ("store", _Store), ("augment", _CropFlip), ("rows", _POINTER), ("anchor", _POINTER), ("alpha", _POINTER),
-        ("places", _POINTER), ("length", _POINTER), ("keys", _POINTER), ("losses", _POINTER), ("row", _LONG),
-        ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG), ("trained", _LONG), ("adam", _LONG),
-        ("lr", _DOUBLE), ("momentum", _DOUBLE), ("decay", _DOUBLE), ("prox", _DOUBLE),
+        ("places", _POINTER), ("length", _POINTER), ("keys", _POINTER), ("losses", _POINTER), ("moments", _POINTER),
+        ("taken", _POINTER), ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG),
+        ("trained", _LONG), ("adam", _LONG), ("lr", _DOUBLE), ("momentum", _DOUBLE), ("decay", _DOUBLE),
+        ("prox", _DOUBLE),
     )  # fmt: skip
 
 
@@ -145,17 +146,20 @@ class NativeProgram:
         losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
         places, length = _whole(work.places), _whole(work.length)
         keys = None if work.keys is None else _whole(work.keys[0])
+        taken = None if work.taken is None else _whole(work.taken)
         anchor = None if work.anchor is None or not work.prox else _rows(work.anchor)
         draws, fill = None, None
         if work.augment is not None:
             draws, fill = _whole(work.augment.keys), work.augment.fill.to(rows.dtype).contiguous()
         alpha = self._mixtures(work.inputs, *work.length.shape)
         assert rows.stride(1) == 1
+        assert work.moments is None or work.moments.is_contiguous()
         augment = _CropFlip(_at(draws), _at(fill), work.augment.padding if work.augment else 0)
         job = _Training(
             self._store(work.samples), augment, _at(rows), _at(anchor), _at(alpha), _at(places), _at(length), _at(keys),
-            _at(losses), rows.stride(0), 0 if anchor is None else anchor.stride(0), work.steps, places.shape[2],
-            self.layout.trainable, int(local.optimizer == "adam"), local.lr, local.momentum, local.weight_decay,
+            _at(losses), _at(work.moments), _at(taken), rows.stride(0), 0 if anchor is None else anchor.stride(0),
+            work.steps, places.shape[2], self.layout.trainable, int(local.optimizer == "adam"), local.lr,
+            local.momentum, local.weight_decay,
             work.prox,
         )  # fmt: skip
         self._run(self._library.train, job, len(rows))

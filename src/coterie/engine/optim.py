@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie.errors import require
@@ -20,13 +20,16 @@ class LocalTraining:
         epochs: passes over the local training data ($E$).
         steps: optimiser steps instead of epochs ($S$); the data are reshuffled when they are used up.
         batch_size: samples a step ($B$); a client with fewer samples uses all of them.
-        optimizer: "adam" or "sgd". Its state starts fresh in every round.
+        optimizer: "adam" or "sgd". Its state starts fresh in every round, but see `persistent_client_optimizer`.
         lr: step size, above 0 (0 is allowed and trains nothing).
         momentum: of SGD, in [0, 1).
         weight_decay: L2 penalty added to the gradient, 0 or larger.
         drop_last: leave out the last, smaller batch of an epoch.
         augment: "crop-flip" pads images by `padding` black pixels, cuts random pieces and mirrors half of them.
         padding: see `augment`.
+        persistent_client_optimizer: each client keeps the state of its optimiser (the moments, and with Adam the count
+            of its steps) from round to round, whatever model it trains next. Some published code works so; it needs
+            an optimiser with a state, and the synchronous schedule.
     """
 
     epochs: int = 1
@@ -39,6 +42,7 @@ class LocalTraining:
     drop_last: bool = False
     augment: Literal["none", "crop-flip"] = "none"
     padding: int = 4
+    persistent_client_optimizer: bool = False
 
     def __post_init__(self) -> None:
         require(self.epochs >= 0, "local.epochs", self.epochs, "0 or more")
@@ -50,6 +54,40 @@ class LocalTraining:
         require(self.padding >= 0, "local.padding", self.padding, "0 or more")
         require(0 <= self.momentum < 1, "local.momentum", self.momentum, "at least 0 and below 1")
         require(self.weight_decay >= 0, "local.weight_decay", self.weight_decay, "0 or more")
+        stateless = self.persistent_client_optimizer and not self.moments
+        sentence = "momentum above 0, or optimizer = 'adam': plain SGD has no state to keep"
+        require(not stateless, "local.persistent_client_optimizer", True, sentence)
+
+    @property
+    def moments(self) -> int:
+        """How many numbers the optimiser remembers of each parameter."""
+        return 2 if self.optimizer == "adam" else int(self.momentum > 0)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What clients keep of their optimisers between rounds, for each model that they train (a track).
+
+    Args:
+        values: the first moment, and with Adam the second, of each trained parameter.
+        taken: steps taken so far.
+    """
+
+    values: Float[Tensor, "clients tracks moments trainable"]
+    taken: Int[Tensor, "clients tracks"]
+
+    @staticmethod
+    def zeros(local: LocalTraining, tracks: int, rows: Float[Tensor, "clients trainable"]) -> "Moments":
+        """Return those of clients that have not trained.
+
+        Args:
+            local: the optimiser.
+            tracks: how many models each client trains in a round.
+            rows: the trainable parameters; only their shape and type are used.
+        """
+        clients, trainable = rows.shape
+        values = rows.new_zeros(clients, tracks, local.moments, trainable)
+        return Moments(values, torch.zeros(clients, tracks, dtype=torch.int64))
 
 
 class RowOptimizer:
@@ -58,12 +96,20 @@ class RowOptimizer:
     Args:
         local: which optimiser and its settings.
         rows: the trainable parameters; only their shape and type are used.
+        moments: the state to go on from, updated in place; a fresh one when None.
+        taken: with `moments`: steps taken before.
     """
 
-    def __init__(self, local: LocalTraining, rows: Float[Tensor, "clients trainable"]) -> None:
-        self.local = local
-        self.first = torch.zeros_like(rows) if local.optimizer == "adam" or local.momentum else None
-        self.second = torch.zeros_like(rows) if local.optimizer == "adam" else None
+    def __init__(
+        self,
+        local: LocalTraining,
+        rows: Float[Tensor, "clients trainable"],
+        moments: Float[Tensor, "clients moments trainable"] | None = None,
+        taken: Int[Tensor, " clients"] | None = None,
+    ) -> None:
+        self.local, self.taken = local, taken
+        state = [torch.zeros_like(rows) for _ in range(local.moments)] if moments is None else [*moments.unbind(1)]
+        self.first, self.second = (*state, None, None)[:2]
 
     def step(
         self, rows: Float[Tensor, "clients trainable"], grads: Float[Tensor, "clients trainable"], number: int
@@ -76,7 +122,7 @@ class RowOptimizer:
         Args:
             rows: the trainable parameters.
             grads: their gradients.
-            number: of this step, from 1.
+            number: of this step in this training, from 1.
         """
         if self.local.weight_decay:
             grads = grads.add_(rows * self.local.weight_decay)
@@ -96,14 +142,18 @@ class RowOptimizer:
         beta1, beta2 = ADAM_BETAS
         self.first.lerp_(grads, 1 - beta1)
         self.second.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
-        scale = self.second.sqrt().div_((1 - beta2**number) ** 0.5).add_(ADAM_EPS)
-        rows.sub_(torch.div(self.first, scale).mul_(self.local.lr / (1 - beta1**number)))
+        count: int | Tensor = number
+        if self.taken is not None:  # each client has its own
+            count = (self.taken + number).to(rows.device)[:, None].double()
+        scale = self.second.sqrt().div_((1 - beta2**count) ** 0.5).add_(ADAM_EPS)
+        rows.sub_(torch.div(self.first, scale).mul_(self.local.lr / (1 - beta1**count)))
 
     def take(self, chosen: Tensor) -> "RowOptimizer":
         """Return the optimiser of some rows, on copies of their state."""
         part = RowOptimizer(self.local, torch.empty(0, 0))
         part.first = None if self.first is None else self.first[chosen]
         part.second = None if self.second is None else self.second[chosen]
+        part.taken = None if self.taken is None else self.taken[chosen]
         return part
 
     def put(self, chosen: Tensor, part: "RowOptimizer") -> None:

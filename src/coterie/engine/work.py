@@ -86,6 +86,8 @@ class Training:
         inputs: values of the layout's input buffers, in each step.
         keys: the key of each client's dropout masks, and the names of the buffers that take them.
         augment: changes the inputs of some clients' batches in a step.
+        moments: the state of each client's optimiser, changed in place; a fresh one when None.
+        taken: with `moments`: steps each client took before.
         foreign: (client's row) -> a context in which PyTorch's own generator is that client's, for foreign modules.
     """
 
@@ -98,6 +100,8 @@ class Training:
     inputs: Mapping[str, Shaped[Tensor, "clients steps *shape"]] = field(default_factory=dict)
     keys: tuple[Int[Tensor, " clients"], tuple[str, ...]] | None = None
     augment: CropFlip | None = None
+    moments: Float[Tensor, "clients moments trainable"] | None = None
+    taken: Int[Tensor, " clients"] | None = None
     foreign: Callable[[int], AbstractContextManager[None]] = lambda _row: nullcontext()
 
     @property
@@ -115,6 +119,8 @@ class Training:
             inputs={name: value[rows] for name, value in self.inputs.items()},
             keys=None if self.keys is None else (self.keys[0][rows], self.keys[1]),
             augment=None if self.augment is None else replace(self.augment, keys=self.augment.keys[rows]),
+            moments=None if self.moments is None else self.moments[rows],
+            taken=None if self.taken is None else self.taken[rows],
             foreign=lambda row: self.foreign((rows.start or 0) + row),
         )
 

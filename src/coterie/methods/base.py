@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie import selection
+from coterie.engine.optim import Moments
 from coterie.errors import require
 from coterie.exchange import Exchange, Inbox, Message, PeersMissing
 from coterie.models import ModelFactory
@@ -45,15 +46,18 @@ class State:
         params: the personal model of each hosted client.
         memory: the method's memory: a frozen dataclass of tensors with a leading clients axis, or None.
         shared: what the server role keeps: a frozen dataclass of tensors, or None.
+        moments: the state of the clients' optimisers, where it outlasts a round; the loop's, not the method's.
     """
 
     params: Float[Tensor, "clients params"]
     memory: Any = None
     shared: Any = None
+    moments: Moments | None = None
 
     def take(self, rows: Int[Tensor, " rows"]) -> "State":
         """Return the state of some hosted clients."""
-        return State(self.params[rows], map_tensors(self.memory, lambda t: t[rows]), self.shared)
+        memory, moments = (map_tensors(part, lambda t: t[rows]) for part in (self.memory, self.moments))
+        return State(self.params[rows], memory, self.shared, moments)
 
     def put(self, rows: Int[Tensor, " rows"], new: "State") -> "State":
         """Return this state with some rows replaced, and the new shared part."""
@@ -61,8 +65,9 @@ class State:
         def place(old: Tensor, update: Tensor) -> Tensor:
             return old.index_copy(0, rows, update)
 
-        memory = None if self.memory is None else zip_tensors(self.memory, new.memory, place)
-        return State(place(self.params, new.params), memory, new.shared)
+        pairs = ((self.memory, new.memory), (self.moments, new.moments))
+        memory, moments = (None if old is None else zip_tensors(old, update, place) for old, update in pairs)
+        return State(place(self.params, new.params), memory, new.shared, moments)
 
 
 def map_tensors(value: Any, function: Any) -> Any:
@@ -130,6 +135,7 @@ class Method(ABC):
         exchanges: how many exchanges a round makes, always the same, so that nodes stay in step.
         server: whether it needs a server.
         order: which comes first in a round when the run does not say.
+        tracks: how many models each client trains in a round.
     """
 
     kind: ClassVar[str]
@@ -139,6 +145,7 @@ class Method(ABC):
     exchanges: ClassVar[int] = 1
     server: ClassVar[bool] = False
     order: ClassVar[Order] = "exchange_first"
+    tracks: ClassVar[int] = 1
 
     @abstractmethod
     def init(self, task: Task, rng: Rng) -> State:

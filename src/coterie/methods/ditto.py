@@ -43,6 +43,7 @@ class Ditto(OneModel):
     """
 
     kind: ClassVar[str] = "ditto"
+    tracks: ClassVar[int] = 2
     summary: ClassVar[str] = "FedAvg, and a personal model for each client that stays near the global one"
     references: ClassVar[tuple[str, ...]] = (
         "Li, Hu, Beirami, Smith, Ditto: fair and robust federated learning through personalization, 2021, "
@@ -73,7 +74,9 @@ class Ditto(OneModel):
         """Train the personal models, near the global one that was received."""
         purpose = "batches" if self.interleaved else "batches.personal"
         local = personal_training(rnd.local, self.personal_epochs, self.personal_steps)
-        model, info = rnd.task.train(memory.model, rnd.rng, local, anchor=start, prox=self.lam, purpose=purpose)
+        model, info = rnd.task.train(
+            memory.model, rnd.rng, local, anchor=start, prox=self.lam, purpose=purpose, track=1
+        )
         return Personal(model), personal_info(info)
 
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
@@ -94,5 +97,5 @@ def personal_training(local: LocalTraining, epochs: int | None, steps: int | Non
 
 def personal_info(info: Info) -> dict[str, Any]:
     """Name a report of personal training apart from that of the global model."""
-    kept = ("loss", "losses", "train_samples", "diverged")
-    return {f"personal_{name}": info[name] for name in kept}
+    kept = ("loss", "losses", "train_samples", "diverged", "moments", "taken")
+    return {f"personal_{name}": info[name] for name in kept if name in info}

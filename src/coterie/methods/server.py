@@ -19,10 +19,11 @@ from coterie import aggregation, metrics
 from coterie.errors import require
 from coterie.exchange import Inbox, Message, Reply
 from coterie.heads import last_layer
+from coterie.hosted import not_finite
 from coterie.methods.base import Info, Method, Round, State
 from coterie.models import Layout
 from coterie.rng import Rng
-from coterie.task import Task, not_finite
+from coterie.task import Task
 
 MIN_UPDATES = 3
 """A cluster is not averaged over fewer clients (or over fewer than all its members, where it has fewer)."""

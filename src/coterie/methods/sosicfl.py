@@ -87,6 +87,7 @@ class SosicFlPlus(SimplexMethod):
     """
 
     kind: ClassVar[str] = "sosicfl-plus"
+    tracks: ClassVar[int] = 2
     summary: ClassVar[str] = "SosicFL with a personal simplex for each client, near the global one"
     references: ClassVar[tuple[str, ...]] = REFERENCES
     lam: float = 1.0
@@ -128,7 +129,7 @@ class SosicFlPlus(SimplexMethod):
         inputs = self.mixtures(rnd, offer, "alpha.personal", rnd.task.steps(local))
         own = torch.where(memory.started.to(start.device)[:, None], memory.model, start)
         model, info = rnd.task.train(
-            own, rnd.rng, local, anchor=start, prox=self.lam, inputs=inputs, purpose="batches.personal"
+            own, rnd.rng, local, anchor=start, prox=self.lam, inputs=inputs, purpose="batches.personal", track=1
         )
         return PersonalSimplex(model, torch.ones_like(memory.started)), personal_info(info)
 
