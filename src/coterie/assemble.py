@@ -84,6 +84,7 @@ def assemble(
         truth=_truth(clients, form),
         name=" + ".join(source.name for source in sources),
         class_names=_class_names(clients, sources),
+        noise=torch.tensor([c.noise for c in clients], dtype=torch.float64) if any(c.noise for c in clients) else None,
     ).validate()
 
 
@@ -131,10 +132,10 @@ class Form:
 
     @staticmethod
     def of(sources: Sequence[Source], clients: Clients, normalise: str) -> "Form":
-        """Choose the layout: float16, normalised, where noise is added to images; otherwise the datasets' own."""
+        """Choose the layout: float16, normalised, where noise is fixed in images; otherwise the datasets' own."""
         x = sources[0].train.x
         constants: Constants = sources[0].constants(normalise)
-        disturbed = any(client.recipe.noise > 0 for client in clients)
+        disturbed = any(client.recipe.noise > 0 and not client.recipe.redrawn for client in clients)
         dtype = torch.float16 if x.dtype == torch.uint8 and disturbed else x.dtype
         return Form(dtype, tuple(x.shape[1:]), *constants)
 
@@ -151,7 +152,8 @@ class Form:
         if self.mean:
             shape = (-1, *[1] * (x.ndim - 2))
             x = (x - torch.tensor(self.mean).reshape(shape)) / torch.tensor(self.std).reshape(shape)
-        return (noisy(x, recipe.noise, generator) if recipe.noise > 0 else x).to(self.dtype)
+        fixed = recipe.noise > 0 and not recipe.redrawn
+        return (noisy(x, recipe.noise, generator) if fixed else x).to(self.dtype)
 
     def targets(
         self, samples: Samples, rows: Int[np.ndarray, " samples"], recipe: Recipe, generator: np.random.Generator
@@ -240,7 +242,7 @@ class _Tests:
     def _make(self, samples: Samples, rows: Rows, recipe: Recipe, name: str, place: int) -> TestSet:
         x = self.form.inputs(samples, rows, recipe, self.rng.generator("data.test.noise", place))
         y = self.form.targets(samples, rows, recipe, self.rng.generator("data.test.targets", place))
-        return TestSet(x, y, name)
+        return TestSet(x, y, name, recipe.noise if recipe.redrawn else 0.0)
 
 
 def _in_shares(rows: Rows, labels: Rows, shares: Float[np.ndarray, " classes"], limit: int | None) -> Rows:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -53,11 +53,13 @@ class TestSet:
         x: the inputs, in the same form as the federation's.
         y: the targets.
         name: what it holds, such as "rotation 90".
+        noise: standard deviation of the noise on prepared inputs, drawn anew at every access.
     """
 
     x: Shaped[Tensor, "samples *features"]
     y: Shaped[Tensor, "samples *targets"]
     name: str
+    noise: float = 0.0
 
     __test__ = False  # not a pytest class
 
@@ -82,6 +84,8 @@ class Federation:
         truth: the planted clusters, or None when unknown or not to be seen.
         name: what this is, in a few words.
         class_names: a name per class, when known.
+        noise: standard deviation of the noise on each client's prepared inputs, drawn anew at every access; None for
+            nowhere.
     """
 
     x: Shaped[Tensor, "clients samples *features"]
@@ -98,6 +102,7 @@ class Federation:
     truth: Truth | None = None
     name: str = "federation"
     class_names: tuple[str, ...] = ()
+    noise: Float[Tensor, " clients"] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -147,6 +152,7 @@ class Federation:
             test_of=self.test_of[rows],
             ids=self.ids[rows],
             origin=None if self.origin is None else self.origin[rows],
+            noise=None if self.noise is None else self.noise[rows],
             truth=None,
         )
 
@@ -159,6 +165,8 @@ class Federation:
             digest.update(part.contiguous().numpy().tobytes())
         shift = self.truth.shift if self.truth else ()
         digest.update(json.dumps([self.name, self.mean, self.std, shift]).encode())
+        if self.noise is not None:
+            digest.update(json.dumps([self.noise.tolist(), [test.noise for test in self.tests]]).encode())
         return digest.hexdigest()[:16]
 
     def validate(self) -> "Federation":
@@ -180,6 +188,9 @@ class Federation:
                 )
         elif not all_finite(self.y):
             raise DataError("the targets contain NaN or infinity; clean or drop them")
+        levels = [*([] if self.noise is None else self.noise.tolist()), *(test.noise for test in self.tests)]
+        if not all(0 <= level < float("inf") for level in levels):
+            raise DataError(f"noise from {min(levels)} to {max(levels)}; expected finite numbers, not negative")
         empty = (self.counts("train") == 0).nonzero().flatten().tolist()
         if empty:
             raise DataError(f"client {int(self.ids[empty[0]])} has no training samples; give every client at least one")
@@ -220,6 +231,8 @@ class Federation:
         tensors = {"x": self.x, "y": self.y, "split": self.split, "test_of": self.test_of, "ids": self.ids}
         if self.origin is not None:
             tensors["origin"] = self.origin
+        if self.noise is not None:
+            tensors["noise"] = self.noise
         if self.truth is not None:
             tensors["truth.cluster"] = self.truth.cluster
         for i, test in enumerate(self.tests):
@@ -232,6 +245,7 @@ class Federation:
             "name": self.name,
             "class_names": self.class_names,
             "tests": [test.name for test in self.tests],
+            "test_noise": [test.noise for test in self.tests],
             "truth": None if self.truth is None else {"names": self.truth.names, "shift": self.truth.shift},
         }
         path = Path(path)
@@ -260,8 +274,10 @@ class Federation:
         truth = None
         if meta["truth"] is not None:
             truth = Truth(tensors["truth.cluster"], tuple(meta["truth"]["names"]), tuple(meta["truth"]["shift"]))
+        noises = meta.get("test_noise", [0.0] * len(meta["tests"]))
         tests = tuple(
-            TestSet(tensors[f"tests.{i}.x"], tensors[f"tests.{i}.y"], name) for i, name in enumerate(meta["tests"])
+            TestSet(tensors[f"tests.{i}.x"], tensors[f"tests.{i}.y"], name, noise)
+            for i, (name, noise) in enumerate(zip(meta["tests"], noises, strict=True))
         )
         return Federation(
             x=tensors["x"],
@@ -278,4 +294,5 @@ class Federation:
             truth=truth,
             name=meta["name"],
             class_names=tuple(meta["class_names"]),
+            noise=tensors.get("noise"),
         )

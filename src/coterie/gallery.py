@@ -13,7 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from coterie.engine.noise import gaussian
 from coterie.federation import TRAIN, VALIDATION, Federation
+from coterie.models import splitmix
 
 IMAGES = 10  # sample images per planted cluster
 BINS = 12  # bins of a regression target
@@ -80,8 +82,19 @@ def _images(federation: Federation) -> list[list[str]]:
         rows = (cluster == number).nonzero().flatten()
         held = (federation.split[rows] == TRAIN) | (federation.split[rows] == VALIDATION)
         x, y = federation.x[rows][held], federation.y[rows][held]
-        out.append([_png(x[place]) for place in _spread(y if federation.classes else torch.zeros(len(y)))])
+        noise = 0.0 if federation.noise is None else float(federation.noise[rows].max())
+        places = _spread(y if federation.classes else torch.zeros(len(y)))
+        out.append([_png(_seen(x[place], noise, place, federation)) for place in places])
     return out
+
+
+def _seen(image: Tensor, noise: float, place: int, federation: Federation) -> Tensor:
+    """Return an image as it may look once noise is drawn: uint8 images stay what they are, but for the noise."""
+    if not noise or image.dtype != torch.uint8:
+        return image
+    deviation = torch.tensor(federation.std or (1.0,), dtype=torch.float64).reshape(-1, *(1 for _ in image.shape[1:]))
+    normal = gaussian(splitmix(torch.tensor([place + 1])), image.numel()).reshape(image.shape)
+    return (image + 255 * deviation * noise * normal).round().clamp(0, 255).to(torch.uint8)
 
 
 def _is_image(federation: Federation) -> bool:

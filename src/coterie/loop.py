@@ -93,8 +93,8 @@ class Loop:
     def __init__(
         self, task: Task, method: Method, exchange: Exchange, settings: Settings, rng: Rng, record: Record
     ) -> None:
-        self.task, self.method, self.exchange, self.settings, self.record = task, method, exchange, settings, record
-        self.rng = rng
+        self.task, self.rng = task.at(rng), rng
+        self.method, self.exchange, self.settings, self.record = method, exchange, settings, record
         self.order: Order = settings.order or method.order
         self.state = method.init(task, self.rng)
         if settings.local.persistent_client_optimizer:
@@ -126,11 +126,15 @@ class Loop:
         self._warm_up() if index < 0 else self._round(index)
         self.next_round += 1
 
+    def _then(self, index: int) -> Task:
+        """Return the task as it measures in a round."""
+        return self.task.at(self.rng.at(index))
+
     def _context(self, index: int, rows: Tensor, cohort: Tensor) -> Round:
         reachable = torch.zeros(self.task.population, dtype=torch.bool)
         reachable[cohort] = True
         whole = len(rows) == len(self.task)
-        task = self.task.carrying(self.state.moments)
+        task = self._then(index).carrying(self.state.moments)
         return Round(
             index=index,
             task=task if whole else task.rows(rows),
@@ -219,9 +223,9 @@ class Loop:
         measured = torch.zeros(len(ids), dtype=torch.bool)
         measured[slice(None) if self.method.server else rows] = True
         if bool(measured.all()):
-            values = self.task.measure(judged, "validation")
+            values = self._then(index).measure(judged, "validation")
         else:
-            values = self.task.rows(measured.nonzero().flatten()).measure(judged[measured], "validation")
+            values = self._then(index).rows(measured.nonzero().flatten()).measure(judged[measured], "validation")
         for name, value in values.items():
             known = self.validation.get(name, torch.full((len(ids),), torch.nan, dtype=value.dtype))
             self.validation[name] = known.masked_scatter(measured, value.cpu())
@@ -261,11 +265,12 @@ class Loop:
 
     def _tested(self, index: int, params: Tensor) -> dict[str, Tensor]:
         """Return the metrics on the test sets, with those that the settings ask for."""
-        values, wanted = self.task.evaluate(params), set(self.settings.extra_metrics)
+        task, wanted = self._then(index), set(self.settings.extra_metrics)
+        values = task.evaluate(params)
         if not self.task.classes or not wanted:
             return values
         if wanted & {"balanced_accuracy", "train_prior_accuracy"}:
-            recall, number = self.task.recalls(params)
+            recall, number = task.recalls(params)
             if "balanced_accuracy" in wanted:
                 values["balanced_accuracy"] = recall.nanmean(1)
             if "train_prior_accuracy" in wanted:
@@ -277,7 +282,7 @@ class Loop:
             self.exchange.enter(self.task.ids)
             everybody, population = torch.arange(len(self.task)), torch.arange(self.task.population)
             models = self.method.overall(self._context(index, everybody, population), self.state)
-            values["global_accuracy"] = self.task.pooled_accuracy(models)
+            values["global_accuracy"] = task.pooled_accuracy(models)
         return values
 
     def _explain(self, values: Mapping[str, Tensor]) -> None:
@@ -310,7 +315,8 @@ class Loop:
         labelled = whole and bool({"reductions", "clusters"} & set(self.settings.extra_metrics))
         served, known = self._served(last) if model == "current" or labelled else (self.state.params, {})
         params = self.tracker.best if model == "best" else served.contiguous()
-        measured = {"test": self._tested(last, params), "validation": self.task.measure(params, "validation")}
+        task = self._then(last)
+        measured = {"test": self._tested(last, params), "validation": task.measure(params, "validation")}
         for split, values in measured.items():
             self.record.drop_metrics(last, split, model)  # the round may have measured its current models already
             self.record.add_metrics(last, self.task.ids, split, model, values)

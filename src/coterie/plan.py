@@ -46,6 +46,7 @@ class Recipe:
         relabel: the new label of each label; None to keep them.
         transforms: applied to the images, in this order.
         noise: standard deviation of the noise added after normalisation.
+        redrawn: whether that noise is drawn anew at every access; once, when the federation is made, otherwise.
         targets: makes the targets, in place of the dataset's.
         where: (column, value) that test samples must have.
         mixture: share of each class in the test set; None for all its samples.
@@ -57,6 +58,7 @@ class Recipe:
     relabel: tuple[int, ...] | None = None
     transforms: tuple[Transform, ...] = ()
     noise: float = 0.0
+    redrawn: bool = False
     targets: Linear | None = None
     where: tuple[str, int] | None = None
     mixture: tuple[float, ...] | None = None
@@ -116,6 +118,11 @@ class Client:
     def note(self, *words: str) -> "Client":
         """Return this client with notes."""
         return replace(self, notes=(*self.notes, *words))
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the noise that is drawn anew at every access."""
+        return self.recipe.noise if self.recipe.redrawn else 0.0
 
     @property
     def places(self) -> tuple[int, ...]:

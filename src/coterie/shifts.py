@@ -73,8 +73,7 @@ class Rotation(Shift):
 class Visual(Shift):
     """Covariate shift: the images of a cluster are clean, noisy or blurred.
 
-    Noise is added after normalisation and drawn once for each sample; a federation with noise therefore holds
-    normalised float16 images. Blur is Pillow's Gaussian filter.
+    Noise is added after normalisation (and augmentation). Blur is Pillow's Gaussian filter.
 
     Args:
         domains: the domain of each cluster: "clean", "noise" or "blur".
@@ -82,6 +81,8 @@ class Visual(Shift):
         assign: which clients.
         sigma: standard deviation of the noise, in normalised units.
         radius: radius of the blur, in pixels.
+        noise: "redrawn": at every access, in training and in testing: in every step, and whenever a round measures
+            models; or "fixed": once for each sample, so that the federation holds normalised float16 images.
     """
 
     kind: ClassVar[str] = "visual"
@@ -90,6 +91,7 @@ class Visual(Shift):
     assign: Assign = "blocks"
     sigma: float | int = 0.5
     radius: float | int = 2.0
+    noise: Literal["redrawn", "fixed"] = "redrawn"
 
     def check(self) -> None:
         """Check the strengths."""
@@ -105,7 +107,9 @@ class Visual(Shift):
     def _disturb(self, client: Client, place: int) -> Client:
         domain, recipe = self.domains[place], client.recipe
         if domain == "noise":
-            return client.plant(place, domain, noise=self.sigma).note(f"sigma {self.sigma:g}")
+            anew = self.noise == "redrawn"
+            disturbed = client.plant(place, domain, noise=float(self.sigma), redrawn=anew)
+            return disturbed.note(f"sigma {self.sigma:g}" + ", drawn anew at every access" * anew)
         if domain == "blur":
             blur: tuple[Transform, ...] = (Blur(self.radius),) if self.radius > 0 else ()
             return client.plant(place, domain, transforms=recipe.transforms + blur).note(f"radius {self.radius:g}")

@@ -1,4 +1,7 @@
-"""Task: the model with the data of the clients hosted here. The only place where gradients are taken."""
+"""Task: the model with the data of the clients hosted here. The only place where gradients are taken.
+
+Longer than other modules: whatever trains or measures asks it, and it alone knows where samples lie.
+"""
 
 import copy
 import time
@@ -13,6 +16,7 @@ from coterie import engine as engines
 from coterie.engine.augment import CropFlip
 from coterie.engine.base import Objective, cross_entropy, squared_error
 from coterie.engine.batches import last_epoch_mean, plan, steps
+from coterie.engine.noise import Noise
 from coterie.engine.optim import LocalTraining, Moments
 from coterie.engine.work import Pairs, Samples, Training
 from coterie.errors import ModelError, require
@@ -86,6 +90,7 @@ class Task:
         self._shared = Shared(federation, everything, tests, where)
         self._at = torch.arange(len(federation))
         self._moments: Moments | None = None
+        self._rng = Rng(0)
         self.samples = where["train"].count.to(dtype)
         objective = objective or (cross_entropy if self.classes else squared_error)
         probe = torch.arange(2) % max(1, len(everything))
@@ -126,6 +131,12 @@ class Task:
             part._moments = Moments(self._moments.values[rows], self._moments.taken[rows])
         part.clusters = None if self.clusters is None else self.clusters[rows]
         return part
+
+    def at(self, rng: Rng) -> "Task":
+        """Return a view that measures in some round: what data are drawn anew at every access belongs to it."""
+        view = copy.copy(self)
+        view._rng = rng
+        return view
 
     # ------------------------------------------------------------------ models
 
@@ -261,6 +272,7 @@ class Task:
             inputs=inputs or {},
             keys=(rng.keys(f"{purpose}.dropout", self.ids), self.layout.keys) if self.layout.keys else None,
             augment=self._augment(local, rng, purpose),
+            noise=self._noise(rng, f"{purpose}.noise"),
             moments=moments,
             taken=taken,
             foreign=lambda row: rng.torch_globals(f"{purpose}.torch", int(self.ids[row])),
@@ -278,6 +290,12 @@ class Task:
             info |= going_on(moments, taken + stepped.sum(1))
         self._shared.train_seconds += time.perf_counter() - started
         return out, info
+
+    def _noise(self, rng: Rng, purpose: str) -> Noise | None:
+        federation = self._shared.federation
+        if federation.noise is None:
+            return None
+        return Noise(rng.keys(purpose, self.ids), federation.noise[self._at], federation.split.shape[1])
 
     def _kept(self, local: LocalTraining, track: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Return a copy of the state of each client's optimiser, and its steps so far, if it keeps one."""
@@ -333,7 +351,8 @@ class Task:
         inputs: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Float[Tensor, " pairs"]]:
         """Measure pairs of (row of the table, hosted client) on the client's own data."""
-        pairs = Pairs(self._shared.samples, self._places(split), self.counts(split), models, clients)
+        noise = self._noise(self._rng, "noise")
+        pairs = Pairs(self._shared.samples, self._places(split), self.counts(split), models, clients, noise)
         values = self._run(table, pairs, inputs)
         return values if self.classes else {"loss": values["loss"]}
 
@@ -354,10 +373,19 @@ class Task:
         for number, test in enumerate(self._shared.tests):
             rows = (serves == number).nonzero().flatten()
             everything, size = torch.arange(len(test))[None], torch.tensor([len(test)])
-            pairs = Pairs(test, everything, size, rows, torch.zeros_like(rows))
+            pairs = Pairs(test, everything, size, rows, torch.zeros_like(rows), self._test_noise(number, 1))
             for name, value in self._run(params, pairs, inputs).items():
                 out[name][rows] = value
         return out
+
+    def _test_noise(self, number: int, sets: int) -> Noise | None:
+        """Return the noise of a test set that is cut into so many sets: that of its samples, however it is cut."""
+        test = self._shared.federation.tests[number]
+        if not test.noise:
+            return None
+        key = self._rng.generator(f"noise.test.{test.name}").integers(1 << 62)
+        sigma = torch.full((sets,), test.noise, dtype=torch.float64)
+        return Noise(torch.full((sets,), int(key)), sigma, len(test.x))
 
     def recalls(
         self, params: Float[Tensor, "clients params"]
@@ -376,7 +404,8 @@ class Task:
             order = list(torch.argsort(labels, stable=True).split(count.tolist()))
             places = torch.nn.utils.rnn.pad_sequence(order, batch_first=True)
             models, sets = rows.repeat_interleave(len(found)), torch.arange(len(found)).repeat(len(rows))
-            hits = self._run(params, Pairs(test, places, count, models, sets), None)["accuracy"]
+            pairs = Pairs(test, places, count, models, sets, self._test_noise(place, len(found)))
+            hits = self._run(params, pairs, None)["accuracy"]
             recall[rows[:, None], found] = hits.reshape(len(rows), len(found))
             number[rows[:, None], found] = count
         return recall, number
@@ -385,9 +414,10 @@ class Task:
         """Return the accuracy of each model on all test sets together; equal models are measured once."""
         distinct, which = models.unique(dim=0, return_inverse=True)
         right, total = torch.zeros(len(distinct), dtype=self.dtype), 0
-        for test in self._shared.tests:
+        for number, test in enumerate(self._shared.tests):
             rows, everything = torch.arange(len(distinct)), torch.arange(len(test))[None]
-            pairs = Pairs(test, everything, torch.tensor([len(test)]), rows, torch.zeros_like(rows))
+            size, noise = torch.tensor([len(test)]), self._test_noise(number, 1)
+            pairs = Pairs(test, everything, size, rows, torch.zeros_like(rows), noise)
             right += self._run(distinct, pairs, None)["accuracy"] * len(test)
             total += len(test)
         return (right / total)[which.cpu()]

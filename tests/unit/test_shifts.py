@@ -133,9 +133,9 @@ def test_datasets_of_different_shapes_cannot_be_together():
         build(sources=(source(name="a"), source(name="b", side=5)))
 
 
-def test_visual_domains_blur_and_disturb_normalised_float16_images():
+def test_visual_domains_blur_and_disturb_normalised_float16_images_where_noise_is_fixed():
     toy = source()
-    federation = build({"kind": "visual", "sizes": [3, 3, 2], "sigma": 0.5}, sources=(toy,))
+    federation = build({"kind": "visual", "sizes": [3, 3, 2], "sigma": 0.5, "noise": "fixed"}, sources=(toy,))
     assert federation.x.dtype == torch.float16
     assert federation.mean == ()
     assert federation.origin is not None
@@ -144,7 +144,7 @@ def test_visual_domains_blur_and_disturb_normalised_float16_images():
     noise = federation.x[3:6].float() - clean[3:6]
     assert abs(float(noise.std()) - 0.5) < 0.05  # 720 draws: standard deviation 0.013
     assert abs(float(federation.x[7].float().std())) < float(clean[7].std())
-    again = build({"kind": "visual", "sizes": [3, 3, 2], "sigma": 0.5}, sources=(toy,))
+    again = build({"kind": "visual", "sizes": [3, 3, 2], "sigma": 0.5, "noise": "fixed"}, sources=(toy,))
     assert torch.equal(again.x, federation.x)
 
 
@@ -152,6 +152,7 @@ def test_visual_domains_blur_and_disturb_normalised_float16_images():
     ("first", "second"),
     [
         ({"kind": "visual", "sigma": 0.5}, {"kind": "visual", "sigma": 0.4}),
+        ({"kind": "visual", "noise": "fixed"}, {"kind": "visual", "noise": "redrawn"}),
         ({"kind": "visual", "radius": 1}, {"kind": "visual", "radius": 2}),
         ({"kind": "rotation", "degrees": [0, 10]}, {"kind": "rotation", "degrees": [0, 11]}),
         ({"kind": "rotation", "degrees": [0, 10]}, {"kind": "rotation", "degrees": [0, 10], "fill": 0}),
@@ -163,7 +164,7 @@ def test_the_fingerprint_tells_strengths_apart(first, second):
 
 
 def test_the_fingerprint_of_noisy_images_tells_how_they_were_normalised():
-    shift = {"kind": "visual"}
+    shift = {"kind": "visual", "noise": "fixed"}
     assert build(shift).fingerprint() != build(shift, normalise="standard").fingerprint()
 
 

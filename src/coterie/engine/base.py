@@ -192,7 +192,7 @@ class Engine(ABC):
         found, repeats = torch.unique_consecutive(pairs.sets[order], return_counts=True)
         for number, chosen in zip(found.tolist(), order.split(repeats.tolist()), strict=True):
             for places in pairs.places[number, : int(pairs.count[number])].split(size):
-                x, y = pairs.samples.inputs(places)[None], pairs.samples.targets(places)
+                x, y = pairs.inputs(torch.tensor([number]), places[None]), pairs.samples.targets(places)
                 for part in chosen.split(block):
                     models = pairs.models[part]
                     outputs = self.forward(table[models], x, {k: v[models] for k, v in inputs.items()})
@@ -209,7 +209,7 @@ class Engine(ABC):
             models, places = pairs.models[part], pairs.places[pairs.sets[part]]
             inside = (torch.arange(width) < pairs.count[pairs.sets[part], None]).to(table.device)
             outputs = self.forward(
-                table[models], pairs.samples.inputs(places), {k: v[models] for k, v in inputs.items()}
+                table[models], pairs.inputs(pairs.sets[part], places), {k: v[models] for k, v in inputs.items()}
             )
             for name, value in self._values(outputs, pairs.samples.targets(places), pairs).items():
                 totals[name][part] = torch.where(inside, value, 0).sum(1)

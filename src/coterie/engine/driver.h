@@ -55,9 +55,17 @@ struct CropFlip {
   int64_t padding;
 };
 
+// Noise that is drawn anew at every access, as in coterie.engine.noise.
+struct Noise {
+  const int64_t* keys;  // of each client or set; none for no noise
+  const double* sigma;
+  int64_t width;
+};
+
 struct Training {
   Store store;
   CropFlip augment;
+  Noise noise;
   T* rows;
   const T* anchor;
   const T* alpha;  // mixture of endpoints in each step of each client; none without a simplex layer
@@ -71,6 +79,7 @@ struct Training {
 
 struct Measuring {
   Store store;
+  Noise noise;
   const T *table, *alpha;  // mixture of endpoints of each model
   const int64_t *places, *count, *models, *sets;
   double *loss, *score;
@@ -121,6 +130,28 @@ static void gather_augmented(const Store& store, const CropFlip& augment, uint64
             value = store.bytes ? store.values[c * 256 + ((const uint8_t*)store.x)[from]] : ((const T*)store.x)[from];
           ((T*)(x + c * Input::PLANE + h * Input::ROW + t))[b] = value;
         }
+  }
+}
+
+// Add noise to up to N samples in the input of the net.
+static void disturb(const Noise& noise, int64_t of, int64_t step, const int64_t* places, int n, V* x) {
+  constexpr int PLANE = Input::H * Input::W, SIZE = Input::C * PLANE, HALF = (SIZE + 1) / 2;
+  const double sigma = noise.sigma[of];
+  if (sigma == 0) return;
+  const uint64_t start = scrambled(uint64_t(noise.keys[of]) + step);
+  for (int b = 0; b < n; b++) {
+    const uint64_t sample = scrambled(start + places[b] % noise.width);
+    const auto add = [=](int entry, double value) {
+      const int c = entry / PLANE, h = entry % PLANE / Input::W, t = entry % Input::W;
+      ((T*)(x + c * Input::PLANE + h * Input::ROW + t))[b] += T(sigma * value);
+    };
+    for (int i = 0; i < HALF; i++) {
+      const uint64_t bits = scrambled(sample + i);
+      const double radius = std::sqrt(-2 * std::log((double(bits & 0xFFFFFFFFu) + 1) * 0x1p-32));
+      const double angle = 6.283185307179586 * 0x1p-32 * double(bits >> 32);
+      add(i, radius * std::cos(angle));
+      if (i + HALF < SIZE) add(i + HALF, radius * std::sin(angle));
+    }
   }
 }
 
@@ -177,6 +208,7 @@ static void train_one(const Training& job, int64_t client, Net& net, T* moments)
         gather_augmented(job.store, job.augment, job.augment.keys[client], s, from, places + from, n, net.input());
       else
         gather(job.store, places + from, n, net.input());
+      if (job.noise.keys) disturb(job.noise, client, s, places + from, n, net.input());
       net.forward<true>(step.w, key, from);
       memset(net.output_gradient(), 0, OUTPUTS * sizeof(V));
       for (int b = 0; b < n; b++)
@@ -204,6 +236,7 @@ extern "C" void measure(const Measuring* job, int64_t first, int64_t last) {
     for (int64_t from = 0; from < size; from += N) {
       const int n = size - from < N ? size - from : N;
       gather(job->store, places + from, n, net->input());
+      if (job->noise.keys) disturb(job->noise, set, 0, places + from, n, net->input());
       net->forward<false>(model, 0, 0);
       for (int b = 0; b < n; b++) {
         loss += judge(job->store, places[from + b], b, net->output(), nullptr, 1, &score);

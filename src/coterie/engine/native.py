@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coterie.engine import compiler, program, stack
+from coterie.engine.noise import Noise
 from coterie.engine.work import Pairs, Samples, Training
 from coterie.models import Layout
 
@@ -41,9 +42,14 @@ class _CropFlip(ctypes.Structure):
     _fields_ = (("keys", _POINTER), ("fill", _POINTER), ("padding", _LONG))
 
 
+class _Noise(ctypes.Structure):
+    _fields_ = (("keys", _POINTER), ("sigma", _POINTER), ("width", _LONG))
+
+
 class _Training(ctypes.Structure):
     _fields_ = (
-        ("store", _Store), ("augment", _CropFlip), ("rows", _POINTER), ("anchor", _POINTER), ("alpha", _POINTER),
+        ("store", _Store), ("augment", _CropFlip), ("noise", _Noise), ("rows", _POINTER), ("anchor", _POINTER),
+        ("alpha", _POINTER),
         ("places", _POINTER), ("length", _POINTER), ("keys", _POINTER), ("losses", _POINTER), ("moments", _POINTER),
         ("taken", _POINTER), ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG),
         ("trained", _LONG), ("adam", _LONG), ("lr", _DOUBLE), ("momentum", _DOUBLE), ("decay", _DOUBLE),
@@ -53,9 +59,9 @@ class _Training(ctypes.Structure):
 
 class _Measuring(ctypes.Structure):
     _fields_ = (
-        ("store", _Store), ("table", _POINTER), ("alpha", _POINTER), ("places", _POINTER), ("count", _POINTER),
-        ("models", _POINTER), ("sets", _POINTER), ("loss", _POINTER), ("score", _POINTER), ("row", _LONG),
-        ("width", _LONG),
+        ("store", _Store), ("noise", _Noise), ("table", _POINTER), ("alpha", _POINTER), ("places", _POINTER),
+        ("count", _POINTER), ("models", _POINTER), ("sets", _POINTER), ("loss", _POINTER), ("score", _POINTER),
+        ("row", _LONG), ("width", _LONG),
     )  # fmt: skip
 
 
@@ -78,6 +84,14 @@ def _whole(tensor: Tensor) -> Tensor:
 def _rows(tensor: Tensor) -> Tensor:
     """Return a matrix whose rows are contiguous; rows may be shared."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
+
+
+def _noise_of(noise: Noise | None) -> tuple[_Noise, tuple[Tensor, ...]]:
+    """Return noise in the form the program reads, and the tensors that own the memory."""
+    if noise is None:
+        return _Noise(None, None, 1), ()
+    owners = (_whole(noise.keys), noise.sigma.to(torch.float64).contiguous())
+    return _Noise(_at(owners[0]), _at(owners[1]), noise.width), owners
 
 
 class NativeProgram:
@@ -155,12 +169,12 @@ class NativeProgram:
         assert rows.stride(1) == 1
         assert work.moments is None or work.moments.is_contiguous()
         augment = _CropFlip(_at(draws), _at(fill), work.augment.padding if work.augment else 0)
+        noise, _draws = _noise_of(work.noise)
         job = _Training(
-            self._store(work.samples), augment, _at(rows), _at(anchor), _at(alpha), _at(places), _at(length), _at(keys),
-            _at(losses), _at(work.moments), _at(taken), rows.stride(0), 0 if anchor is None else anchor.stride(0),
-            work.steps, places.shape[2], self.layout.trainable, int(local.optimizer == "adam"), local.lr,
-            local.momentum, local.weight_decay,
-            work.prox,
+            self._store(work.samples), augment, noise, _at(rows), _at(anchor), _at(alpha), _at(places), _at(length),
+            _at(keys), _at(losses), _at(work.moments), _at(taken), rows.stride(0),
+            0 if anchor is None else anchor.stride(0), work.steps, places.shape[2], self.layout.trainable,
+            int(local.optimizer == "adam"), local.lr, local.momentum, local.weight_decay, work.prox,
         )  # fmt: skip
         self._run(self._library.train, job, len(rows))
         return losses
@@ -172,8 +186,9 @@ class NativeProgram:
         values = torch.empty(2, len(pairs.models), dtype=torch.float64)
         table, alpha = _rows(table), self._mixtures(inputs, len(table))
         places, count, models, sets = (_whole(t) for t in (pairs.places, pairs.count, pairs.models, pairs.sets))
+        noise, _draws = _noise_of(pairs.noise)
         job = _Measuring(
-            self._store(pairs.samples), _at(table), _at(alpha), _at(places), _at(count), _at(models), _at(sets),
+            self._store(pairs.samples), noise, _at(table), _at(alpha), _at(places), _at(count), _at(models), _at(sets),
             _at(values[0]), _at(values[1]), table.stride(0), places.shape[1],
         )  # fmt: skip
         self._run(self._library.measure, job, len(pairs.models))

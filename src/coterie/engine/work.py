@@ -9,6 +9,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from coterie.engine.augment import CropFlip
+from coterie.engine.noise import Noise
 from coterie.engine.optim import LocalTraining
 
 _GOLDEN = 0x1F123BB5159A55E5  # an odd constant that spreads the keys of successive steps
@@ -86,6 +87,7 @@ class Training:
         inputs: values of the layout's input buffers, in each step.
         keys: the key of each client's dropout masks, and the names of the buffers that take them.
         augment: changes the inputs of some clients' batches in a step.
+        noise: is added to them then.
         moments: the state of each client's optimiser, changed in place; a fresh one when None.
         taken: with `moments`: steps each client took before.
         foreign: (client's row) -> a context in which PyTorch's own generator is that client's, for foreign modules.
@@ -100,6 +102,7 @@ class Training:
     inputs: Mapping[str, Shaped[Tensor, "clients steps *shape"]] = field(default_factory=dict)
     keys: tuple[Int[Tensor, " clients"], tuple[str, ...]] | None = None
     augment: CropFlip | None = None
+    noise: Noise | None = None
     moments: Float[Tensor, "clients moments trainable"] | None = None
     taken: Int[Tensor, " clients"] | None = None
     foreign: Callable[[int], AbstractContextManager[None]] = lambda _row: nullcontext()
@@ -119,6 +122,7 @@ class Training:
             inputs={name: value[rows] for name, value in self.inputs.items()},
             keys=None if self.keys is None else (self.keys[0][rows], self.keys[1]),
             augment=None if self.augment is None else replace(self.augment, keys=self.augment.keys[rows]),
+            noise=None if self.noise is None else self.noise.part(rows),
             moments=None if self.moments is None else self.moments[rows],
             taken=None if self.taken is None else self.taken[rows],
             foreign=lambda row: self.foreign((rows.start or 0) + row),
@@ -134,6 +138,8 @@ class Training:
         x = self.samples.inputs(places)
         if self.augment is not None:
             x = self.augment(x, members, step)
+        if self.noise is not None:
+            x = self.noise.add(x, members, step, places)
         return x, self.samples.targets(places), values
 
     def groups(self, step: int) -> Iterator[tuple[int, Int[Tensor, " members"]]]:
@@ -159,6 +165,7 @@ class Pairs:
         count: how many samples each set has.
         models: the row of the table of models, of each pair.
         sets: the set of each pair.
+        noise: on the inputs of each set; the same for all models that are measured on it.
     """
 
     samples: Samples
@@ -166,6 +173,14 @@ class Pairs:
     count: Int[Tensor, " sets"]
     models: Int[Tensor, " pairs"]
     sets: Int[Tensor, " pairs"]
+    noise: Noise | None = None
+
+    def inputs(
+        self, sets: Int[Tensor, " members"], places: Int[Tensor, "members width"]
+    ) -> Float[Tensor, "members width *features"]:
+        """Return samples of some sets as models take them."""
+        x = self.samples.inputs(places)
+        return x if self.noise is None else self.noise.add(x, sets, 0, places)
 
     @property
     def metrics(self) -> tuple[str, ...]:

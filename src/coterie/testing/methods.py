@@ -265,6 +265,7 @@ def _check_relabelling(make: _Maker, whole: Tensor) -> None:
         y=federation.y[order],
         split=federation.split[order],
         test_of=federation.test_of[order],
+        noise=None if federation.noise is None else federation.noise[order],
         truth=None
         if federation.truth is None
         else dataclasses.replace(federation.truth, cluster=federation.truth.cluster[order]),
