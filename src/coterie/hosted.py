@@ -27,6 +27,7 @@ class Shared:
     tests: tuple[Samples, ...]
     positions: dict[str, Positions]
     origins: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    scored: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by split: models, losses; NaN: not yet
     train_seconds: float = 0.0
 
 

@@ -18,7 +18,7 @@ from coterie.engine.base import Objective, cross_entropy, squared_error
 from coterie.engine.batches import last_epoch_mean, plan, steps
 from coterie.engine.noise import Noise
 from coterie.engine.optim import LocalTraining, Moments
-from coterie.engine.work import Pairs, Samples, Training
+from coterie.engine.work import Pairs, Samples, Training, distinct
 from coterie.errors import ModelError, require
 from coterie.exchange import Inbox
 from coterie.federation import SPLITS, Federation
@@ -334,13 +334,34 @@ class Task:
         clients = torch.arange(len(self)).repeat_interleave(len(table))
         return self._measure(table, models, clients, split, inputs)["loss"].reshape(len(self), len(table))
 
-    def score(self, inbox: Inbox, split: str = "train") -> Float[Tensor, "clients peers"]:
-        """Return the mean loss of each received model on the receiver's own data; +inf where nothing came."""
-        out = torch.full(inbox.mask.shape, torch.inf, dtype=self.dtype, device=self.device)
-        clients, slots = inbox.mask.nonzero(as_tuple=True)
+    def score(self, inbox: Inbox, split: str = "train", *, keep: bool = False) -> Float[Tensor, "clients peers"]:
+        """Return the mean loss of each received model on the receiver's own data; +inf where nothing came.
+
+        Args:
+            inbox: what was received.
+            split: of the receiver's data.
+            keep: remember the losses until other models are scored, for a few models that are asked for again.
+        """
+        out = torch.full(inbox.mask.shape, torch.inf, dtype=self.dtype)
+        clients, slots = (part.cpu() for part in inbox.mask.nonzero(as_tuple=True))
         if len(clients):
-            out[clients, slots] = self._measure(inbox.table, inbox.index[clients, slots], clients, split)["loss"]
-        return out
+            models = inbox.index[clients, slots].cpu()
+            out[clients, slots] = self._losses(inbox.table, models, clients, split, keep)
+        return out.to(self.device)
+
+    def _losses(self, table: Tensor, models: Tensor, clients: Tensor, split: str, keep: bool) -> Tensor:
+        if not keep or self._shared.federation.noise is not None:  # noise is another in every round
+            return self._measure(table, models, clients, split)["loss"]
+        known = self._shared.scored.get(split)
+        if known is None or not torch.equal(known[0], table):
+            everybody = len(self._shared.federation)
+            known = table.clone(), torch.full((everybody, len(table)), torch.nan, dtype=self.dtype)
+            self._shared.scored[split] = known
+        rows, losses = self._at[clients], known[1]
+        new = losses[rows, models].isnan()
+        if bool(new.any()):
+            losses[rows[new], models[new]] = self._measure(table, models[new], clients[new], split)["loss"]
+        return losses[rows, models]
 
     def _measure(
         self,
@@ -363,20 +384,25 @@ class Task:
     def evaluate(
         self, params: Float[Tensor, "clients params"], inputs: Mapping[str, Tensor] | None = None
     ) -> dict[str, Float[Tensor, " clients"]]:
-        """Return each client's metrics on the test set that serves it.
+        """Return each client's metrics on the test set that serves it; equal models are measured once on each.
 
         "loss", and "accuracy" for classes; for regression "mse", the mean squared error. No random draw is made.
         """
         names = ["loss", "accuracy"] if self.classes else ["loss", "mse"]
         out = {name: torch.full((len(self),), torch.nan, dtype=self.dtype) for name in names}
         serves = self._shared.federation.test_of[self._at]
-        for number, test in enumerate(self._shared.tests):
+        same = distinct(params) if inputs is None else torch.arange(len(params))
+        for number in range(len(self._shared.tests)):
             rows = (serves == number).nonzero().flatten()
-            everything, size = torch.arange(len(test))[None], torch.tensor([len(test)])
-            pairs = Pairs(test, everything, size, rows, torch.zeros_like(rows), self._test_noise(number, 1))
-            for name, value in self._run(params, pairs, inputs).items():
-                out[name][rows] = value
+            models, which = same[rows].unique(return_inverse=True)
+            for name, value in self._run(params, self._whole_test(number, models), inputs).items():
+                out[name][rows] = value[which]
         return out
+
+    def _whole_test(self, number: int, models: Int[Tensor, " models"]) -> Pairs:
+        test = self._shared.tests[number]
+        everything, size = torch.arange(len(test))[None], torch.tensor([len(test)])
+        return Pairs(test, everything, size, models, torch.zeros_like(models), self._test_noise(number, 1))
 
     def _test_noise(self, number: int, sets: int) -> Noise | None:
         """Return the noise of a test set that is cut into so many sets: that of its samples, however it is cut."""
@@ -396,28 +422,26 @@ class Task:
         """
         recall = torch.full((len(self), self.classes), torch.nan, dtype=self.dtype)
         number = torch.zeros(len(self), self.classes, dtype=torch.int64)
-        serves = self._shared.federation.test_of[self._at]
+        serves, same = self._shared.federation.test_of[self._at], distinct(params)
         for place, test in enumerate(self._shared.tests):
             rows = (serves == place).nonzero().flatten()
+            chosen, which = same[rows].unique(return_inverse=True)
             labels = test.targets(torch.arange(len(test))).cpu()
             found, count = labels.unique(return_counts=True)
             order = list(torch.argsort(labels, stable=True).split(count.tolist()))
             places = torch.nn.utils.rnn.pad_sequence(order, batch_first=True)
-            models, sets = rows.repeat_interleave(len(found)), torch.arange(len(found)).repeat(len(rows))
+            models, sets = chosen.repeat_interleave(len(found)), torch.arange(len(found)).repeat(len(chosen))
             pairs = Pairs(test, places, count, models, sets, self._test_noise(place, len(found)))
             hits = self._run(params, pairs, None)["accuracy"]
-            recall[rows[:, None], found] = hits.reshape(len(rows), len(found))
+            recall[rows[:, None], found] = hits.reshape(len(chosen), len(found))[which]
             number[rows[:, None], found] = count
         return recall, number
 
     def pooled_accuracy(self, models: Float[Tensor, "clients params"]) -> Float[Tensor, " clients"]:
         """Return the accuracy of each model on all test sets together; equal models are measured once."""
-        distinct, which = models.unique(dim=0, return_inverse=True)
-        right, total = torch.zeros(len(distinct), dtype=self.dtype), 0
+        chosen, which = distinct(models).unique(return_inverse=True)
+        right, total = torch.zeros(len(chosen), dtype=self.dtype), 0
         for number, test in enumerate(self._shared.tests):
-            rows, everything = torch.arange(len(distinct)), torch.arange(len(test))[None]
-            size, noise = torch.tensor([len(test)]), self._test_noise(number, 1)
-            pairs = Pairs(test, everything, size, rows, torch.zeros_like(rows), noise)
-            right += self._run(distinct, pairs, None)["accuracy"] * len(test)
+            right += self._run(models, self._whole_test(number, chosen), None)["accuracy"] * len(test)
             total += len(test)
-        return (right / total)[which.cpu()]
+        return (right / total)[which]

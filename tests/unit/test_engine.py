@@ -319,7 +319,7 @@ def test_a_block_that_the_memory_does_not_hold_is_halved_until_it_does(monkeypat
 
 def test_measuring_goes_on_with_fewer_models_where_the_memory_is_small(monkeypatch):
     """Without a training before that found out."""
-    t = Task(ragged().host(range(6)), Custom, engine="vmap", block=6)
+    t = Task(tiny_federation().host(range(6)), Custom, engine="vmap", block=6)
     params = t.init(Rng(0)).clone()
     wanted = t.loss(params, "train")
     small_memory(t, monkeypatch, 3)

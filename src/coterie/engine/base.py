@@ -25,6 +25,7 @@ Objective = Callable[[Tensor, Tensor], Tensor]
 
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # input entries of one evaluation call, which bounds the activations
 _ALONE = 32  # samples of one call of one model on a CPU: the activations of a convolution stay in the cache
+_PIECE = {"cpu": 256, "cuda": 2048}  # samples of one call of many models; sums must not depend on how many they are
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -169,10 +170,10 @@ class Engine(ABC):
         alone = self.one_by_one(table.device)
         while True:
             totals = {name: table.new_zeros(len(pairs.models)) for name in pairs.metrics}
-            step = max(1, block // self._pieces)
+            step = 1 if alone else max(1, block // self._pieces)
             try:
                 if alone or len(pairs.count) < len(pairs.models):
-                    self._measure_sets(table, pairs, inputs, 1 if alone else step, totals)
+                    self._measure_sets(table, pairs, inputs, step, totals)
                 else:
                     self._measure_blocks(table, pairs, inputs, step, totals)
                 break
@@ -187,13 +188,13 @@ class Engine(ABC):
         self, table: Tensor, pairs: Pairs, inputs: Mapping[str, Tensor], block: int, totals: dict[str, Tensor]
     ) -> None:
         """Prepare each set once, in pieces, and run every model that is measured on it."""
-        size = _ALONE if self.one_by_one(table.device) else self._samples_at_once(pairs, table) // block + 1
+        size, most = self._piece(pairs, table)
         order = torch.argsort(pairs.sets, stable=True)
         found, repeats = torch.unique_consecutive(pairs.sets[order], return_counts=True)
         for number, chosen in zip(found.tolist(), order.split(repeats.tolist()), strict=True):
             for places in pairs.places[number, : int(pairs.count[number])].split(size):
                 x, y = pairs.inputs(torch.tensor([number]), places[None]), pairs.samples.targets(places)
-                for part in chosen.split(block):
+                for part in chosen.split(min(block, most)):
                     models = pairs.models[part]
                     outputs = self.forward(table[models], x, {k: v[models] for k, v in inputs.items()})
                     for name, value in self._values(outputs, y.expand(len(part), *y.shape), pairs).items():
@@ -202,21 +203,27 @@ class Engine(ABC):
     def _measure_blocks(
         self, table: Tensor, pairs: Pairs, inputs: Mapping[str, Tensor], block: int, totals: dict[str, Tensor]
     ) -> None:
-        """Run a block of models at once, each on a set of its own."""
-        width = pairs.places.shape[1]
-        block = max(1, min(block, self._samples_at_once(pairs, table) // width))
-        for part in torch.arange(len(pairs.models)).split(block):
-            models, places = pairs.models[part], pairs.places[pairs.sets[part]]
-            inside = (torch.arange(width) < pairs.count[pairs.sets[part], None]).to(table.device)
-            outputs = self.forward(
-                table[models], pairs.inputs(pairs.sets[part], places), {k: v[models] for k, v in inputs.items()}
-            )
-            for name, value in self._values(outputs, pairs.samples.targets(places), pairs).items():
-                totals[name][part] = torch.where(inside, value, 0).sum(1)
+        """Run a block of models at once, each on a set of its own; sets of one size together, so none is padded."""
+        size, most = self._piece(pairs, table)
+        count = pairs.count[pairs.sets]
+        for number in count.unique().tolist():
+            for part in (count == number).nonzero().flatten().split(min(block, most)):
+                models, sets = pairs.models[part], pairs.sets[part]
+                chosen = {k: v[models] for k, v in inputs.items()}
+                for places in pairs.places[sets, :number].split(size, dim=1) if number else ():
+                    outputs = self.forward(table[models], pairs.inputs(sets, places), chosen)
+                    for name, value in self._values(outputs, pairs.samples.targets(places), pairs).items():
+                        totals[name][part] += value.sum(1)
 
-    def _samples_at_once(self, pairs: Pairs, table: Tensor) -> int:
-        entries = _CHUNK.get(table.device.type, _CHUNK["cuda"]) // self._pieces
-        return entries // max(1, pairs.samples.x[0].numel())
+    def _piece(self, pairs: Pairs, table: Tensor) -> tuple[int, int]:
+        """Return how many samples of a set one call takes, whatever the block is, and the most models beside."""
+        entries = self._entries(table) // max(1, pairs.samples.x[0].numel())
+        piece = _ALONE if self.one_by_one(table.device) else _PIECE.get(table.device.type, _PIECE["cuda"])
+        size = max(1, min(piece, entries))
+        return size, max(1, entries // size)
+
+    def _entries(self, table: Tensor) -> int:
+        return _CHUNK.get(table.device.type, _CHUNK["cuda"]) // self._pieces
 
     def _values(self, outputs: Tensor, targets: Tensor, pairs: Pairs) -> dict[str, Tensor]:
         """Return each metric of every sample: [models, samples]."""

@@ -7,17 +7,8 @@ import torch
 from torch import Tensor
 
 from coterie.engine.base import Engine
+from coterie.engine.rewrites import placed
 from coterie.engine.work import Training
-
-_ALIGNMENT = 64  # bytes; where PyTorch itself puts a tensor
-
-
-def _placed(tensor: Tensor) -> Tensor:
-    """Return a tensor that begins where a tensor of its own would: some products round by how their input lies.
-
-    Without this a client's last bits would depend on its row, so on who else is hosted.
-    """
-    return tensor.clone() if tensor.device.type == "cpu" and tensor.data_ptr() % _ALIGNMENT else tensor
 
 
 class LoopEngine(Engine):
@@ -44,11 +35,11 @@ class LoopEngine(Engine):
         """See `Engine.gradients`."""
         layout = self.layout
         parts = []
-        for i, row in enumerate(map(_placed, rows)):
+        for i, row in enumerate(map(placed, rows)):
             tensors = {name: view.detach() for name, view in layout.views(row).items()}
             leaves = [tensors[s.name].requires_grad_() for s in layout.slots if s.stop <= layout.trainable]
             tensors |= {name: value[i] for name, value in inputs.items()}
-            loss = self.objective(layout.call(tensors, _placed(x[i]), training=True), y[i]).mean()
+            loss = self.objective(layout.call(tensors, placed(x[i]), training=True), y[i]).mean()
             grads = torch.autograd.grad(loss, leaves, allow_unused=True)
             flat = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, leaves, strict=True)]
             parts.append((loss.detach(), torch.cat([g.reshape(-1) for g in flat]), layout.state(tensors, row)))
@@ -59,7 +50,7 @@ class LoopEngine(Engine):
         """See `Engine.forward`."""
         outputs = []
         with torch.no_grad():
-            for i, row in enumerate(map(_placed, rows)):
+            for i, row in enumerate(map(placed, rows)):
                 tensors = self.layout.views(row) | {name: value[i] for name, value in inputs.items()}
-                outputs.append(self.layout.call(tensors, _placed(x[i if len(x) > 1 else 0]), training=False))
+                outputs.append(self.layout.call(tensors, placed(x[i if len(x) > 1 else 0]), training=False))
         return torch.stack(outputs)

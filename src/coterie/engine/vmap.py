@@ -1,6 +1,7 @@
 """The vmap engine: a block of clients as one batched program (torch.func.vmap over grad)."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from coterie.engine.base import Engine, Objective
-from coterie.engine.rewrites import faster, independent
+from coterie.engine.rewrites import Separately, faster, independent
 from coterie.models import Layout
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -54,20 +55,23 @@ class VmapEngine(Engine):
         views = layout.views(rows.detach())
         trained = {s.name: views[s.name] for s in layout.slots if s.stop <= layout.trainable}
         state = {name: view for name, view in views.items() if name not in trained}
-        gradients = self._gradients["cpu" if rows.device.type == "cpu" else "other"]
-        grads, (losses, new_state) = gradients(trained, state, dict(inputs), x, y)
+        cpu = rows.device.type == "cpu"
+        with Separately() if cpu else nullcontext():
+            gradients = self._gradients["cpu" if cpu else "other"]
+            grads, (losses, new_state) = gradients(trained, state, dict(inputs), x, y)
         after = layout.concat(new_state, trainable=False, lead=1) if state else rows[:, layout.trainable :]
         return losses.detach(), layout.concat(grads, trainable=True, lead=1), after.detach()
 
     def forward(self, rows: Tensor, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """See `Engine.forward`."""
-        with torch.no_grad():
+        cpu = rows.device.type == "cpu"
+        with torch.no_grad(), Separately() if cpu else nullcontext():
             views = self.layout.views(rows)
             if self.one_by_one(rows.device):
                 return torch.stack([self._one(views, x, inputs, i) for i in range(len(rows))])
-            if len(x) == 1 and len(rows) > 1:
+            if len(x) == 1 and not cpu:
                 return self._forward_shared(views, x[0], dict(inputs))
-            return self._forward(views, x, dict(inputs))
+            return self._forward(views, x.expand(len(rows), *x.shape[1:]), dict(inputs))
 
     def _one(self, views: dict[str, Tensor], x: Tensor, inputs: Mapping[str, Tensor], i: int) -> Tensor:
         tensors = {name: view[i] for name, view in views.items()}

@@ -186,3 +186,22 @@ class Pairs:
     def metrics(self) -> tuple[str, ...]:
         """What is measured: the loss, and accuracy for classes or mean squared error else."""
         return ("loss", "accuracy") if self.samples.classes else ("loss", "mse")
+
+
+def distinct(rows: Float[Tensor, "rows params"]) -> Int[Tensor, " rows"]:
+    """Return for each row the first row that equals it; what holds a NaN may count as different from everything.
+
+    Example:
+        >>> distinct(torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]])).tolist()
+        [0, 1, 0]
+    """
+    if len(rows) and rows.stride(0) == 0:
+        return torch.zeros(len(rows), dtype=torch.int64)
+    found: dict[float, list[int]] = {}
+    first = torch.arange(len(rows))
+    for row, total in enumerate(rows.sum(1).tolist()):
+        alike = found.setdefault(total, [])
+        first[row] = next((other for other in alike if torch.equal(rows[other], rows[row])), row)
+        if first[row] == row:
+            alike.append(row)
+    return first

@@ -160,8 +160,11 @@ def choosable(losses: Float[Tensor, "clients peers"]) -> Float[Tensor, "clients 
 
 
 def choice(task: Task, offer: Inbox) -> tuple[Int[Tensor, " clients"], Float[Tensor, "clients params"]]:
-    """Return the cluster of the offered model with the least loss on each client's training data, and that model."""
-    best = choosable(task.score(offer)).argmin(1).to(offer.index.device)[:, None]
+    """Return the cluster of the offered model with the least loss on each client's training data, and that model.
+
+    What a client measured after a round holds for the offer of the next one: the server's models are the same.
+    """
+    best = choosable(task.score(offer, keep=True)).argmin(1).to(offer.index.device)[:, None]
     label = offer.index.gather(1, best)[:, 0]
     return label, offer.table[label]
 
