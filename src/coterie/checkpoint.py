@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from coterie.settings import Settings
 
 FILE = "checkpoint.safetensors"
-_NOT_IDENTITY = ("rounds", "checkpoint_seconds", "block", "engine")
+_NOT_IDENTITY = ("rounds", "checkpoint_seconds", "block", "engine", "cuda_graphs")
 
 
 def exists(folder: Path) -> bool:
@@ -43,7 +43,9 @@ def exists(folder: Path) -> bool:
 def identity(method: Method, settings: "Settings", seed: int, federation: Federation, task: Task) -> str:
     """Return a hash of everything that a checkpoint must have in common with the run that goes on from it."""
     kept = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _NOT_IDENTITY}
-    if not settings.local.persistent_client_optimizer:  # younger than checkpoints that are about
+    if settings.precision == "full":  # younger than checkpoints that are about, as is the next
+        del kept["precision"]
+    if not settings.local.persistent_client_optimizer:
         kept["local"] = {k: v for k, v in kept["local"].items() if k != "persistent_client_optimizer"}
     what = [method.kind, dataclasses.asdict(method), kept, seed, federation.fingerprint(), str(task.layout.eval_module)]
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -116,8 +116,11 @@ def dumps(study: StudyConfig) -> str:
 def identity(study: StudyConfig) -> dict[str, Any]:
     """Return what decides the results, as a flat table: no names, and nothing that only changes the speed."""
     content = table(study)
-    for key in ("name", "description", "paper", "engine", "block", "checkpoint_seconds", "sweep", "tune"):
+    words, speed = ("name", "description", "paper", "sweep", "tune"), ("engine", "block", "cuda_graphs")
+    for key in (*words, *speed, "checkpoint_seconds"):
         content.pop(key, None)
+    if content.get("precision") == "full":  # so that studies from before it was a setting are the same
+        del content["precision"]
     for entry in content["methods"]:
         entry.pop("paper", None)
     return dict(sorted(_leaves("", content)))

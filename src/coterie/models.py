@@ -86,7 +86,8 @@ class ReturnedBatchNorm(nn.Module):
         self.register_buffer("num_batches_tracked", None if count is None else count.to(torch.get_default_dtype()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise by the batch while training, by the running statistics in evaluation."""
+        """Normalise by the batch while training, by the running statistics in evaluation; bfloat16 in float32."""
+        x = x.float() if x.dtype == torch.bfloat16 else x
         if not self.training and self.running_mean is not None:
             return functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps

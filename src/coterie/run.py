@@ -192,6 +192,8 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         block=settings.block,
         dtype=DTYPES[settings.dtype],
         device=settings.device,
+        precision=settings.precision,
+        cuda_graphs=settings.cuda_graphs,
         clusters=federation.truth.cluster if knows and federation.truth is not None else None,
         expected=once * (settings.rounds + 1),
     )

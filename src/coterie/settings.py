@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 import torch
 
+from coterie.engine.precision import Precision
 from coterie.errors import require
 from coterie.methods.base import Order
 from coterie.task import InitMode, LocalTraining
@@ -45,6 +46,9 @@ class Settings:
         block: clients trained at once; chosen when None.
         device: "cpu", "cuda", ...
         dtype: "float32" or "float64".
+        precision: of the products in training and measuring: "full", that of `dtype`; "tf32", on a CUDA device; "bf16",
+            bfloat16 beside parameters in float32. Optimisers, merges and losses keep `dtype`.
+        cuda_graphs: on a CUDA device: capture the steps of a block of clients and replay them (vmap engine).
         validate_every: rounds between two measurements on the validation data, 1 or more.
         eval_every: rounds between two evaluations on the test sets, a multiple of `validate_every`; 0 for the end only.
         extra_metrics: further metrics of every evaluation on the test sets, for classes: "balanced_accuracy",
@@ -74,6 +78,8 @@ class Settings:
     block: int | None = None
     device: str = "cpu"
     dtype: Literal["float32", "float64"] = "float32"
+    precision: Precision = "full"
+    cuda_graphs: bool = False
     validate_every: int = 1
     eval_every: int = 0
     extra_metrics: Sequence[ExtraMetric] = ()
@@ -96,6 +102,7 @@ class Settings:
             ("stopped_broadcast", ("best", "last")),
             ("evaluate", ("best_val", "final")),
             ("dtype", tuple(DTYPES)),
+            ("precision", get_args(Precision)),
         ):
             value = getattr(self, name)
             require(value in valid, name, value, f"one of {', '.join(str(v) for v in valid)}")

@@ -18,6 +18,7 @@ from coterie.engine.base import Objective, cross_entropy, squared_error
 from coterie.engine.batches import last_epoch_mean, plan, steps
 from coterie.engine.noise import Noise
 from coterie.engine.optim import LocalTraining, Moments
+from coterie.engine.precision import check as check_precision
 from coterie.engine.work import Pairs, Samples, Training, distinct
 from coterie.errors import ModelError, require
 from coterie.exchange import Inbox
@@ -45,6 +46,8 @@ class Task:
             speed, never the result.
         dtype: floating-point type of models and inputs.
         device: where models and data live.
+        precision: of the products in training and measuring: "full", "tf32" or "bf16"; see `engine.precision`.
+        cuda_graphs: capture the steps of the vmap engine and replay them, on a CUDA device.
         objective: (outputs, targets) -> one loss a sample; cross-entropy for classes and squared error else.
         clusters: planted cluster of each hosted client, for methods that declare the need.
         expected: how many samples will be trained on in all, so that "auto" compiles only where that pays.
@@ -66,6 +69,8 @@ class Task:
         block: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        precision: str = "full",
+        cuda_graphs: bool = False,
         objective: Objective | None = None,
         clusters: Int[Tensor, " clients"] | None = None,
         expected: float | None = None,
@@ -73,6 +78,7 @@ class Task:
         require(init in ("shared", "per_client", "given"), "init", init, "'shared', 'per_client' or 'given'")
         require(buffers in BUFFER_POLICIES, "buffers", buffers, f"one of {', '.join(BUFFER_POLICIES)}")
         require(block is None or block >= 1, "block", block, "at least 1")
+        check_precision(precision, cuda_graphs, device, dtype)
         federation.validate()
         self.model = source(model, federation.features, federation.outputs)
         module = template(self.model)
@@ -95,7 +101,9 @@ class Task:
         objective = objective or (cross_entropy if self.classes else squared_error)
         probe = torch.arange(2) % max(1, len(everything))
         x, y = everything.inputs(probe), everything.targets(probe)
-        self.engine = engines.make(engine, self.layout, objective, x, y, expected)
+        self.engine = engines.make(
+            engine, self.layout, objective, x, y, expected, precision=precision, cuda_graphs=cuda_graphs
+        )
         self._check_outputs(x)
         self.block = block or (1 if self.engine.name == "loop" else engines.default_block(self.layout, device))
 

@@ -31,7 +31,15 @@ __all__ = [
 
 
 def make(
-    name: str, layout: Layout, objective: Objective, x: Tensor, y: Tensor, expected: float | None = None
+    name: str,
+    layout: Layout,
+    objective: Objective,
+    x: Tensor,
+    y: Tensor,
+    expected: float | None = None,
+    *,
+    precision: str = "full",
+    cuda_graphs: bool = False,
 ) -> Engine:
     """Return an engine that can run a module, tried on a sample batch.
 
@@ -42,14 +50,18 @@ def make(
         x: a small batch of prepared inputs, [samples, *features].
         y: its targets.
         expected: how many samples will be trained on in all; "auto" compiles only where that pays. None: a few.
+        precision: see `engine.precision.computing`.
+        cuda_graphs: see `VmapEngine`.
 
     Raises:
-        ConfigError: for an unknown name.
+        ConfigError: for an unknown name, or an engine that does not compute at that precision.
         ModelError: when the module cannot be run on such inputs at all.
     """
     if name != "auto" and name not in ENGINES:
         raise ConfigError(unknown("engine", name, ["auto", *ENGINES]))
-    loop = LoopEngine(layout, objective)
+    if name == "compiled" and precision != "full":
+        raise ConfigError(f"engine = 'compiled' computes in full; found precision = {precision!r}: take another engine")
+    loop = LoopEngine(layout, objective, precision)
     problem = _failure(loop, x, y)
     if problem is not None:
         layer, error = problem
@@ -57,13 +69,13 @@ def make(
         raise ModelError(f"the module cannot be trained on inputs of shape {shape}: {layer}: {error}") from error
     if name == "loop":
         return loop
-    if name == "compiled" or (name == "auto" and compiling_pays(layout, x, expected)):
+    if name == "compiled" or (name == "auto" and precision == "full" and compiling_pays(layout, x, expected)):
         try:
             return CompiledEngine(layout, objective, x, y)
         except (NotAStackError, CompilerError) as error:
             if name == "compiled" or isinstance(error, CompilerError):
                 warnings.warn(f"the vmap engine is used: the module cannot be compiled: {error}", stacklevel=3)
-    engine = VmapEngine(layout, objective)
+    engine = VmapEngine(layout, objective, precision, cuda_graphs)
     problem = _failure(engine, x, y)
     if problem is None:
         return engine

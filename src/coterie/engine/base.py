@@ -45,6 +45,7 @@ class Engine(ABC):
     Args:
         layout: how the module's tensors lie in a row.
         objective: the loss of each sample.
+        precision: see `engine.precision.computing`.
 
     Attributes:
         modules: what is run, in training and in evaluation.
@@ -55,8 +56,8 @@ class Engine(ABC):
     compile_seconds: float = 0.0
     _pieces: int = 1  # how many times smaller blocks are than asked for, since the memory did not hold them
 
-    def __init__(self, layout: Layout, objective: Objective) -> None:
-        self.layout, self.objective = layout, objective
+    def __init__(self, layout: Layout, objective: Objective, precision: str = "full") -> None:
+        self.layout, self.objective, self.precision = layout, objective, precision
         self.modules: tuple[nn.Module, ...] = (layout.train_module, layout.eval_module)
 
     @abstractmethod

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from coterie.engine.base import Engine
+from coterie.engine.precision import computing
 from coterie.engine.rewrites import placed
 from coterie.engine.work import Training
 
@@ -39,7 +40,9 @@ class LoopEngine(Engine):
             tensors = {name: view.detach() for name, view in layout.views(row).items()}
             leaves = [tensors[s.name].requires_grad_() for s in layout.slots if s.stop <= layout.trainable]
             tensors |= {name: value[i] for name, value in inputs.items()}
-            loss = self.objective(layout.call(tensors, placed(x[i]), training=True), y[i]).mean()
+            with computing(self.precision, rows.device):
+                outputs = layout.call(tensors, placed(x[i]), training=True)
+            loss = self.objective(outputs.to(rows.dtype), y[i]).mean()
             grads = torch.autograd.grad(loss, leaves, allow_unused=True)
             flat = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, leaves, strict=True)]
             parts.append((loss.detach(), torch.cat([g.reshape(-1) for g in flat]), layout.state(tensors, row)))
@@ -49,8 +52,8 @@ class LoopEngine(Engine):
     def forward(self, rows: Tensor, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """See `Engine.forward`."""
         outputs = []
-        with torch.no_grad():
+        with torch.no_grad(), computing(self.precision, rows.device):
             for i, row in enumerate(map(placed, rows)):
                 tensors = self.layout.views(row) | {name: value[i] for name, value in inputs.items()}
                 outputs.append(self.layout.call(tensors, placed(x[i if len(x) > 1 else 0]), training=False))
-        return torch.stack(outputs)
+        return torch.stack(outputs).to(rows.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from coterie.engine.base import Engine, Objective
+from coterie.engine.precision import computing
 from coterie.engine.rewrites import Separately, faster, independent
 from coterie.models import Layout
 
@@ -17,12 +18,21 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 
 class VmapEngine(Engine):
-    """A block of clients at once."""
+    """A block of clients at once.
+
+    Args:
+        layout: of the module.
+        objective: the loss of each sample.
+        precision: see `engine.precision.computing`.
+        cuda_graphs: capture the gradients of a block and replay them, by `torch.compile`; for a CUDA device.
+    """
 
     name: ClassVar[str] = "vmap"
 
-    def __init__(self, layout: Layout, objective: Objective) -> None:
-        super().__init__(layout, objective)
+    def __init__(
+        self, layout: Layout, objective: Objective, precision: str = "full", cuda_graphs: bool = False
+    ) -> None:
+        super().__init__(layout, objective, precision)
         self._eval_module, train_module = faster(layout.eval_module), independent(layout.train_module)
         self.modules = (train_module, self._eval_module)
         self._convolves = any(isinstance(part, _CONVOLUTIONS) for part in layout.eval_module.modules())
@@ -30,6 +40,8 @@ class VmapEngine(Engine):
             device: vmap(grad_and_value(partial(self._loss, module), has_aux=True))
             for device, module in (("cpu", train_module), ("other", layout.train_module))
         }
+        if cuda_graphs:
+            self._gradients["other"] = torch.compile(self._gradients["other"], mode="reduce-overhead")
         self._forward = vmap(self._outputs)
         self._forward_shared = vmap(self._outputs, in_dims=(0, None, 0))
 
@@ -37,11 +49,11 @@ class VmapEngine(Engine):
         self, module: nn.Module, trained: dict, state: dict, inputs: dict, x: Tensor, y: Tensor
     ) -> tuple[Tensor, dict]:
         tensors = {**trained, **state, **inputs}
-        loss = self.objective(functional_call(module, tensors, (x,)), y).mean()
+        loss = self.objective(functional_call(module, tensors, (x,)).to(self.layout.dtype), y).mean()
         return loss, {name: tensors[name] for name in state}
 
     def _outputs(self, tensors: dict, x: Tensor, inputs: dict) -> Tensor:
-        return functional_call(self._eval_module, {**tensors, **inputs}, (x,))
+        return functional_call(self._eval_module, {**tensors, **inputs}, (x,)).to(self.layout.dtype)
 
     def one_by_one(self, device: torch.device) -> bool:
         """See `Engine.one_by_one`. Convolutions with weights of their own for every model are slow on a CPU."""
@@ -56,7 +68,7 @@ class VmapEngine(Engine):
         trained = {s.name: views[s.name] for s in layout.slots if s.stop <= layout.trainable}
         state = {name: view for name, view in views.items() if name not in trained}
         cpu = rows.device.type == "cpu"
-        with Separately() if cpu else nullcontext():
+        with computing(self.precision, rows.device), Separately() if cpu else nullcontext():
             gradients = self._gradients["cpu" if cpu else "other"]
             grads, (losses, new_state) = gradients(trained, state, dict(inputs), x, y)
         after = layout.concat(new_state, trainable=False, lead=1) if state else rows[:, layout.trainable :]
@@ -65,7 +77,7 @@ class VmapEngine(Engine):
     def forward(self, rows: Tensor, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """See `Engine.forward`."""
         cpu = rows.device.type == "cpu"
-        with torch.no_grad(), Separately() if cpu else nullcontext():
+        with torch.no_grad(), computing(self.precision, rows.device), Separately() if cpu else nullcontext():
             views = self.layout.views(rows)
             if self.one_by_one(rows.device):
                 return torch.stack([self._one(views, x, inputs, i) for i in range(len(rows))])

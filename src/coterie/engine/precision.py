@@ -1,0 +1,60 @@
+"""Faster products at lower precision. Parameters, optimisers, merges and losses keep the precision of the run."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, cast, get_args
+
+import torch
+
+from coterie.errors import ConfigError, require
+
+Precision = Literal["full", "tf32", "bf16"]
+
+
+def check(precision: str, cuda_graphs: bool, device: str, dtype: torch.dtype) -> None:
+    """Refuse what a device cannot do.
+
+    Args:
+        precision: see `computing`.
+        cuda_graphs: whether steps are to be captured and replayed.
+        device: where models live.
+        dtype: of the models.
+
+    Raises:
+        ConfigError: with what was found and what to take.
+    """
+    require(precision in get_args(Precision), "precision", precision, f"one of {', '.join(get_args(Precision))}")
+    cuda = torch.device(device).type == "cuda"
+    if precision != "full" and dtype != torch.float32:
+        raise ConfigError(f"precision = {precision!r} is for dtype = 'float32'; found {dtype}: leave precision 'full'")
+    if precision == "tf32" and not cuda:
+        raise ConfigError(f"precision = 'tf32' is for a CUDA device; found device {device!r}: take 'full' or 'bf16'")
+    if cuda_graphs and not cuda:
+        raise ConfigError(f"cuda_graphs is for a CUDA device; found device {device!r}: leave it out")
+
+
+@contextmanager
+def computing(precision: str, device: torch.device) -> Iterator[None]:
+    """Compute products at a precision, and leave PyTorch as it was.
+
+    Args:
+        precision: "full": that of the models, also where PyTorch itself would take TF32; "tf32": float32 with mantissas
+            of 10 bits; "bf16": bfloat16 by `torch.autocast`.
+        device: where they are computed.
+    """
+    if device.type == "cuda":
+        matmul, cudnn = torch.backends.cuda.matmul, cast(Any, torch.backends.cudnn)
+        before = matmul.allow_tf32, cudnn.allow_tf32
+        matmul.allow_tf32 = cudnn.allow_tf32 = precision == "tf32"
+        try:
+            with _autocast(precision, device):
+                yield
+        finally:
+            matmul.allow_tf32, cudnn.allow_tf32 = before
+    else:
+        with _autocast(precision, device):
+            yield
+
+
+def _autocast(precision: str, device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)

@@ -1,0 +1,103 @@
+"""Products at lower precision: what it changes, what it leaves, and where it is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from coterie import config
+from coterie import engine as engines
+from coterie.engine import precision
+from coterie.errors import ConfigError
+from coterie.rng import Rng
+from coterie.settings import Settings
+from coterie.task import LocalTraining, Task
+from coterie.testing import tiny_federation
+
+
+class Net(nn.Module):
+    """Convolutions on one-channel images made of four numbers, with batch normalisation."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 5, 3, padding=1), nn.BatchNorm2d(5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        image = x.unflatten(1, (1, 2, 2)).repeat(1, 1, 2, 2)
+        return self.head(torch.relu(self.norm(self.conv(image))).mean((2, 3)))
+
+
+def trained(engine: str, wanted: str) -> tuple[Task, torch.Tensor, torch.Tensor]:
+    task = Task(tiny_federation().host(range(6)), Net, engine=engine, precision=wanted)
+    params, info = task.train(task.init(Rng(0)), Rng(0).at(0), LocalTraining(batch_size=5, optimizer="sgd", lr=0.1))
+    return task, params, info["losses"]
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+def test_bfloat16_products_leave_parameters_and_losses_in_float32(engine):
+    """The models are near those of full precision (bfloat16 keeps 8 bits), and are no bfloat16 numbers."""
+    _, full, losses = trained(engine, "full")
+    task, params, rough = trained(engine, "bf16")
+    assert params.dtype == rough.dtype == task.loss(params, "train").dtype == torch.float32
+    assert not torch.equal(params, params.bfloat16().float())
+    assert 1e-5 < float((params - full).abs().max()) < 0.05
+    assert 0 < float((rough - losses).abs().max()) < 0.05
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_engines_agree_at_lower_precision_as_far_as_it_goes():
+    """And measure alike: eight bits are about 0.4 %."""
+    (loop, one, _), (vmap, other, _) = (trained(engine, "bf16") for engine in ("loop", "vmap"))
+    assert torch.allclose(one, other, atol=0.02)
+    assert torch.allclose(loop.loss_table(one, "train"), vmap.loss_table(one, "train"), rtol=0.01, atol=0.01)
+
+
+def test_auto_does_not_compile_at_lower_precision_and_compiled_refuses_it():
+    federation = tiny_federation().host(range(6))
+    assert Task(federation, "linear", engine="auto", expected=1e6, precision="bf16").engine.name == "vmap"
+    with pytest.raises(ConfigError, match="engine = 'compiled' computes in full; found precision = 'bf16'"):
+        Task(federation, "linear", engine="compiled", precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "tf32"}, "precision = 'tf32' is for a CUDA device; found device 'cpu'"),
+        ({"precision": "bf16", "dtype": torch.float64}, "is for dtype = 'float32'; found torch.float64"),
+        ({"cuda_graphs": True}, "cuda_graphs is for a CUDA device; found device 'cpu'"),
+        ({"precision": "half"}, "precision is 'half'"),
+    ],
+)
+def test_what_a_device_cannot_do_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Task(tiny_federation().host(range(6)), "linear", **options)
+
+
+@pytest.mark.parametrize(("wanted", "on"), [("full", False), ("tf32", True)])
+def test_tf32_is_on_where_it_is_asked_for_and_nowhere_else(wanted, on):
+    """Convolutions of cuDNN would take it by default. What was set before comes back."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    inside = []
+    with precision.computing(wanted, torch.device("cuda")):
+        inside += [matmul.allow_tf32, cudnn.allow_tf32]
+    assert inside == [on, on]
+    assert (matmul.allow_tf32, cudnn.allow_tf32) == before
+
+
+def test_cuda_graphs_are_captured_by_torch_compile_of_the_gradients_alone(monkeypatch):
+    """Without a GPU: what is handed to torch.compile, and with which mode; on a CPU nothing of it runs."""
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda function, mode: (asked.append(mode), function)[1])
+    task = Task(tiny_federation().host(range(6)), "linear")
+    engines.VmapEngine(task.layout, torch.nn.functional.cross_entropy)
+    assert asked == []
+    engines.VmapEngine(task.layout, torch.nn.functional.cross_entropy, cuda_graphs=True)
+    assert asked == ["reduce-overhead"]
+
+
+def test_a_study_says_its_precision_and_one_that_does_not_is_what_it_was():
+    study = config.load("rotated-digits", ["precision='bf16'"])
+    assert study.settings.precision == "bf16"
+    assert config.digest(study) != config.digest(config.load("rotated-digits"))
+    assert "precision" not in config.identity(config.load("rotated-digits"))
+    assert Settings().precision == "full"
