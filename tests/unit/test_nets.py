@@ -1,6 +1,7 @@
 """The networks of the server-based papers: shapes, sizes, pretrained features, a missing torchvision."""
 
 import importlib.util
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +104,26 @@ def test_a_missing_torchvision_is_explained(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ModelError, match="colour images of at least 3x32x32; found 1x28x28"):
         build("resnet-18", (1, 28, 28), 10)
     assert set(nets.NETS) < set(NETS)
+
+
+@pytest.mark.parametrize("kind", sorted(VISION))
+def test_a_torchvision_built_for_another_pytorch_is_explained(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Its operators are missing on import, as with a registry's build beside a CPU build: the fix is named."""
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = r"cannot be imported \(operator torchvision::nms does not exist\); "
+    fix = r"install coterie\[vision\], with the torchvision that was built for your PyTorch"
+    for _ in range(2):
+        with pytest.raises(ModelError, match=found + fix) as caught:
+            build(kind, (3, 32, 32), 10)
+        assert "\n" not in str(caught.value)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
 
 
 def two_layers(outputs: int) -> nn.Module:
