@@ -26,7 +26,11 @@ DASHES = ("-", "--", ":", "-.", (0, (8, 2, 2, 2, 2, 2)), (0, (1, 3)), (0, (10, 3
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 WIDTH = 3.3  # inches: a column of a paper
 PERCENT = 100.0
-NAMES = {"gradient_variance": "total variance of updates", "interaction_change": "mean squared change"}
+NAMES = {
+    "gradient_variance": "total variance of updates",
+    "composed_gradient_variance": "total variance of updates at the barycentre",
+    "interaction_change": "mean squared change",
+}
 
 
 def curves(

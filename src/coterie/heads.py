@@ -199,6 +199,20 @@ def endpoint_slots(layout: Layout) -> list[Slot]:
     return [slot for slot in layout.slots if slot.name in names]
 
 
+def composed_last_layer(layout: Layout, updates: Float[Tensor, "clients params"]) -> Float[Tensor, "clients entries"]:
+    """Return what updates of a model do to its last layer, composed at the barycentre if that has endpoints."""
+    endpoints, last = {slot.name for slot in endpoint_slots(layout)}, last_layer(layout)
+    gains = {path: part.gain for path, part in layout.train_module.named_modules() if isinstance(part, SimplexHead)}
+    parts = []
+    for slot in layout.slots:
+        if slot.start < layout.trainable and bool(last[slot.start]):
+            update = updates[:, slot.start : slot.stop]
+            if slot.name in endpoints:
+                update = gains.get(_module_of(slot.name), 1.0) * update.unflatten(1, (slot.shape[0], -1)).mean(1)
+            parts.append(update)
+    return torch.cat(parts, dim=1)
+
+
 def alpha_inputs(layout: Layout, alpha: Float[Tensor, "*shape topics"]) -> dict[str, Tensor]:
     """Return the input buffers that mix endpoints by `alpha`: for a call, or with clients and steps in front."""
     return {name: alpha for name in layout.inputs if name.rpartition(".")[2] == "alpha"}

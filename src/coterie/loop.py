@@ -25,7 +25,7 @@ from coterie.task import Task
 # Of a round's report, kept as metrics.
 _KEPT = (
     "loss", "passes", "extra_models", "extra_floats", "extra_bytes", "bytes_down", "bytes_up",
-    "gradient_variance", "interaction_change",
+    "gradient_variance", "composed_gradient_variance", "interaction_change",
 )  # fmt: skip
 
 _REASONS = {

@@ -20,6 +20,7 @@ ExtraMetric = Literal[
     "maxima",
     "reductions",
     "gradient_variance",
+    "composed_gradient_variance",
     "interaction_change",
 ]
 Schedule = Literal["synchronous", "sequential_exchange", "sequential"]
@@ -57,8 +58,9 @@ class Settings:
             `outcome.cluster_metrics`), "maxima" over the evaluated rounds (see `outcome.maxima`) and "reductions" of
             the final accuracy with other weights than one a client (see `metrics.federated`). Of every round, in
             simulations with a server: "gradient_variance", the total variance of the last layer's updates over the
-            round's clients (see `metrics.total_variance`), and with FedGWC "interaction_change", the running mean
-            that decides when a client's cluster has settled.
+            round's clients (see `metrics.total_variance`; of all endpoints of a simplex), "composed_gradient_variance",
+            that of the layer composed at the simplex's barycentre, and with FedGWC "interaction_change", the running
+            mean that decides when a client's cluster has settled.
         checkpoint_seconds: least time between two checkpoints; 0 for one after every round. Where writing one takes
             long, they come so seldom that it takes a twentieth of the time.
     """

@@ -187,7 +187,36 @@ def test_diverged_updates_do_not_count():
     params = start.clone()
     params[1, :2] = torch.tensor([2.0, 4.0])
     params[2, 0] = torch.nan
-    assert gradient_variance(rnd, start, params)["gradient_variance"].tolist() == [5.0] * 3
+    rnd = dataclasses.replace(rnd, extra_metrics=frozenset({"gradient_variance", "composed_gradient_variance"}))
+    found = gradient_variance(rnd, start, params)
+    assert {name: value.tolist() for name, value in found.items()} == {
+        "composed_gradient_variance": [5.0] * 3, "gradient_variance": [5.0] * 3
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("gain", "bias"), [(1.0, True), (2.0, True), (1.0, False)])
+def test_the_composed_update_is_that_of_the_layer_at_the_barycentre(gain: float, bias: bool):
+    """Against the layer that the model computes with before and after, for endpoints of its own or a shared bias."""
+    layout = Layout(heads.simplex_head(lambda: nn.Linear(5, 3), 4, bias=bias, gain=gain)(), torch.float64)
+    before, after = torch.from_numpy(Rng(0).generator("rows").normal(size=(2, 1, layout.size)))
+
+    def outputs(row: torch.Tensor) -> torch.Tensor:
+        tensors = layout.views(row[0]) | {name: value[0] for name, value in layout.zero_inputs(1).items()}
+        at_zero = layout.call(tensors, torch.zeros(1, 5, dtype=torch.float64), training=False)
+        weight = layout.call(tensors, torch.eye(5, dtype=torch.float64), training=False) - at_zero
+        return torch.cat([weight.T.flatten(), at_zero[0]])
+
+    found = heads.composed_last_layer(layout, after - before)
+    torch.testing.assert_close(found[0], outputs(after) - outputs(before))
+
+
+def test_a_simplex_reports_both_variances():
+    """Of all endpoints, and at the barycentre; a method without endpoints has one value under both names."""
+    names = ("gradient_variance", "composed_gradient_variance")
+    for method, same in ((SosicFl(endpoints=3, regions=2), False), (FedAvg(), True)):
+        loop = testing.follow(method, settings=testing.tiny_settings(extra_metrics=names, rounds=2))
+        table = loop.record.metrics.groupby("metric")["value"].mean()
+        assert (table[names[0]] == pytest.approx(table[names[1]])) == same
 
 
 def test_fedgwc_says_how_much_its_matrix_still_changes():

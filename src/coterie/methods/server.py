@@ -18,7 +18,7 @@ from torch import Tensor
 from coterie import aggregation, metrics
 from coterie.errors import require
 from coterie.exchange import Inbox, Message, Reply
-from coterie.heads import last_layer
+from coterie.heads import composed_last_layer, last_layer
 from coterie.hosted import not_finite
 from coterie.methods.base import Info, Method, Round, State
 from coterie.models import Layout
@@ -208,7 +208,7 @@ class ServerMethod(Method):
         """Return what the settings ask to report of a round, where the whole cohort and the server role are here."""
         if len(rnd.ids) < int(rnd.reachable.sum()):
             return {}
-        return gradient_variance(rnd, start, params) if "gradient_variance" in rnd.extra_metrics else {}
+        return gradient_variance(rnd, start, params)
 
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Ask, train, send."""
@@ -246,18 +246,24 @@ def first(offer: Inbox) -> Float[Tensor, "clients params"]:
 def gradient_variance(
     rnd: Round, start: Float[Tensor, "clients params"], params: Float[Tensor, "clients params"]
 ) -> Info:
-    """Return the total variance of the last layer's updates in a round, for each client of the cohort alike.
+    """Return the total variances of the last layer's updates that are asked for, for each client of the cohort alike.
 
-    Models that diverged do not count.
+    "gradient_variance" is of all endpoints where the layer has several, "composed_gradient_variance" of the layer at
+    the barycentre; without endpoints they are one. Models that diverged do not count.
 
     Args:
         rnd: the round, with the whole cohort.
         start: where each client started.
         params: what it returns.
     """
-    updates = (params - start)[:, last_layer(rnd.task.layout).to(params.device)]
-    value = metrics.total_variance(updates[torch.isfinite(updates).all(1)])
-    return {"gradient_variance": torch.full((len(params),), value, dtype=torch.float64)}
+    layout, found = rnd.task.layout, {}
+    for name in sorted({"gradient_variance", "composed_gradient_variance"} & rnd.extra_metrics):
+        updates = params - start
+        stacked = name == "gradient_variance"
+        updates = updates[:, last_layer(layout).to(params.device)] if stacked else composed_last_layer(layout, updates)
+        value = metrics.total_variance(updates[torch.isfinite(updates).all(1)])
+        found[name] = torch.full((len(params),), value, dtype=torch.float64)
+    return found
 
 
 def traffic(offer: Inbox, *messages: Message) -> dict[str, Tensor]:
