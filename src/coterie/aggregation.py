@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from coterie import pages
+
 _CHUNK = 1 << 24  # entries averaged at once in float64: 128 MB
 
 
@@ -88,7 +90,7 @@ def weighted_mean(
     """
     share = (weights.double() / weights.double().sum())[None, :]
     width = max(1, _CHUNK // max(1, len(params)))
-    room = torch.empty(len(params) * min(width, params.shape[1]), dtype=torch.float64, device=params.device)
+    room = pages.empty(len(params) * min(width, params.shape[1]), dtype=torch.float64, device=params.device)
     parts = []
     for part in params.split(width, dim=1):
         wide = room[: part.numel()].view(part.shape).copy_(part)

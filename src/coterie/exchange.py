@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from coterie import pages
 from coterie.errors import ExchangeError
 from coterie.rng import Rng
 
@@ -94,13 +95,16 @@ class Inbox:
         order = torch.argsort(self.peers, dim=1, stable=True)
         index = self.index.gather(1, order)
         weights = torch.where(self.mask, weights, 0).gather(1, order).to(own.dtype)
-        out = own * own_weight.to(own.dtype)[:, None]
+        own_weight = own_weight.to(own.dtype)
         if own.shape[1] >= _WIDE and own.device.type == "cpu":
+            out = pages.empty(*own.shape, dtype=own.dtype)
             for row, (slots, each) in enumerate(zip(index.tolist(), weights.tolist(), strict=True)):
+                mixed = torch.mul(own[row], own_weight[row], out=out[row])
                 for slot, sender in enumerate(slots):
                     if each[slot] != 0:  # a model that weighs nothing has no influence, be it NaN
-                        out[row].addcmul_(weights[row, slot], self.table[sender])
+                        mixed.addcmul_(weights[row, slot], self.table[sender])
             return out
+        out = own * own_weight[:, None]
         step = max(1, _CHUNK // max(1, own.shape[1]))
         for start in range(0, len(own), step):
             rows = slice(start, start + step)

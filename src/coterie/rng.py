@@ -76,7 +76,7 @@ class Rng:
         """Return `size` draws from [0, 1) for each hosted client, in float64."""
         out = np.empty((len(ids), size))
         for row, client in enumerate(ids.tolist()):
-            out[row] = self.generator(purpose, client).random(size)
+            self.generator(purpose, client).random(out=out[row])
         return torch.from_numpy(out)
 
     def keys(self, purpose: str, ids: Int[Tensor, " clients"]) -> Int[Tensor, " clients"]:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie import checkpoint, memory
+from coterie import checkpoint, memory, pages
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
 from coterie.exchange import Exchange, InMemory
 from coterie.federation import Federation
@@ -110,19 +110,20 @@ def simulate(
     identity = checkpoint.identity(method, settings, seed, federation, task)
     earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
     written, pause = time.perf_counter(), settings.checkpoint_seconds
-    while not loop.finished:
-        loop.step()
-        if observer is not None:
-            observer(_progress(loop, label or method.kind, seed, started))
-        if folder is not None and time.perf_counter() - written >= pause and not loop.finished:
-            begun = time.perf_counter()
+    with pages.kept():
+        while not loop.finished:
+            loop.step()
+            if observer is not None:
+                observer(_progress(loop, label or method.kind, seed, started))
+            if folder is not None and time.perf_counter() - written >= pause and not loop.finished:
+                begun = time.perf_counter()
+                checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
+                written = time.perf_counter()
+                if pause:  # a large population, or a slow disk: writing takes a twentieth of the time at most
+                    pause = max(settings.checkpoint_seconds, 20 * (written - begun))
+        if folder is not None:  # before the final evaluation, so that more rounds can follow
             checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
-            written = time.perf_counter()
-            if pause:  # a large population, or a slow disk: writing takes a twentieth of the time at most
-                pause = max(settings.checkpoint_seconds, 20 * (written - begun))
-    if folder is not None:  # before the final evaluation, so that more rounds can follow
-        checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
-    params = loop.final()
+        params = loop.final()
     timing = _timing(loop, started, earlier)
     if folder is not None:
         checkpoint.finish(folder, loop, identity, timing)

@@ -203,7 +203,7 @@ def others(ids: Int[Tensor, " clients"], population: int) -> Bool[Tensor, "clien
 def probabilities(
     similarity: Float[Tensor, "clients population"],
     tau: float | Float[Tensor, " clients"],
-    considered: Bool[Tensor, "clients population"],
+    considered: Bool[Tensor, "clients population"] | None,
     ids: Int[Tensor, " clients"],
     *,
     floor: float = 1e-6,
@@ -216,7 +216,7 @@ def probabilities(
     Args:
         similarity: $s_{ij}$; any finite size, the exponentials cannot overflow.
         tau: inverse temperature $\tau$, for all clients or for each; 0 is uniform.
-        considered: who enters the softmax.
+        considered: who enters the softmax; None for everybody.
         ids: the clients.
         floor: $\varepsilon_p$, 0 or more.
 
@@ -228,10 +228,14 @@ def probabilities(
     """
     own = ids[:, None]
     sharpness = torch.as_tensor(tau, dtype=torch.float64).reshape(-1, 1)
-    logits = (sharpness * similarity.double()).masked_fill_(~considered, -torch.inf).scatter_(1, own, -torch.inf)
-    mass = torch.softmax(logits, dim=1)
-    mass = mass.nan_to_num_(nan=0.0).add_(floor).scatter_(1, own, 0)
+    logits = sharpness * similarity.double()
+    if considered is not None:
+        logits.masked_fill_(~considered, -torch.inf)
+    mass = torch.softmax(logits.scatter_(1, own, -torch.inf), dim=1).add_(floor).scatter_(1, own, 0)
     total = mass.sum(1, keepdim=True)
+    if bool(total.isnan().any()):  # the softmax of nobody
+        mass = mass.nan_to_num_(nan=floor).scatter_(1, own, 0)
+        total = mass.sum(1, keepdim=True)
     empty = total[:, 0] <= 0
     if bool(empty.any()):
         mass[empty] = others(ids[empty], similarity.shape[1]).double()
@@ -241,7 +245,7 @@ def probabilities(
 
 def entropy_tau(
     similarity: Float[Tensor, "clients population"],
-    considered: Bool[Tensor, "clients population"],
+    considered: Bool[Tensor, "clients population"] | None,
     ids: Int[Tensor, " clients"],
     bits: float,
     limit: float = 1e4,
@@ -250,7 +254,7 @@ def entropy_tau(
 
     Args:
         similarity: $s_{ij}$.
-        considered: who enters the softmax.
+        considered: who enters the softmax; None for everybody.
         ids: the clients.
         bits: the entropy wanted, in bits; below log2 of those considered, or $\tau$ is 0.
         limit: the largest $\tau$ tried.
@@ -303,16 +307,14 @@ def two_hop(
     Returns:
         The estimates, and for whom there is one.
     """
-    order = _ranked(-preference, peers)
-    estimate = torch.zeros(known.shape, dtype=torch.float64)
-    wanted = ~known
-    for slot in order.T:
+    estimate, found = vectors.new_zeros(known.shape), torch.zeros_like(known)
+    for slot in _ranked(-preference, peers).flip(1).T:  # the preferred one last: it has the last word
         row = index.gather(1, slot[:, None])[:, 0]
         arrived = preference.gather(1, slot[:, None]) > -torch.inf
-        new = knows[row].logical_and_(arrived).logical_and_(wanted)
-        torch.where(new, vectors[row].double(), estimate, out=estimate)
-        wanted ^= new
-    return estimate, ~(known | wanted)
+        said = knows.index_select(0, row).bitwise_and_(arrived)
+        torch.where(said, vectors.index_select(0, row), estimate, out=estimate)
+        found |= said
+    return estimate, found.bitwise_and_(~known)
 
 
 def cohort_size(members: int, participation: float | int, least: int = 1) -> int:

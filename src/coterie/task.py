@@ -13,6 +13,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from coterie import engine as engines
+from coterie import pages
 from coterie.engine.augment import CropFlip
 from coterie.engine.base import Objective, cross_entropy, squared_error
 from coterie.engine.batches import last_epoch_mean, plan, steps
@@ -285,7 +286,7 @@ class Task:
             taken=taken,
             foreign=lambda row: rng.torch_globals(f"{purpose}.torch", int(self.ids[row])),
         )
-        out = params.detach() if in_place else params.detach().clone(memory_format=torch.contiguous_format)
+        out = params.detach() if in_place else pages.copy(params.detach())
         losses = self.engine.train(out, work, self.block)
         stepped = schedule.length > 0
         info = {

@@ -11,7 +11,7 @@ import pytest
 import coterie
 
 LAYERS = (
-    ("errors", "rng", "tables"),
+    ("errors", "rng", "tables", "pages"),
     ("nets", "federation", "datasets", "hub", "transforms", "plan", "partition", "label_shifts", "shifts", "assemble",
      "data", "own_data", "models", "metrics", "similarity", "selection", "mixture", "topology", "aggregation",
      "clustering", "simplex"),

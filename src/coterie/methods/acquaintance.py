@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from coterie import selection
+from coterie import pages, selection
 from coterie.exchange import Inbox
 from coterie.methods.base import ROWS
 
@@ -34,11 +34,12 @@ class Acquaintance:
     @staticmethod
     def none(population: int, origin: Float[Tensor, "clients origin"]) -> "Acquaintance":
         """Know nobody."""
-        zeros = torch.zeros(len(origin), population, dtype=torch.int64)
-        return Acquaintance(zeros.double(), zeros.to(torch.int8), zeros, origin)
+        kinds = (torch.float64, torch.int8, torch.int32)
+        similarity, status, count = (pages.empty(len(origin), population, dtype=kind).zero_() for kind in kinds)
+        return Acquaintance(similarity, status, count, origin)
 
-    def rows(self, rows: Int[Tensor, " rows"]) -> "Acquaintance":
-        """Return what some of the clients know."""
+    def rows(self, rows: slice) -> "Acquaintance":
+        """Return what some of the clients know, not copied."""
         return Acquaintance(self.similarity[rows], self.status[rows], self.count[rows], self.origin[rows])
 
     def measured(
@@ -47,10 +48,10 @@ class Acquaintance:
         similarity: Float[Tensor, "clients peers"],
         mask: Bool[Tensor, "clients peers"],
     ) -> "Acquaintance":
-        """Take note of what was measured; of peers that did not answer everything stays as it was."""
+        """Take note of what was measured, in a copy; of peers that did not answer everything stays as it was."""
         rows, slots = mask.nonzero(as_tuple=True)
         at = (rows, peers[rows, slots])
-        values, status, count = self.similarity.clone(), self.status.clone(), self.count.clone()
+        values, status, count = map(pages.copy, (self.similarity, self.status, self.count))
         values[at], status[at] = similarity[rows, slots].double(), MEASURED
         count[at] += 1
         return replace(self, similarity=values, status=status, count=count)
@@ -68,32 +69,42 @@ class Acquaintance:
             drop_nonpositive: leave out similarities of 0 and below.
             dtype: in which the numbers are sent.
         """
-        told = self.usable(drop_nonpositive=drop_nonpositive)
-        if relay == "direct":
-            told = told & (self.status == MEASURED)
-        return {"similarity": self.similarity.to(dtype).masked_fill(~told, 0), "known": told}
+        clients, population = self.status.shape
+        values, known = (pages.empty(clients, population, dtype=kind) for kind in (dtype, torch.bool))
+        for first in range(0, clients, ROWS):
+            rows = slice(first, first + ROWS)
+            mine = self.rows(rows)
+            told = mine.usable(drop_nonpositive=drop_nonpositive)
+            if relay == "direct":
+                told &= mine.status == MEASURED
+            known[rows] = told
+            values[rows].copy_(mine.similarity).masked_fill_(~told, 0)
+        return {"similarity": values, "known": known}
 
-    def told(self, ids: Int[Tensor, " clients"], relays: Inbox, pick: str) -> "Acquaintance":
+    def told(self, ids: Int[Tensor, " clients"], relays: Inbox, pick: str, *, fresh: bool = False) -> "Acquaintance":
         """Estimate similarities to members never measured from what the chosen relays say.
 
         Args:
             ids: the hosted clients.
             relays: messages with the extras of `vouched`.
             pick: believe the "most" or the "least" similar relay.
+            fresh: change this memory instead of a copy: nobody else has it yet.
         """
-        values, status = self.similarity.clone(), self.status.clone()
-        for rows in torch.arange(len(ids)).split(ROWS):
-            peers, known = relays.peers[rows], values[rows]
-            preference = known.gather(1, peers.clamp(min=0)) * (1 if pick == "most" else -1)
+        new = self if fresh else replace(self, similarity=pages.copy(self.similarity), status=pages.copy(self.status))
+        for first in range(0, len(ids), ROWS):
+            rows = slice(first, first + ROWS)
+            mine, peers = new.rows(rows), relays.peers[rows]
+            preference = mine.similarity.gather(1, peers.clamp(min=0)) * (1 if pick == "most" else -1)
             heard = relays.mask[rows] & (peers >= 0)
+            measured = mine.status == MEASURED
             estimate, found = selection.two_hop(
-                (status[rows] == MEASURED) | ~selection.others(ids[rows], values.shape[1]),
+                measured.scatter_(1, ids[rows, None], True),
                 peers,
                 torch.where(heard, preference, -torch.inf),
                 relays.index[rows],
                 relays.fields["similarity"],
                 relays.fields["known"],
             )
-            values[rows] = torch.where(found, estimate, known)
-            status[rows] = status[rows].masked_fill(found, ESTIMATED)
-        return replace(self, similarity=values, status=status)
+            torch.where(found, estimate, mine.similarity, out=mine.similarity)
+            mine.status.masked_fill_(found, ESTIMATED)
+        return new

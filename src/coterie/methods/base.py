@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from coterie import selection
+from coterie import pages, selection
 from coterie.engine.optim import Moments
 from coterie.errors import require
 from coterie.exchange import Exchange, Inbox, Message, PeersMissing
@@ -34,7 +34,7 @@ the slots), `diverged`, `trained` (the models before the exchange that ends a ro
 
 Order = Literal["exchange_first", "train_first"]
 
-ROWS = 64
+ROWS = 32
 """Clients treated at once where there is a number for each member of the population: few rows fit the cache."""
 
 
@@ -119,7 +119,7 @@ class Round:
     @property
     def candidates(self) -> Bool[Tensor, "clients population"]:
         """Whom each client may read: everybody reachable but itself."""
-        allowed = self.reachable.expand(len(self.ids), -1).clone()
+        allowed = pages.copy(self.reachable.expand(len(self.ids), -1))
         return allowed.scatter_(1, self.ids[:, None], False)
 
 

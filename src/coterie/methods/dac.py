@@ -135,12 +135,13 @@ class Dac(PeerMethod):
 
     def probability(self, ids: Int[Tensor, " clients"], memory: Acquaintance, round: int) -> Tensor:
         """Return with which probabilities peers are drawn after a round ($p_{ij}$): clients x population."""
-        usable = memory.usable(drop_nonpositive=self.drop_nonpositive)
-        similarity = torch.where(usable, memory.similarity, 0)
-        if self.scaling == "minmax":
-            similarity = selection.min_max(similarity, usable)
-        considered = usable if self.unknown == "floor" else torch.ones_like(usable)
-        tau = self.tau_at(round)
+        similarity, considered, tau = memory.similarity, None, self.tau_at(round)  # unknown ones are 0
+        if self.drop_nonpositive or self.scaling == "minmax" or self.unknown == "floor":
+            usable = memory.usable(drop_nonpositive=self.drop_nonpositive)
+            similarity = torch.where(usable, similarity, 0)
+            considered = usable if self.unknown == "floor" else None
+            if self.scaling == "minmax":
+                similarity = selection.min_max(similarity, usable)
         if self.tau_schedule == "entropy":
             tau = selection.entropy_tau(similarity, considered, ids, self.entropy)
         return selection.probabilities(similarity, tau, considered, ids, floor=self.eps_p)
@@ -148,7 +149,8 @@ class Dac(PeerMethod):
     def draw(self, rnd: Round, memory: Acquaintance) -> tuple[Tensor, Tensor]:
         """Draw peers; return them, and with which probabilities: clients x peers. Few rows at a time fit the cache."""
         drawn, candidates, population = [], rnd.candidates, rnd.task.population
-        for rows in torch.arange(len(rnd.ids)).split(ROWS):
+        for first in range(0, max(1, len(rnd.ids)), ROWS):
+            rows = slice(first, first + ROWS)
             ids, allowed = rnd.ids[rows], candidates[rows]
             probability = self.probability(ids, memory.rows(rows), max(rnd.index - 1, 0))
             draws = rnd.rng.pairs("peers", ids, population)
@@ -189,7 +191,7 @@ class Dac(PeerMethod):
             inbox = rnd.exchange.pull(Message(state.params[:, :0], self.vouched(state)), relays)
             cost["extra_bytes"] = cost.get("extra_bytes", zero) + inbox.bytes.sum(1)
         cost["extra_floats"] = cost.get("extra_floats", zero) + inbox.mask.sum(1) * rnd.task.population
-        return memory.told(rnd.ids, inbox, self.two_hop_pick), cost
+        return memory.told(rnd.ids, inbox, self.two_hop_pick, fresh=True), cost
 
 
 @final
