@@ -52,6 +52,7 @@ class Task:
         objective: (outputs, targets) -> one loss a sample; cross-entropy for classes and squared error else.
         clusters: planted cluster of each hosted client, for methods that declare the need.
         expected: how many samples will be trained on in all, so that "auto" compiles only where that pays.
+        batch_size: samples of a client's step, so that "auto" batches clients only where that pays.
 
     Attributes:
         ids: the hosted clients, in the order of all rows.
@@ -75,6 +76,7 @@ class Task:
         objective: Objective | None = None,
         clusters: Int[Tensor, " clients"] | None = None,
         expected: float | None = None,
+        batch_size: int | None = None,
     ) -> None:
         require(init in ("shared", "per_client", "given"), "init", init, "'shared', 'per_client' or 'given'")
         require(buffers in BUFFER_POLICIES, "buffers", buffers, f"one of {', '.join(BUFFER_POLICIES)}")
@@ -103,7 +105,15 @@ class Task:
         probe = torch.arange(2) % max(1, len(everything))
         x, y = everything.inputs(probe), everything.targets(probe)
         self.engine = engines.make(
-            engine, self.layout, objective, x, y, expected, precision=precision, cuda_graphs=cuda_graphs
+            engine,
+            self.layout,
+            objective,
+            x,
+            y,
+            expected,
+            batch_size=batch_size,
+            precision=precision,
+            cuda_graphs=cuda_graphs,
         )
         self._check_outputs(x)
         self.block = block or (1 if self.engine.name == "loop" else engines.default_block(self.layout, device))

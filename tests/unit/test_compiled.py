@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from coterie import engine as engines
-from coterie.engine import compiler
+from coterie.engine import choice, compiler
 from coterie.engine.augment import CropFlip
 from coterie.engine.base import cross_entropy, squared_error
 from coterie.engine.compiled import CompiledEngine
@@ -295,6 +296,20 @@ def test_auto_compiles_where_it_pays_whatever_was_compiled_before():
     x, y = torch.zeros(2, 7, dtype=torch.float64), torch.tensor([0, 1])
     chosen = [engines.make("auto", layout, cross_entropy, x, y, expected).name for expected in (None, 1e3, 1e5)]
     assert chosen == ["vmap", "vmap", "compiled"]
+
+
+@pytest.mark.parametrize(("batch_size", "name"), [(None, "vmap"), (8, "vmap"), (400, "loop")])
+def test_auto_batches_clients_where_their_products_are_small(batch_size, name):
+    """A kernel of 2 x 9 numbers at 26 x 26 places and a layer of 1352 x 4: 17,576 products, in a batch of 8 or 400.
+
+    Two million products in a batch are the limit.
+    """
+    layout = Layout(nn.Sequential(nn.Conv2d(1, 2, 3), nn.GELU(), nn.Flatten(), nn.Linear(1352, 4)))
+    x, y = torch.zeros(2, 1, 28, 28), torch.tensor([0, 1])
+    assert choice.products(layout, x) == 17_576
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engines.make("auto", layout, cross_entropy, x, y, batch_size=batch_size).name == name
 
 
 def test_a_run_that_is_resumed_goes_on_with_the_engine_it_began_with(tmp_path):

@@ -13,6 +13,7 @@ from coterie import config
 from coterie.data import build_federation
 from coterie.engine.batches import plan
 from coterie.engine.optim import RowOptimizer
+from coterie.engine.work import step_keys
 from coterie.errors import ConfigError, ModelError
 from coterie.rng import Rng
 from coterie.task import LocalTraining, Task
@@ -228,6 +229,18 @@ def test_a_module_that_cannot_be_batched_falls_back_with_one_warning_that_names_
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert task("loop", model=model).engine.name == "loop"
+
+
+def test_dropout_draws_anew_in_each_of_many_steps_and_its_keys_wrap():
+    """From step 9 on the product of step and constant has more than 64 bits."""
+    steps = (0, 1, 4, 9, 1000)
+    found = torch.cat([step_keys(torch.tensor([7, 1 << 62]), step) for step in steps]).tolist()
+    wanted = [(key + step * 0x1F123BB5159A55E5) % (1 << 64) for step in steps for key in (7, 1 << 62)]
+    assert [key % (1 << 64) for key in found] == wanted
+    loop, vmap = (task(engine) for engine in ("loop", "vmap"))
+    local = LocalTraining(steps=20, batch_size=5, optimizer="sgd", lr=0.1)
+    results = [t.train(t.init(Rng(0)), Rng(0).at(0), local)[0] for t in (loop, vmap)]
+    assert torch.allclose(*results, atol=1e-10)
 
 
 def test_foreign_randomness_in_a_module_is_reproducible():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from coterie.engine.base import Engine, Objective
-from coterie.engine.choice import compiling_pays
+from coterie.engine.choice import batching_pays, compiling_pays
 from coterie.engine.compiled import CompiledEngine
 from coterie.engine.compiler import CompilerError
 from coterie.engine.loop import LoopEngine
@@ -38,6 +38,7 @@ def make(
     y: Tensor,
     expected: float | None = None,
     *,
+    batch_size: int | None = None,
     precision: str = "full",
     cuda_graphs: bool = False,
 ) -> Engine:
@@ -50,6 +51,7 @@ def make(
         x: a small batch of prepared inputs, [samples, *features].
         y: its targets.
         expected: how many samples will be trained on in all; "auto" compiles only where that pays. None: a few.
+        batch_size: samples of a client's step; "auto" batches clients only where that is expected to be faster.
         precision: see `engine.precision.computing`.
         cuda_graphs: see `VmapEngine`.
 
@@ -75,6 +77,8 @@ def make(
         except (NotAStackError, CompilerError) as error:
             if name == "compiled" or isinstance(error, CompilerError):
                 warnings.warn(f"the vmap engine is used: the module cannot be compiled: {error}", stacklevel=3)
+    if name == "auto" and not batching_pays(layout, x, batch_size):
+        return loop
     engine = VmapEngine(layout, objective, precision, cuda_graphs)
     problem = _failure(engine, x, y)
     if problem is None:

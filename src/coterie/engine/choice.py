@@ -8,6 +8,8 @@ from coterie.models import Layout
 _SECONDS = 2.0  # compiling takes two or three seconds, once for a machine and a model
 _SAMPLE, _PRODUCT = 25e-6, 4.5e-10  # seconds of the vmap engine for a sample, and for a product in its forward pass
 
+_BATCH = 2_000_000  # products of a client's batch above which a CPU is faster with one client after another
+
 
 def products(layout: Layout, x: Tensor) -> int:
     """Return about how many products of two numbers the forward pass of one sample takes.
@@ -52,3 +54,17 @@ def compiling_pays(layout: Layout, x: Tensor, expected: float | None) -> bool:
     if expected is None or x.device.type != "cpu":
         return False
     return expected * (_SAMPLE + _PRODUCT * products(layout, x)) > _SECONDS
+
+
+def batching_pays(layout: Layout, x: Tensor, batch_size: int | None) -> bool:
+    """Return whether a block of clients as one batched program is expected to be faster than one after another.
+
+    Small products leave a CPU waiting for the interpreter, which many clients share in a batched program; large ones
+    are faster alone. `benchmarks/auto.py` measures where the two meet.
+
+    Args:
+        layout: of the module.
+        x: a small batch of prepared inputs.
+        batch_size: samples of a client's step; None for unknown.
+    """
+    return x.device.type != "cpu" or batch_size is None or batch_size * products(layout, x) <= _BATCH

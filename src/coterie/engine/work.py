@@ -151,8 +151,8 @@ class Training:
 
 
 def step_keys(keys: Int[Tensor, " clients"], step: int) -> Int[Tensor, " clients"]:
-    """Return the keys of a step's dropout masks from the clients' keys of one training."""
-    return keys + step * _GOLDEN
+    """Return the keys of a step's dropout masks from the clients' keys of one training: 64 bits, wrapping."""
+    return keys + torch.tensor([step]) * _GOLDEN
 
 
 @dataclass(frozen=True)
