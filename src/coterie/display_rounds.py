@@ -35,6 +35,8 @@ def rounds(study: Study, console: Console) -> None:
     if timed:
         console.print("\nTime to the baseline's best accuracy (TTA)", style="italic")
         console.print(_times(timed))
+        for text in dict.fromkeys(f"{row['label']}: {row['reason']}" for row in timed if row["reason"]):
+            console.print(text, markup=False, highlight=False)
     console.print("\nTotal participation, client-rounds of training a run", style="italic")
     console.print(_participation(study.summary.get("participation", ())))
 

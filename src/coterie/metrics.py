@@ -195,8 +195,8 @@ def tta_ratio(
     """How many times sooner a method reaches the baseline's largest accuracy than the baseline did, for one seed.
 
     Returns:
-        1 for the baseline itself, 0 when the method never gets there (its time is infinite), NaN when the baseline
-        reached its best at the very first evaluation in round 0, where no ratio exists.
+        1 for the baseline itself, 0 when the method never gets there (its time is infinite), NaN when the method was
+        there in round 0 and the baseline later, where no ratio exists.
     """
     target = acc_max(base)
     own, theirs = time_to_accuracy(rounds, accuracy, target), time_to_accuracy(base_rounds, base, target)

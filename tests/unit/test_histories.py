@@ -86,7 +86,9 @@ def test_what_the_command_line_shows():
         "rows": rows,
         "undefined": [{"label": "CFL", "metric": "was", "reason": "WAS is undefined: one cluster"}],
         "time_to_accuracy": [{"label": "CFL", "base": "FedAvg", "metric": "accuracy", "ratio": 0.0, "std": 0.0,
-                              "seeds": 1, "reached": 0, "tta": None, "reason": ""}],
+                              "seeds": 1, "reached": 0, "tta": None, "reason": ""},
+                             {"label": "CFL", "base": "FedAvg", "metric": "global_accuracy", "ratio": None, "std": 0.0,
+                              "seeds": 1, "reached": 1, "tta": 0.0, "reason": "no ratio: it was there in round 0"}],
         "participation": [{"label": "CFL", "seed": seed, "client_rounds": 100 + seed} for seed in (0, 2)],
     }  # fmt: skip
 
@@ -101,5 +103,7 @@ def test_what_the_command_line_shows():
     assert "CFL 62.5 1 undefined" in text
     assert "CFL: WAS is undefined: one cluster" in text
     assert "CFL FedAvg local never 0.00 0 of 1" in text
+    assert "CFL FedAvg global 0 undefined 1 of 1" in text
+    assert "CFL: no ratio: it was there in round 0" in text
     assert text[-1] == "CFL 101"
     assert shown("dac") == ""
