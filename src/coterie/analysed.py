@@ -1,8 +1,5 @@
 """Figures of papers that need more than a table of results: what `coterie analyse` measured, and small multiples."""
 
-from collections.abc import Sequence
-from fnmatch import fnmatch
-
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
@@ -16,14 +13,9 @@ from coterie.drawings import (
     WIDTH,
     Drawn,
     Named,
-    bare,
     content_of,
     groups_of,
-    lines_of,
-    main_of,
     panels_of,
-    setting_of,
-    value_of,
 )
 from coterie.errors import DataError
 from coterie.payload.packing import dense
@@ -136,38 +128,3 @@ def distributions(runs: Named, *, most: int = 12) -> Drawn:
     panels[-1].set_xlabel("class")
     figure.supylabel("share of training samples (%)", fontsize=8)
     return figure, pd.DataFrame(rows, columns=["method", "found", "of", "count"])
-
-
-def sensitivities(
-    runs: Named, *, setting: str, studies: Sequence[str] = (), metric: str | None = None, cluster: str = "all"
-) -> Drawn:
-    """The final test metric against a setting: a panel for each study and way of averaging, a line a method.
-
-    Args:
-        runs: named runs, of the points of one or more sweeps.
-        setting: the setting on the horizontal axis.
-        studies: patterns of the names of studies to draw; where no study of the runs fits, all are drawn.
-        metric: accuracy or loss.
-        cluster: "all", "clusters" or a cluster's name.
-    """
-    fits = [any(fnmatch(run.study, pattern) for pattern in studies) for _, run in runs]
-    chosen = [pair for pair, fit in zip(runs, fits, strict=True) if fit] or list(runs)
-    metric = metric or main_of(chosen)
-    rows = []
-    for _, run in chosen:
-        value = setting_of(run, setting)
-        if run.finished and value is not None:
-            title = ", ".join(part for part in (run.study.split("/")[-1], run.method.get("aggregation")) if part)
-            rows.append((title, bare(run.label, [setting]), value, value_of(run, metric, cluster)))
-    table = pd.DataFrame(rows, columns=["panel", "method", setting, "value"])
-    if len(np.unique(table[setting].to_numpy())) < 2:
-        raise DataError(f"the finished runs here do not vary {setting}; give the folders of all points of a sweep")
-    grouped = table.groupby(["panel", "method", setting], sort=True)["value"]
-    reduced = grouped.agg(mean="mean", std=lambda values: values.std(ddof=0), seeds="count").reset_index()
-    titles = list(dict.fromkeys(reduced["panel"]))
-    figure, panels = panels_of(len(titles))
-    for axes, title in zip(panels, titles, strict=True):
-        lines_of(axes, reduced.loc[(reduced["panel"] == title).to_numpy()], [setting], metric)
-        axes.set_title(title)
-        axes.legend(fontsize=6)
-    return figure, reduced

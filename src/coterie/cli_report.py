@@ -73,6 +73,7 @@ def plot(
     setting: Annotated[
         str | None, typer.Option(help="Of a sweep: which setting; two, with a comma, make a grid.")
     ] = None,
+    methods: Annotated[str | None, typer.Option(help="Labels to show, with commas; * stands for anything.")] = None,
 ) -> None:
     """Draw a figure of stored runs for a paper, with the numbers behind it as CSV; without --figure, list them.
 
@@ -81,6 +82,7 @@ def plot(
       coterie plot runs/rotated-digits --figure curves --format svg
       coterie plot runs/dac/tau --figure dac-3 --out tau.pdf
       coterie plot runs/my-sweep --figure sweep --setting num_clusters,rho
+      coterie plot runs/my-study --figure heatmap --methods "DAC*,Random"
     """
     from coterie import figures
 
@@ -92,7 +94,7 @@ def plot(
         for name, reason in figures.NOT_STORED.items():
             typer.echo(f"{name:<14}not from stored runs: {reason}")
         return
-    options = {"metric": metric, "split": split, "cluster": cluster, "setting": setting}
+    options = {"metric": metric, "split": split, "cluster": cluster, "setting": setting, "methods": methods}
     given = {name: value for name, value in options.items() if value is not None}
     path = figures.plot(runs, figure, out=out, format=format_, **given)
     typer.echo(f"Figure: {path}\nData:   {path.with_suffix('.csv')}")

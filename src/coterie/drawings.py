@@ -2,7 +2,7 @@
 
 import json
 import math
-import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +26,8 @@ DASHES = ("-", "--", ":", "-.", (0, (8, 2, 2, 2, 2, 2)), (0, (1, 3)), (0, (10, 3
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 WIDTH = 3.3  # inches: a column of a paper
 PERCENT = 100.0
-NAMES = {
+FAR = 10.0  # the ratio of values from which an axis becomes logarithmic
+NAMES = {  # on axes
     "gradient_variance": "total variance of updates",
     "composed_gradient_variance": "total variance of updates at the barycentre",
     "interaction_change": "mean squared change",
@@ -34,35 +35,75 @@ NAMES = {
 
 
 def curves(
-    runs: Named, *, metric: str | None = None, split: str = "validation", cluster: str = "all", log: bool = False
+    runs: Named,
+    *,
+    metric: str | None = None,
+    split: str = "validation",
+    cluster: str = "all",
+    log: bool = False,
+    splits: bool = False,
 ) -> Drawn:
-    """Learning curves of a metric, mean over clients (or of one planted cluster), with bands over seeds."""
-    metric = metric or main_of(runs)
-    figure, axes = _figure()
+    """Learning curves, mean over clients (or of one planted cluster), with bands over seeds.
+
+    Args:
+        runs: named runs.
+        metric: one, or several with commas between: a panel each.
+        split: "train", "validation" or "test".
+        cluster: "all", "clusters" or a cluster's name.
+        log: a logarithmic vertical axis.
+        splits: mark the rounds in which a method found another number of clusters (first seed).
+    """
+    metrics = [one.strip() for one in (metric or main_of(runs)).split(",")]
+    figure, panels = panels_of(len(metrics)) if len(metrics) > 1 else _single()
     rows = []
-    for place, (name, group) in enumerate(groups_of(runs).items()):
-        tables = []
-        for run in group:
-            rounds, values = dense(run, split, metric)
-            tables.append(pd.Series(_over_clients(run, values, cluster), index=rounds))
-        if not any(len(table) for table in tables):
-            continue
-        whole = pd.concat(tables, axis=1).sort_index().ffill()
-        mean, spread = whole.mean(axis=1).to_numpy(), whole.std(axis=1, ddof=0).to_numpy()
-        x, scale = whole.index.to_numpy(), scale_of(metric)
-        axes.plot(x, scale * mean, label=name, color=COLOURS[place % 8], linestyle=DASHES[place % 8])
-        axes.fill_between(
-            x, scale * (mean - spread), scale * (mean + spread), color=COLOURS[place % 8], alpha=0.18, lw=0
-        )
-        rows += [(name, int(r), m, s) for r, m, s in zip(x, mean, spread, strict=True)]
+    for axes, one in zip(panels, metrics, strict=True):
+        for place, (name, group) in enumerate(groups_of(runs).items()):
+            rows += [(name, one, *point) for point in _curve(axes, name, group, place, (split, one, cluster))]
+        if log:
+            axes.set_yscale("log")
+        axes.set(xlabel="round", ylabel=NAMES.get(one, f"{split} {unit_of(one)}"))
     if not rows:
         names = ", ".join(groups_of(runs))
-        raise DataError(f"{names} recorded no {split} {metric} round by round; choose another --metric or --split")
-    if log:
-        axes.set_yscale("log")
-    axes.set(xlabel="round", ylabel=NAMES.get(metric, f"{split} {unit_of(metric)}"))
-    _legend(axes)
-    return figure, pd.DataFrame(rows, columns=["method", "round", "mean", "std"])
+        raise DataError(
+            f"{names} recorded no {split} {' or '.join(metrics)} round by round; choose another --metric or --split"
+        )
+    if splits:
+        for place, (name, group) in enumerate(groups_of(runs).items()):
+            for index in _splits(group[0]):
+                panels[0].axvline(index, color=look(place)["color"], lw=0.7, ls=":", zorder=0)
+                rows.append((name, "split", index, np.nan, np.nan))
+    if len(panels) == 1:
+        legend_of(panels[0])
+    else:
+        shared_legend(panels)
+    return figure, pd.DataFrame(rows, columns=["method", "metric", "round", "mean", "std"])
+
+
+def _curve(
+    axes: Axes, name: str, group: Sequence[StoredRun], place: int, what: tuple[str, str, str]
+) -> list[tuple[int, float, float]]:
+    """Draw the curve of a method; its rounds, means and deviations."""
+    split, metric, cluster = what
+    tables = []
+    for run in group:
+        rounds, values = dense(run, split, metric)
+        tables.append(pd.Series(_over_clients(run, values, cluster), index=rounds))
+    if not any(len(table) for table in tables):
+        return []
+    whole = pd.concat(tables, axis=1).sort_index().ffill()
+    mean, spread = whole.mean(axis=1).to_numpy(), whole.std(axis=1, ddof=0).to_numpy()
+    x, scale = whole.index.to_numpy(), scale_of(metric)
+    seen = look(place)
+    axes.plot(x, scale * mean, label=name, color=seen["color"], linestyle=seen["linestyle"])
+    axes.fill_between(x, scale * (mean - spread), scale * (mean + spread), color=seen["color"], alpha=0.18, lw=0)
+    return [(int(r), float(m), float(s)) for r, m, s in zip(x, mean, spread, strict=True)]
+
+
+def _splits(run: StoredRun) -> list[int]:
+    """The rounds whose labels are of another number of clusters than those before."""
+    rounds, labels = dense(run, "train", "label")
+    counts = np.array([len(np.unique(own[np.isfinite(own)])) for own in labels])
+    return [int(r) for r in rounds[1:][np.diff(counts) != 0]] if len(rounds) else []
 
 
 def heatmaps(runs: Named) -> Drawn:
@@ -82,7 +123,7 @@ def heatmaps(runs: Named) -> Drawn:
         for edge in np.flatnonzero(np.diff(cluster[order])) + 0.5:
             axes.axhline(edge, color="#888888", lw=0.5)
             axes.axvline(edge, color="#888888", lw=0.5)
-        axes.set(title=name, xlabel="client read", ylabel="client that reads")
+        axes.set(title=textwrap.fill(name, 26), xlabel="client read", ylabel="client that reads")
         reader, read = np.nonzero(count)
         rows += [(name, int(i), int(j), int(count[i, j])) for i, j in zip(reader, read, strict=True)]
     figure.colorbar(ScalarMappable(norm, "magma_r"), ax=panels, label="times read (square-root scale)", shrink=0.8)
@@ -97,30 +138,31 @@ def bars(runs: Named, *, metric: str | None = None, cluster: str = "all") -> Dra
     values = {name: (mean, std) for name, mean, std in zip(table["method"], table["mean"], table["std"], strict=True)}
     bands = [name for name in values if kinds[name] in ("random", "oracle")]
     shown = [name for name in values if name not in bands]
-    figure, axes = _figure()
+    figure, axes = single_figure()
     scale = scale_of(metric)
     for place, name in enumerate(shown):
         mean, spread = values[name]
-        colour = COLOURS[place % 8]
-        axes.errorbar(place, scale * mean, yerr=scale * spread, fmt=MARKS[place % 8], color=colour, capsize=3)
+        seen = look(place)
+        axes.errorbar(place, scale * mean, yerr=scale * spread, fmt=seen["marker"], color=seen["color"], capsize=3)
     for name in bands:
         mean, spread = values[name]
         colour, hatch = (COLOURS[2], "///") if kinds[name] == "oracle" else (COLOURS[4], "...")
         low, high = scale * (mean - spread), scale * (mean + spread)
         axes.axhspan(low, high, facecolor=colour, edgecolor=colour, hatch=hatch, alpha=0.22, lw=0, label=name)
         axes.axhline(scale * mean, color=colour, lw=0.8)
+    fit_scale(axes, metric, [mean for mean, _ in values.values()])
     axes.set_xlim(-0.6, max(len(shown), 1) - 0.4)
-    axes.set_xticks(range(len(shown)), shown, rotation=30, ha="right")
+    axes.set_xticks(range(len(shown)), shown, rotation=40, ha="right", rotation_mode="anchor")
     axes.set(ylabel=f"test {unit_of(metric)}")
     if bands:
-        _legend(axes)
+        legend_of(axes)
     return figure, table
 
 
 def strips(runs: Named, *, metric: str | None = None) -> Drawn:
     """The final test metric of each client: a strip a method, shapes by planted cluster."""
     metric = metric or main_of(runs)
-    figure, axes = _figure()
+    figure, axes = single_figure()
     rows, seen = [], set()
     groups = groups_of(runs)
     for place, (name, group) in enumerate(groups.items()):
@@ -145,19 +187,27 @@ def strips(runs: Named, *, metric: str | None = None) -> Drawn:
     long = max(map(len, groups)) * len(groups) > 30
     axes.set_xticks(range(len(groups)), list(groups), rotation=30 if long else 0, ha="right" if long else "center")
     axes.set(ylabel=f"test {unit_of(metric)}")
-    _legend(axes)
+    legend_of(axes)
     return figure, pd.DataFrame(rows, columns=["method", "client", "cluster", metric])
 
 
-def graphs(runs: Named, *, peers: int = 3) -> Drawn:
-    """Clients on a circle in order of planted cluster, with a line to each of the peers they read most."""
+def graphs(runs: Named, *, peers: int = 3, after: str | None = None) -> Drawn:
+    """Clients on a circle in order of planted cluster, with a line to each of the peers they read most.
+
+    Args:
+        runs: named runs.
+        peers: lines from each client.
+        after: a setting of some of the methods, such as "stage_one_rounds": only later rounds count, for all.
+    """
+    known = [setting_of(run, after) for _, run in runs] if after else []
+    start = max((int(value) for value in known if value is not None), default=0)
     groups = {name: group for name, group in groups_of(runs).items() if any(len(run.edges) for run in group)}
     if not groups:
         raise DataError("no method here reads other clients; there is no graph to draw")
     figure, panels = panels_of(len(groups))
     rows = []
     for axes, (name, group) in zip(panels, groups.items(), strict=True):
-        count = _reads(group)
+        count = _reads(group, start)
         cluster = planted_of(group, len(count))
         angle = np.empty(len(cluster))
         angle[np.argsort(cluster, kind="stable")] = 2 * np.pi * np.arange(len(cluster)) / len(cluster)
@@ -219,70 +269,6 @@ def content_of(run: StoredRun, by: str) -> tuple[list[str], np.ndarray]:
     return list(names.values()), (cluster[:, None] == np.array(list(names))).astype(int)
 
 
-def sweep(runs: Named, *, setting: str | None = None, metric: str | None = None, cluster: str = "all") -> Drawn:
-    """The final test metric against a setting, a line a method, or against two, as a grid of the best method's mean."""
-    if not setting:
-        raise ConfigError("figure sweep needs --setting: the name of one setting, or of two with a comma between")
-    metric = metric or main_of(runs)
-    asked = [one.strip() for one in setting.split(",")]
-    points = []
-    for _, run in runs:
-        values = [setting_of(run, one) for one in asked]
-        if run.finished and None not in values:
-            points.append((bare(run.label, asked), run.kind, *values, value_of(run, metric, cluster)))
-    table = pd.DataFrame(points, columns=["method", "kind", *asked, "value"])
-    if all(len(np.unique(table[one].to_numpy())) < 2 for one in asked):
-        raise DataError(f"the finished runs here do not vary {setting}; give the folders of all points of a sweep")
-    if len(set(zip(table["method"], table[asked[0]], strict=True))) == len(set(table["method"])):  # a label a value
-        table["method"] = table["kind"]
-    grouped = table.groupby(["method", *asked], sort=True)["value"]
-    reduced = grouped.agg(mean="mean", std=lambda values: values.std(ddof=0), seeds="count").reset_index()
-    figure, axes = _figure()
-    (lines_of if len(asked) == 1 else _grid)(axes, reduced, asked, metric)
-    if len(asked) == 1:
-        _legend(axes)
-    return figure, reduced
-
-
-def bare(label: str, settings: Sequence[str]) -> str:
-    """Return the label of a point of a sweep without the values of the settings on the axes.
-
-    Example:
-        >>> bare("Inverse loss, tau=30", ["tau"])
-        'Inverse loss'
-    """
-    for one in settings:
-        label = re.sub(rf"[\s,]*\b{re.escape(one)}=[^\s,]*", "", label)
-    return label or settings[0]
-
-
-def lines_of(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: str) -> None:
-    """Draw a line for each method against the one setting."""
-    (setting,) = asked
-    for place, name in enumerate(dict.fromkeys(table["method"])):
-        own = table.loc[(table["method"] == name).to_numpy()]
-        x, scale = own[setting].to_numpy(float), scale_of(metric)
-        axes.errorbar(
-            x, scale * own["mean"].to_numpy(), yerr=scale * own["std"].to_numpy(), label=name, color=COLOURS[place % 8],
-            linestyle=DASHES[place % 8], marker=MARKS[place % 8], capsize=2,
-        )  # fmt: skip
-    values = np.unique(table[setting].to_numpy(float))
-    if values.min() > 0 and values.max() / values.min() >= 20:
-        axes.set_xscale("log")
-    axes.set(xlabel=setting, ylabel=f"test {unit_of(metric)}")
-
-
-def _grid(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: str) -> None:
-    best = "max" if metric in HIGHER_IS_BETTER else "min"
-    grid = table.pivot_table(index=asked[0], columns=asked[1], values="mean", aggfunc=best) * scale_of(metric)
-    image = axes.imshow(grid.to_numpy(), cmap="cividis", aspect="auto", origin="lower")
-    axes.grid(visible=False)
-    axes.set_xticks(range(grid.shape[1]), [f"{v:g}" for v in grid.columns])
-    axes.set_yticks(range(grid.shape[0]), [f"{v:g}" for v in grid.index])
-    axes.set(xlabel=asked[1], ylabel=asked[0])
-    axes.figure.colorbar(image, ax=axes, label=f"test {unit_of(metric)}")
-
-
 def setting_of(run: StoredRun, name: str) -> Any:
     """A number among the settings of a run: of its method, its local training, its data, or the study."""
     places = (run.method, run.config.get("local") or {}, run.config.get("data") or {}, run.config)
@@ -290,10 +276,11 @@ def setting_of(run: StoredRun, name: str) -> Any:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _reads(group: Sequence[StoredRun]) -> np.ndarray:
-    """Who read whom, all seeds together."""
+def _reads(group: Sequence[StoredRun], start: int = 0) -> np.ndarray:
+    """Who read whom from a round on, all seeds together."""
     population = max(run.population for run in group)
-    return np.sum([graph.heatmap(run.edges, population) for run in group], axis=0)
+    tables = [run.edges.loc[(run.edges["round"] >= start).to_numpy()] for run in group]
+    return np.sum([graph.heatmap(table, population) for table in tables], axis=0)
 
 
 def planted_of(group: Sequence[StoredRun], population: int) -> np.ndarray:
@@ -351,6 +338,19 @@ def _over_clients(run: StoredRun, values: np.ndarray, cluster: str) -> np.ndarra
     return np.nanmean(values[:, members[cluster]], axis=1)
 
 
+def look(place: int) -> dict[str, Any]:
+    """Colour, dash and mark of a method by its place: 64 differ from one another."""
+    turn = (place + place // 8) % 8
+    return {"color": COLOURS[place % 8], "linestyle": DASHES[turn], "marker": MARKS[turn]}
+
+
+def fit_scale(axes: Axes, metric: str, values: Sequence[float]) -> None:
+    """Make the vertical axis logarithmic where losses lie so far apart that most would lie on one line."""
+    known = [value for value in values if math.isfinite(value)]
+    if metric not in HIGHER_IS_BETTER and known and min(known) > 0 and max(known) >= FAR * min(known):
+        axes.set_yscale("log")
+
+
 def scale_of(metric: str) -> float:
     """What a metric is multiplied with for a figure."""
     return PERCENT if metric in HIGHER_IS_BETTER else 1.0
@@ -358,15 +358,33 @@ def scale_of(metric: str) -> float:
 
 def unit_of(metric: str) -> str:
     """A metric with its unit, for an axis."""
-    return f"{metric} (%)" if metric in HIGHER_IS_BETTER else metric
+    words = metric.replace("_", " ")
+    return f"{words} (%)" if metric in HIGHER_IS_BETTER else words
 
 
-def _figure() -> tuple[Figure, Axes]:
+def single_figure() -> tuple[Figure, Axes]:
+    """A figure with one panel, as wide as a column."""
     figure = Figure(figsize=(WIDTH, 0.72 * WIDTH))
     return figure, figure.add_subplot()
 
 
-def _legend(axes: Axes) -> None:
+def _single() -> tuple[Figure, list[Axes]]:
+    figure, axes = single_figure()
+    return figure, [axes]
+
+
+def shared_legend(panels: Sequence[Axes], ncols: int = 4) -> None:
+    """Name the lines of all panels above them, each once."""
+    figure = panels[0].get_figure()
+    named = {}
+    for axes in panels:
+        handles, names = axes.get_legend_handles_labels()
+        named |= dict(zip(names, handles, strict=True))
+    if isinstance(figure, Figure):
+        figure.legend(list(named.values()), list(named), loc="outside upper center", ncols=ncols, fontsize=7)
+
+
+def legend_of(axes: Axes) -> None:
     """Name the lines above the axes, where nothing is drawn."""
     axes.legend(loc="lower left", bbox_to_anchor=(-0.12, 1.0), ncols=3, fontsize=7, columnspacing=1.2)
 

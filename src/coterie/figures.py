@@ -7,6 +7,7 @@ that a figure survives a grey copy.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
-from coterie import analysed, drawings
+from coterie import analysed, drawings, drawings_swept
 from coterie.errors import ConfigError, DataError, unknown
 from coterie.summary import StoredRun, find_runs
 
@@ -56,7 +57,7 @@ class Kind:
 
 
 def _swept(setting: str, text: str) -> Kind:
-    return Kind(drawings.sweep, text, {"setting": setting})
+    return Kind(drawings_swept.sweep, text, {"setting": setting})
 
 
 FIGURES: dict[str, Kind] = {
@@ -79,18 +80,24 @@ FIGURES: dict[str, Kind] = {
         "change of FedGWC's interaction matrix over rounds",
         {"metric": "interaction_change", "split": "train", "log": True},
     ),
-    "sensitivity": Kind(analysed.sensitivities, "a setting, a panel for each study", {"setting": "tau"}),
+    "sensitivity": Kind(drawings_swept.sensitivities, "a setting, a panel for each study", {"setting": "tau"}),
     "tau": _swept("tau", "sensitivity to tau"),
     "samples": _swept("train", "training samples per client"),
     "peers": _swept("num_peers", "sampled peers"),
     "population": _swept("num_clients", "number of clients"),
-    "sweep": Kind(drawings.sweep, "any setting, with --setting; two make a grid", {}),
+    "sweep": Kind(drawings_swept.sweep, "any setting, with --setting; two make a grid", {}),
 }
 
 
 @dataclass(frozen=True)
 class Published:
-    """A figure of a paper: the kind it is, with which options, of which study."""
+    """A figure of a paper: the kind it is, with which options, of which study.
+
+    Args:
+        figure: the kind.
+        options: what it is drawn with; `methods` are the labels it shows, where the runs have any of them.
+        study: whose runs it needs.
+    """
 
     figure: str
     options: Mapping[str, Any]
@@ -101,18 +108,25 @@ def _of(figure: str, study: str, **options: Any) -> Published:
     return Published(figure, options, study)
 
 
+SIMILARITIES = ("Inverse loss", "Cosine of updates", "Cosine of weights", "L2")
+ROWS = (*SIMILARITIES, *(f"{name} FedSim" for name in SIMILARITIES), "Random", "Oracle", "Local")
 PAPERS: dict[str, Published] = {
-    "similarity-2": _of("heatmap", "similarity/synthetic"),
-    "similarity-3a": _of("bars", "similarity/synthetic"),
+    "similarity-2a": _of("heatmap", "similarity/synthetic", methods=SIMILARITIES),
+    "similarity-2b": _of("heatmap", "similarity/cifar100-pretrained", methods=SIMILARITIES),
+    "similarity-3a": _of("bars", "similarity/synthetic", methods=ROWS),
     "similarity-3b": _of("samples", "similarity/samples"),
-    "similarity-4a": _of("bars", "similarity/domain-mlp"),
-    "similarity-4b": _of("bars", "similarity/domain-cnn"),
-    "similarity-5a": _of("bars", "similarity/fmnist-covariate-4"),
-    "similarity-5b": _of("bars", "similarity/cifar100-pretrained"),
-    "similarity-5c": _of("bars", "similarity/cifar10-label-2"),
-    "similarity-5d": _of("bars", "similarity/cifar10-label-5"),
+    "similarity-4a": _of("bars", "similarity/domain-mlp", methods=ROWS),
+    "similarity-4b": _of("bars", "similarity/domain-cnn", methods=ROWS),
+    "similarity-5a": _of("bars", "similarity/fmnist-covariate-4", methods=ROWS),
+    "similarity-5b": _of("bars", "similarity/cifar100-pretrained", methods=ROWS),
+    "similarity-5c": _of("bars", "similarity/cifar10-label-2", methods=ROWS),
+    "similarity-5d": _of("bars", "similarity/cifar10-label-5", methods=ROWS),
     "similarity-6": _of("peers", "similarity/peers"),
-    "similarity-7": _of("heatmap", "similarity/cifar10-label-5"),
+    "similarity-7": _of(
+        "heatmap",
+        "similarity/cifar10-label-2, similarity/cifar10-label-5, similarity/fmnist-covariate-4",
+        methods=SIMILARITIES,
+    ),
     "similarity-8": _of("sensitivity", "similarity/tau-cifar10-*", studies=("*tau-cifar10-label-[25]",)),
     "similarity-9": _of(
         "sensitivity",
@@ -123,15 +137,22 @@ PAPERS: dict[str, Published] = {
     "dac-2": _of("samples", "dac/samples"),
     "dac-3": _of("tau", "dac/tau"),
     "dac-4": _of("heatmap", "dac/cifar10-label-40-60"),
-    "panm-4": _of("graph", "panm/cifar10-4"),
+    "panm-4": _of("graph", "panm/cifar10-4", after="stage_one_rounds"),
     "panm-5-left": _of("samples", "panm/samples"),
     "panm-5-right": _of("population", "panm/population"),
-    "sosicfl-4": _of("curves", "sosicfl/cifar10-squeezenet-2-fold", split="test"),
+    "sosicfl-4": _of("curves", "sosicfl/cifar10-squeezenet-2-fold", split="test", metric="global_accuracy,accuracy"),
     "sosicfl-5": _of("simplex", "sosicfl/cifar10-squeezenet-dirichlet"),
     "sosicfl-7a": _of("variance", "sosicfl/cifar10-squeezenet-dirichlet"),
     "sosicfl-7b": _of("sweep", "sosicfl/regions", setting="regions,radius"),
-    "sosicfl-8": _of("sweep", "sosicfl/late-start", setting="warmup_rounds"),
-    "fedgwc-2": _of("curves", "fedgwc/cifar100-dirichlet"),
+    "sosicfl-8": _of("curves", "sosicfl/late-start", split="test", metric="accuracy"),
+    "fedgwc-2": _of(
+        "curves",
+        "fedgwc/cifar100-dirichlet",
+        split="test",
+        metric="accuracy",
+        splits=True,
+        methods=("FedAvg", "FedGWC"),
+    ),
     "fedgwc-4": _of("change", "fedgwc/cifar10-hom-het"),
     "fedgwc-5": _of("interaction", "fedgwc/cifar10-hom-het"),
     "fedgwc-6": _of("interaction", "fedgwc/cifar10-hom-xhet"),
@@ -156,7 +177,8 @@ def plot(
         figure: a name of FIGURES, or a published figure of PAPERS such as "dac-3".
         out: the file; default the figure's name in the current folder.
         format: "pdf", "svg" or "png"; what the name of `out` ends with has precedence.
-        options: `metric`, `split` (curves), `cluster` ("all", "clusters" or a cluster's name), `setting` (sweeps).
+        options: `methods` (labels to show, a list or a text with commas; `*` stands for anything), `metric`,
+            `split` (curves), `cluster` ("all", "clusters" or a cluster's name), `setting` (sweeps).
 
     Returns:
         The path of the figure; the CSV file lies beside it under the same name.
@@ -178,6 +200,7 @@ def plot(
     found, problems = find_runs(runs)
     if not found:
         raise DataError(f"no run could be read: {problems[0].folder}: {problems[0].reason}")
+    found = _shown(found, chosen.pop("methods", ()), asked="methods" in options)
     with mpl.rc_context(STYLE):
         try:
             drawn, table = kind.draw(_named(found), **chosen)
@@ -192,7 +215,17 @@ def plot(
     return path
 
 
+def _shown(runs: Sequence[StoredRun], methods: str | Sequence[str], *, asked: bool) -> list[StoredRun]:
+    """The runs of some methods; all where none fits and nobody asked for those."""
+    patterns = [one.strip() for one in methods.split(",")] if isinstance(methods, str) else list(methods)
+    chosen = [run for run in runs if any(fnmatchcase(run.label, pattern) for pattern in patterns)]
+    if asked and not chosen:
+        labels = ", ".join(dict.fromkeys(run.label for run in runs))
+        raise ConfigError(f"methods is {', '.join(patterns)!r}; the runs here are of: {labels}")
+    return chosen or list(runs)
+
+
 def _named(runs: Sequence[StoredRun]) -> list[tuple[str, StoredRun]]:
     """The runs with a name for their line: the label, and the study where there are several."""
     studies = {run.folder.parent.parent for run in runs}
-    return [(run.label if len(studies) == 1 else f"{run.label}, {run.study}", run) for run in runs]
+    return [(run.label if len(studies) == 1 else f"{run.label}, {run.study.split('/', 1)[-1]}", run) for run in runs]

@@ -21,7 +21,7 @@ LAYERS = (
     ("run", "memory", "record", "settings", "checkpoint", "sequential", "outcome", "loop", "testing"),
     ("overrides", "definition", "config", "catalogue", "fanout", "cost", "ledger", "graph", "cluster", "papers",
      "histories", "summary"),
-    ("gallery", "payload", "report", "drawings", "analysed", "watch", "figures", "trackers"),
+    ("gallery", "payload", "report", "drawings", "drawings_swept", "analysed", "watch", "figures", "trackers"),
     ("study", "sweep", "compare", "sheets", "tune", "analysis"),
     ("display", "display_rounds"),
     ("cli_report", "cli_compare", "net", "bench"),

@@ -53,13 +53,12 @@ page.views.push({
           axisLabel: { color: css("--text"), fontSize: 13, rotate: turned() ? 40 : 0, customValues: shownMethods().map((_, i) => i), formatter: (v) => data.methods[shownMethods()[Math.round(v)]].label },
           axisLine: { onZero: false, lineStyle: { color: css("--line") } } }),
         yAxis: axis(state.what === "final" ? `test ${metric}` : "gain", { type: "value", scale: true, nameGap: 44, axisLine: { show: false }, axisTick: { show: false },
-          axisLabel: { color: css("--muted"), formatter: (v) => (isPercent(metric) ? `${Math.round(100 * v)}` : `${v}`) } }),
+          axisLabel: { color: css("--muted"), formatter: (v) => (isPercent(metric) ? `${Math.round(100 * v)} %` : `${v}`) } }),
         tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => (e.data.client === undefined ? "" :
           `client ${e.data.client} (${escapeText(clusterName(data, data.cluster[e.data.client]))})<br><b>${show(e.data.value[1], metric, state.what === "gain")}</b>`) },
-        legend: { ...base().legend, show: data.clusters.length > 0, itemWidth: 14 },
         grid: { ...base().grid, bottom: turned() ? 90 : 48 },
         series: [...(data.clusters.length ? data.clusters : [{ id: -1, name: "clients" }]).map((cluster) => ({
-          name: cluster.name, type: "scatter", symbol: MARKS[Math.max(0, cluster.id) % MARKS.length], symbolSize: clients > 300 ? 5 : 8,
+          name: cluster.name, type: "scatter", symbol: markOf(cluster.id), symbolSize: clients > 300 ? 5 : 8,
           itemStyle: { color: clusterColour(cluster.id), opacity: 0.95 }, cursor: "pointer",
           data: shownMethods().flatMap((m, place) => data.cluster.flatMap((c, client) => (c !== cluster.id ? [] :
             [{ value: [place + spread(client), of(state.what, m, client)], client }]))),
@@ -69,7 +68,7 @@ page.views.push({
         }],
       }),
     });
-    root.append(h("h2", {}, "Table"), h("div", { class: "tall" }, sortable([
+    root.append(h("h2", {}, isPercent(metric) ? `Table: test ${metric} in per cent` : `Table: test ${metric}`), h("div", { class: "tall" }, sortable([
       { name: "Client" }, { name: "Cluster", text: true },
       ...methods.map((m) => ({ name: data.methods[m].label, show: (v) => show(v, metric) })),
       ...methods.filter((m) => data.methods[m].label !== baseline).map((m) => ({ name: `${data.methods[m].label} − ${baseline ?? "Local"}`, show: (v) => show(v, metric, true) })),
@@ -107,7 +106,7 @@ function drawClient(root, data, client, values, gains) {
         series: data.clients.curves.flatMap((curve) => {
           const packed = page.unpacked.get(curve.values).values;
           const points = curve.rounds.map((r, i) => [r, packed[i * clients + client], NaN]);
-          return banded(data.methods[curve.method].label, points, methodColour(curve.method), DASHES[curve.method % DASHES.length], false);
+          return banded(data.methods[curve.method].label, points, methodColour(curve.method), methodDash(curve.method), false);
         }),
       }),
     });
@@ -125,7 +124,6 @@ function drawClient(root, data, client, values, gains) {
       alt: `${name}: client ${client} read ${own.map(([p, t]) => `client ${p} ${t} times`).join(", ")}`,
       option: () => ({
         grid: { left: 110, right: 24, top: 10, bottom: 40 },
-        legend: { show: false },
         xAxis: axis("times read", { type: "value", minInterval: 1 }),
         yAxis: axis("", { type: "category", inverse: true, data: own.map(([p]) => `client ${p}`), splitLine: { show: false } }),
         tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => `client ${own[e.dataIndex][0]} (${escapeText(clusterName(data, data.cluster[own[e.dataIndex][0]]))}): ${e.value}` },
@@ -140,7 +138,7 @@ function drawClient(root, data, client, values, gains) {
       height: 300,
       alt: `Labels of client ${client}: ${data.data.labels[client].map((n, i) => `${data.data.classes[i]} ${n}`).join(", ")}`,
       option: () => ({
-        legend: { show: false }, grid: { left: 50, right: 10, top: 10, bottom: 50 },
+        grid: { left: 50, right: 10, top: 10, bottom: 50 },
         xAxis: axis("", { type: "category", data: data.data.classes, splitLine: { show: false } }),
         yAxis: axis("samples", { type: "value", minInterval: 1 }),
         tooltip: { ...tooltipStyle(), trigger: "axis" },

@@ -97,9 +97,12 @@ const GLYPHS = ["●", "■", "▲", "◆", "▼", "✚", "★", "✖"]; // the 
 
 const isDark = () => document.documentElement.dataset.theme === "dark";
 const methodColour = (place) => (isDark() ? METHOD_COLOURS_DARK : METHOD_COLOURS)[place % METHOD_COLOURS.length];
+const turn = (place) => (place + Math.floor(place / 8)) % 8; // so that 64 differ in colour or in dash and mark
+const methodDash = (place) => DASHES[turn(place)];
+const markOf = (place) => MARKS[turn(Math.max(0, place))];
 const clusterColour = (place) => (place < 0 ? "#808080" : (isDark() ? CLUSTER_COLOURS_DARK : CLUSTER_COLOURS)[place % CLUSTER_COLOURS.length]);
 const clusterGlyph = (place) => h("span", { class: "glyph", "aria-hidden": "true",
-  style: `color:${place < 0 ? "var(--muted)" : `var(--cluster-${place % CLUSTER_COLOURS.length})`}` }, GLYPHS[Math.max(0, place) % GLYPHS.length]);
+  style: `color:${place < 0 ? "var(--muted)" : `var(--cluster-${place % CLUSTER_COLOURS.length})`}` }, GLYPHS[turn(Math.max(0, place))]);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /* Both ramps change steadily in lightness, so they survive a copy in grey; nothing is the colour of the page. */
@@ -119,17 +122,31 @@ function ramp(share) {
 
 function chart(container, { height = 340, caption = "", alt, option, click = null }) {
   const box = h("div", { class: "chart", style: `height:${height}px`, role: "img", "aria-label": alt });
-  container.append(h("figure", {}, box, caption ? h("figcaption", {}, caption) : null));
+  const legend = h("div", { class: "legend", role: "group", "aria-label": "Shown in the chart" });
+  container.append(h("figure", {}, legend, box, caption ? h("figcaption", {}, caption) : null));
   const drawn = echarts.init(box, null, { renderer: "canvas" });
+  const hidden = new Set();
   function draw() {
     const whole = { animation: false, ...base(), ...option() };
-    const names = [...new Set((whole.series ?? []).map((series) => series.name).filter(Boolean))];
-    const rows = whole.legend.show === false ? 0 : legendRows(names, whole.legend.itemWidth, box.clientWidth);
-    whole.grid = { ...whole.grid, top: Math.max(whole.grid.top, 24 + 20 * rows) };
-    drawn.setOption(whole, { notMerge: true });
+    const named = new Map();
+    for (const series of whole.series ?? []) if (series.name && !named.has(series.name)) named.set(series.name, series);
+    const selected = Object.fromEntries([...named.keys()].map((name) => [name, !hidden.has(name)]));
+    drawn.setOption({ ...whole, legend: { show: false, selected } }, { notMerge: true });
+    legend.hidden = named.size < 2;
+    legend.replaceChildren(...[...named.values()].map((series) => entry(series)));
+  }
+  function entry(series) {
+    const button = h("button", { type: "button", "aria-pressed": String(!hidden.has(series.name)) }, sample(series), series.name);
+    button.addEventListener("click", () => {
+      if (!hidden.delete(series.name)) hidden.add(series.name);
+      button.setAttribute("aria-pressed", String(!hidden.has(series.name)));
+      drawn.dispatchAction({ type: "legendToggleSelect", name: series.name });
+    });
+    return button;
   }
   draw();
   if (click) drawn.on("click", click);
+  zoomable(box, drawn);
   let width = box.clientWidth;
   const observer = new ResizeObserver(() => {
     drawn.resize();
@@ -140,24 +157,62 @@ function chart(container, { height = 340, caption = "", alt, option, click = nul
   return { draw, box, drawn };
 }
 
-/* How many rows a legend takes, so that the chart starts below it. */
-function legendRows(names, itemWidth, width) {
-  const pen = document.createElement("canvas").getContext("2d");
-  pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
-  let rows = names.length > 1 ? 1 : 0, used = 10;
-  for (const name of names) {
-    const needs = itemWidth + 5 + pen.measureText(name).width + 10;
-    if (used + needs > width - 10 && used > 10) { rows += 1; used = 10; }
-    used += needs;
+/* The line or the mark of a series, for its legend. */
+function sample(series) {
+  const colour = series.itemStyle.color;
+  const isLine = series.type === "line";
+  const width = isLine ? 34 : 14;
+  const svg = (tag, attributes) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    return element;
+  };
+  const picture = svg("svg", { width, height: 12, viewBox: `0 0 ${width} 12`, "aria-hidden": "true" });
+  if (isLine) {
+    const type = series.lineStyle.type;
+    const dash = { solid: "none", dashed: "8 4", dotted: "2 2" }[type] ?? type.join(" ");
+    picture.append(svg("line", { x1: 0, x2: width, y1: 6, y2: 6, stroke: colour, "stroke-width": 2, "stroke-dasharray": dash }));
   }
-  return rows;
+  if (!isLine || series.showSymbol) {
+    const shapes = { circle: "M0,5 a5,5 0 1,0 10,0 a5,5 0 1,0 -10,0 Z", rect: "M0,0 H10 V10 H0 Z", triangle: "M5,0 L10,10 L0,10 Z", diamond: "M5,0 L10,5 L5,10 L0,5 Z" };
+    const path = shapes[series.symbol] ?? String(series.symbol).replace("path://", "");
+    const flat = Array.isArray(series.symbolSize) ? " scale(1,0.3) translate(0,12)" : "";
+    picture.append(svg("path", { d: path, fill: colour, transform: `translate(${width / 2 - 5},1)${flat}` }));
+  }
+  return picture;
+}
+
+/* Zooming and moving by keyboard, in a chart that the mouse can zoom: + and -, arrows, 0 for the whole. */
+function zoomable(box, drawn) {
+  const { dataZoom, series } = drawn.getOption();
+  const isGraph = Boolean(series?.[0]?.roam);
+  if (!isGraph && !dataZoom?.length) return;
+  box.tabIndex = 0;
+  box.setAttribute("aria-keyshortcuts", "+ - 0 ArrowLeft ArrowRight");
+  box.addEventListener("keydown", (event) => {
+    const key = event.key === "=" ? "+" : event.key;
+    const [across, down] = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[key] ?? [0, 0];
+    if (!["+", "-", "0"].includes(key) && !across && !(down && isGraph)) return;
+    event.preventDefault();
+    const factor = { "+": 1.25, "-": 0.8 }[key] ?? 1;
+    if (isGraph) {
+      const { zoom = 1, center } = drawn.getOption().series[0];
+      const middle = (center ?? []).map((v) => (typeof v === "string" ? parseFloat(v) : 50));
+      const to = [0, 1].map((i) => `${(middle[i] ?? 50) + 10 * [across, down][i] / zoom}%`);
+      drawn.setOption({ series: [key === "0" ? { zoom: 1, center: ["50%", "50%"] } : { zoom: zoom * factor, center: to }] });
+      return;
+    }
+    const { start, end } = drawn.getOption().dataZoom[0];
+    const size = key === "0" ? 100 : Math.min(100, (end - start) / factor);
+    const from = Math.min(100 - size, Math.max(0, (start + end - size) / 2 + 0.2 * size * across));
+    drawn.dispatchAction({ type: "dataZoom", start: from, end: from + size });
+  });
 }
 
 function base() {
   return {
     textStyle: { color: css("--text"), fontFamily: getComputedStyle(document.body).fontFamily },
-    legend: { top: 0, left: 0, textStyle: { color: css("--text") }, inactiveColor: css("--line"), itemWidth: 34 },
-    grid: { left: 60, right: 24, top: 44, bottom: 48 },
+    grid: { left: 60, right: 24, top: 16, bottom: 48 },
     tooltip: { ...tooltipStyle(), trigger: "axis", renderMode: "html" },
   };
 }
@@ -194,10 +249,11 @@ function banded(name, points, colour, dash, bands) {
   };
   const known = points.filter(([, y, s]) => Number.isFinite(y) && Number.isFinite(s));
   if (!bands || !known.some(([, , s]) => s > 0)) return [line];
-  const outline = [...known.map(([x, y, s]) => [x, y + s]), ...known.reverse().map(([x, y, s]) => [x, y - s])];
+  const outline = [...known.map(([x, y, s]) => [x, y + s]), ...[...known].reverse().map(([x, y, s]) => [x, y - s])];
   const band = {
-    name, type: "custom", silent: true, tooltip: { show: false }, clip: true, data: [0], z: 1,
-    renderItem: (_, api) => ({
+    name, type: "custom", silent: true, tooltip: { show: false }, clip: true, z: 1,
+    data: known.map(([x, y, s]) => [x, y - s, y + s]), encode: { x: 0, y: [1, 2] }, // so that the axis makes room for it
+    renderItem: ({ dataIndex }, api) => (dataIndex ? null : {
       type: "polygon", shape: { points: outline.map((point) => api.coord(point)) }, style: { fill: colour, opacity: 0.16 },
     }),
   };

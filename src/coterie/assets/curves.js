@@ -1,10 +1,13 @@
 /* Learning curves per method and planted cluster, with bands over seeds. */
 
+/* An axis of shares does not go beyond 0 and 1 where only a band does. */
+const SHARE = { min: ({ min }) => (min < 0 ? 0 : null), max: ({ max }) => (max > 1 ? 1 : null) };
+
 function curveOption(data, curves, group, bands, zoom = false) {
   const { split, metric } = curves[0];
   return {
     xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
-    yAxis: axis(`${split} ${metric}`, { type: "value", scale: true, nameGap: 44,
+    yAxis: axis(`${split} ${metric}`, { type: "value", scale: true, nameGap: 44, ...(isPercent(metric) ? SHARE : {}),
       axisLabel: { color: css("--muted"), formatter: (v) => (isPercent(metric) ? `${Math.round(100 * v)} %` : `${v}`) } }),
     tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip(metric, "round") },
     dataZoom: zoom ? [{ type: "inside", filterMode: "none" }] : [],
@@ -12,7 +15,7 @@ function curveOption(data, curves, group, bands, zoom = false) {
       const [m, s] = [page.unpacked.get(curve.mean).values, page.unpacked.get(curve.std).values];
       const at = group * curve.rounds.length;
       const points = curve.rounds.map((r, i) => [r, m[at + i], s[at + i]]);
-      return banded(data.methods[curve.method].label, points, methodColour(curve.method), DASHES[curve.method % DASHES.length], bands);
+      return banded(data.methods[curve.method].label, points, methodColour(curve.method), methodDash(curve.method), bands);
     }),
   };
 }
@@ -66,7 +69,7 @@ page.views.push({
       const seeds = Math.max(...data.curves.map((c) => c.seeds));
       box.append(h("p", { class: "note" }, `Models after each round on each client's own ${split} data; round −1 is the warm-up. ` +
         (seeds > 1 ? `Lines are means over ${seeds} seeds, bands one standard deviation over seeds.` : "One seed, so no bands.") +
-        " Scroll on the chart to zoom; click a name in the legend to hide it."));
+        " Scroll on the chart to zoom, or press + and − on it (arrows move, 0 shows all); a name above it hides its line."));
     }
 
     root.append(h("h2", {}, "Learning curves"), h("div", { class: "controls" },

@@ -22,7 +22,7 @@ page.views.push({
         height: 200,
         alt: `Training labels of ${cluster.name}: ${told.classes.map((name, k) => `${name} ${sum[k]}`).join(", ")}`,
         option: () => ({
-          legend: { show: false }, grid: { left: 60, right: 20, top: 16, bottom: 40 },
+          grid: { left: 60, right: 20, top: 16, bottom: 40 },
           xAxis: axis("", { type: "category", data: told.classes, splitLine: { show: false } }),
           yAxis: axis("samples", { type: "value", minInterval: 1 }), tooltip: { ...tooltipStyle(), trigger: "axis" },
           series: [{ type: "bar", data: sum, itemStyle: { color: clusterColour(cluster.id) }, barMaxWidth: 40 }],

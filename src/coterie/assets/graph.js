@@ -71,7 +71,7 @@ function drawGraph(root, data, methods) {
         force: { repulsion: 40, edgeLength: [20, 120], gravity: 0.12, layoutAnimation: false },
         edgeSymbol: ["none", clients <= 60 ? "arrow" : "none"], edgeSymbolSize: 6,
         data: data.cluster.map((c, i) => ({
-          id: String(i), name: String(i), x: Math.cos(angle[i]), y: Math.sin(angle[i]), symbol: MARKS[Math.max(0, groups[i]) % MARKS.length],
+          id: String(i), name: String(i), x: Math.cos(angle[i]), y: Math.sin(angle[i]), symbol: markOf(groups[i]),
           symbolSize: radius * (0.8 + Math.min(1.2, inDegree[i] / (3 * state.peers))),
           itemStyle: { color: clusterColour(groups[i]), borderColor: css("--page"), borderWidth: 1 },
           label: { show: clients <= 40, color: css("--text"), fontSize: 11, position: "right" },
@@ -101,7 +101,7 @@ function drawGraph(root, data, methods) {
     h("label", {}, "Peers per client", peers)), box);
   drawn = chart(box, {
     height: Math.min(620, Math.max(300, box.clientWidth)), alt: "", option,
-    caption: "Each client and the peers it read most over the whole run, all seeds together; larger when more clients read it, shape and colour by group. Drag to move, scroll to zoom.",
+    caption: "Each client and the peers it read most over the whole run, all seeds together; larger when more clients read it, shape and colour by group. Drag to move, scroll to zoom; or arrows, + and −, and 0 for the whole.",
   });
   drawn.draw();
   if (data.clusters.length) {
@@ -136,8 +136,8 @@ function drawFound(root, data, methods) {
       xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
       yAxis: axis("adjusted Rand index", { type: "value", max: 1, nameGap: 40 }),
       tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip("", "round") },
-      series: lines.flatMap((line) => banded(name(line), line.points, methodColour(line.method), DASHES[line.method % DASHES.length], false)
-        .map((series) => ({ ...series, showSymbol: line.points.length < 20, symbol: MARKS[line.method % MARKS.length], symbolSize: 7 }))),
+      series: lines.flatMap((line) => banded(name(line), line.points, methodColour(line.method), methodDash(line.method), false)
+        .map((series) => ({ ...series, showSymbol: line.points.length < 20, symbol: markOf(line.method), symbolSize: 7 }))),
     }),
   });
 }

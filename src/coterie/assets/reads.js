@@ -146,7 +146,7 @@ function drawShare(root, data, reads) {
       series: reads.methods.flatMap((one, i) => {
         const [m, s] = [page.unpacked.get(one.share).values, page.unpacked.get(one.share_std).values];
         const points = one.rounds.map((r, k) => [r, m[k], s[k]]);
-        const series = banded(data.methods[one.method].label, points, methodColour(one.method), DASHES[one.method % DASHES.length], true);
+        const series = banded(data.methods[one.method].label, points, methodColour(one.method), methodDash(one.method), true);
         if (i === 0) {
           series[0].markLine = { silent: true, symbol: "none", lineStyle: { color: css("--muted"), type: "dashed" },
             label: { show: false }, data: [{ yAxis: reads.expected }] };
@@ -176,7 +176,7 @@ function drawDiscovery(root, data, reads) {
       tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip("accuracy", "round") },
       series: reads.methods.flatMap((one) => {
         const at = Array.from({ length: last + 1 }, (_, r) => [r, one.found.filter((f) => f <= r).length / one.asked, NaN]);
-        return banded(label(one), at, methodColour(one.method), DASHES[one.method % DASHES.length], false)
+        return banded(label(one), at, methodColour(one.method), methodDash(one.method), false)
           .map((series) => ({ ...series, step: "end" }));
       }),
     }),

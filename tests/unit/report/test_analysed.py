@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from coterie import figures
-from coterie.drawings import bare
+from coterie.drawings_swept import bare
 from coterie.errors import DataError
 
 

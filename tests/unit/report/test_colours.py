@@ -105,6 +105,15 @@ def test_a_grey_copy_tells_lines_and_points_by_dash_and_shape():
         assert len(own) == len(set(own)) == 8
 
 
+def test_sixty_four_methods_differ_from_one_another():
+    """The ninth has the colour of the first with another dash and another mark."""
+    looks = [tuple(map(str, drawings.look(place).values())) for place in range(64)]
+    assert len(set(looks)) == 64
+    assert drawings.look(8)["color"] == drawings.look(0)["color"]
+    assert drawings.look(8)["linestyle"] != drawings.look(0)["linestyle"]
+    assert drawings.look(8)["marker"] != drawings.look(0)["marker"]
+
+
 def test_figures_have_the_colours_of_the_page():
     """One palette for methods, so that a figure and the report can be read together."""
     assert list(drawings.COLOURS) == listed("METHOD_COLOURS")

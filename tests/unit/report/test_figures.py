@@ -5,9 +5,10 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from coterie import figures
+from coterie import drawings, figures
 from coterie.cli import app
 from coterie.errors import ConfigError, DataError
+from coterie.summary import find_runs
 
 
 def numbers(path):
@@ -87,6 +88,72 @@ def test_published_figures_are_kinds_with_options(swept, tmp_path):
     """DAC's figure 3 is the sensitivity to tau."""
     assert len(numbers(figures.plot([swept], "dac-3", out=tmp_path / "d.svg"))) == 3
     assert {published.figure for published in figures.PAPERS.values()} <= set(figures.FIGURES)
+
+
+def test_a_figure_shows_the_methods_that_were_asked_for(population, tmp_path):
+    """By label, with a star for anything; the labels are named when none fits."""
+    table = numbers(figures.plot([population], "heatmap", out=tmp_path / "h.svg", methods="D*, Oracle"))
+    assert sorted(set(table["method"])) == ["DAC", "Oracle"]
+    with pytest.raises(ConfigError, match="methods is 'FedAvg'; the runs here are of: DAC, "):
+        figures.plot([population], "heatmap", out=tmp_path / "h.svg", methods=["FedAvg"])
+
+
+def test_a_published_figure_shows_the_rows_of_its_paper(population, tmp_path):
+    """Of these labels figure 3a has Local, Oracle and Random; where there is none of them, everything is drawn."""
+    table = numbers(figures.plot([population], "similarity-3a", out=tmp_path / "b.svg"))
+    assert sorted(table["method"]) == ["Local", "Oracle", "Random"]
+    table = numbers(figures.plot([population / "DAC"], "similarity-3a", out=tmp_path / "b.svg"))
+    assert table["method"].tolist() == ["DAC"]
+
+
+def test_several_metrics_have_a_panel_each(tmp_path, write_run):
+    """SosicFL's figure 4: accuracy on all test sets and on one's own; the CSV file tells them apart."""
+    metrics = [
+        (r, c, 0, "test", "current", metric, value + r / 10)
+        for r in (0, 1)
+        for c in (0, 1)
+        for metric, value in (("accuracy", 0.5), ("global_accuracy", 0.25))
+    ]
+    write_run(tmp_path / "s" / "A" / "seed-0", kind="sosicfl", label="A", seed=0, metrics=metrics)
+    path = figures.plot([tmp_path / "s"], "sosicfl-4", out=tmp_path / "c.svg")
+    assert numbers(path)[["metric", "round", "mean"]].to_numpy().tolist() == [
+        ["global_accuracy", 0, 0.25], ["global_accuracy", 1, 0.35], ["accuracy", 0, 0.5], ["accuracy", 1, 0.6],
+    ]  # fmt: skip
+    assert all(f">test {metric} (%)<" in path.read_text() for metric in ("accuracy", "global accuracy"))
+
+
+def test_curves_mark_the_rounds_in_which_clusters_split(tmp_path, write_run):
+    """One cluster in rounds 0 and 1, two from round 2 on: FedGWC's figure 2 has a line there."""
+    found = {0: (0, 0), 1: (0, 0), 2: (0, 1), 3: (0, 1)}
+    metrics = [(r, c, 0, "train", "current", "label", float(own[c])) for r, own in found.items() for c in (0, 1)]
+    metrics += [(r, c, 0, "test", "current", "accuracy", 0.5) for r in found for c in (0, 1)]
+    write_run(tmp_path / "s" / "G" / "seed-0", kind="fedgwc", label="FedGWC", seed=0, metrics=metrics)
+    table = numbers(figures.plot([tmp_path / "s"], "fedgwc-2", out=tmp_path / "g.svg"))
+    assert table.loc[table["metric"] == "split", "round"].tolist() == [2]
+
+
+def test_a_topology_is_that_of_stage_two(tmp_path, write_run, final_rows):
+    """Client 0 reads 1 in round 0 and 2 in round 1; with a stage one of one round, only the second is drawn."""
+    edges = [(0, 0, 1, "mix", 1.0, 8), (1, 0, 2, "mix", 1.0, 8)]
+    folder = write_run(
+        tmp_path / "s" / "P" / "seed-0", kind="pens", label="P", seed=0, metrics=final_rows([0.5] * 3, [0] * 3),
+        edges=edges,
+    )  # fmt: skip
+    path = folder / "config.toml"
+    path.write_text(path.read_text() + "stage_one_rounds = 1\n")
+    for figure, read in {"panm-4": [2], "graph": [1, 2]}.items():
+        assert numbers(figures.plot([tmp_path / "s"], figure, out=tmp_path / "g.svg"))["read"].tolist() == read
+
+
+def test_losses_that_lie_far_apart_have_a_logarithmic_axis(tmp_path, write_run, final_rows):
+    """Ten times and more."""
+    for label, value in {"Near": 9.0, "Far": 90.0}.items():
+        rows = final_rows([value], [0], metric="loss")
+        write_run(tmp_path / "s" / label / "seed-0", kind="dac", label=label, seed=0, metrics=rows)
+    runs, _ = find_runs([tmp_path / "s"])
+    for methods, scale in {("Near", "Far"): "log", ("Near",): "linear"}.items():
+        drawn, _ = drawings.bars([(run.label, run) for run in runs if run.label in methods])
+        assert drawn.axes[0].get_yscale() == scale
 
 
 def test_found_clusters_are_set_against_planted_ones(tmp_path, write_run):
