@@ -36,6 +36,14 @@ HUB_NAMES = {
 }
 """Where the Hugging Face Hub keeps the datasets that have a short name here."""
 
+GATHERED = {
+    "emnist": "EMNIST, split balanced: 47 classes, 112,800 training and 18,800 test images, a column `label`",
+    "tiny_imagenet": "TinyImageNet: 200 classes, 100,000 training and 10,000 test images of 64x64, a column `label`",
+    "landmarks-user-160k": "Landmarks-User-160K of Google Landmarks: columns `label` and `user_id` (the photographer)",
+    "inaturalist-user-120k": "iNaturalist-User-120K: columns `label` and `user_id` (the observer)",
+}
+"""Datasets of built-in studies that users bring themselves, and what they are."""
+
 BUNDLED = ("digits", "synthetic-regression")
 """Datasets that need no file."""
 
@@ -286,7 +294,7 @@ def load(
     folder = None if root is None else Path(root).expanduser() / name
     if folder is not None and folder.is_dir():
         return hub.read_folder(folder, label, STANDARD.get(name)).check()
-    if download:
+    if download and name not in GATHERED:
         return hub.download(HUB_NAMES.get(name, name), name, label, STANDARD.get(name)).check()
     raise _missing(name, None if root is None else Path(root).expanduser())
 
@@ -298,6 +306,13 @@ def _missing(name: str, root: Path | None) -> ConfigError | DataError:
             f"the data folder {root} does not exist; give --data-dir or COTERIE_DATA the folder of the datasets"
         )
     here = sorted(p.name for p in root.iterdir() if p.is_dir()) if root is not None else []
+    if name in GATHERED:
+        place = "a folder" if root is None else f"the folder {root}"
+        return DataError(
+            f"dataset {name!r} is not here; get {GATHERED[name]}; put it as {name}/train-*.parquet and "
+            f"{name}/test-*.parquet, with a column `image`, into {place} and give that as --data-dir (or "
+            "COTERIE_DATA), or set data.dataset to OWNER/NAME of the Hugging Face Hub with data.download = true"
+        )
     if name not in HUB_NAMES and "/" not in name and root is None:
         places = "or give --data-dir (or COTERIE_DATA) for a folder of yours"
         return ConfigError(f"{unknown('dataset', name, [*BUNDLED, *HUB_NAMES])}; {places}")

@@ -80,7 +80,7 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> str:
         >>> unknown("method", "dca", ["dac", "local"])
         "unknown method 'dca'; did you mean 'dac'? valid: dac, local"
     """
-    names = sorted(valid)
+    names = sorted(set(valid))
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ";"
     return f"unknown {kind} {name!r}{hint} valid: {', '.join(names)}"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.datasets import Samples, Source, as_samples, digits, load, synthetic_regression
+from coterie.datasets import GATHERED, Samples, Source, as_samples, digits, load, synthetic_regression
 from coterie.errors import ConfigError, DataError
 from coterie.rng import Rng
 
@@ -133,6 +133,16 @@ def test_a_known_dataset_that_is_not_here_says_what_to_do(tmp_path, monkeypatch)
     monkeypatch.setenv("COTERIE_DATA", str(tmp_path / "nowhere"))
     with pytest.raises(DataError, match=r"the data folder .*nowhere does not exist"):
         load("mnist")
+
+
+@pytest.mark.parametrize("name", sorted(GATHERED))
+def test_a_dataset_that_users_bring_says_what_to_get_and_where_to_put_it(name, tmp_path, monkeypatch):
+    """With or without a folder, and also where the Hub may be asked: it has no such short name."""
+    monkeypatch.delenv("COTERIE_DATA", raising=False)
+    expected = rf"dataset '{name}' is not here; get .*; put it as {name}/train-\*.parquet"
+    for options in ({}, {"data_dir": tmp_path}, {"data_dir": tmp_path, "download": True}):
+        with pytest.raises(DataError, match=expected):
+            load(name, **options)
 
 
 def test_options_are_for_the_datasets_that_have_them():

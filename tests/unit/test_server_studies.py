@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from coterie import config, sweep
+from coterie.datasets import BUNDLED, GATHERED, HUB_NAMES
 from coterie.study import run_study
 
 NAMES = [name for name in config.builtin() if name.startswith(("fedgwc/", "sosicfl/"))]
@@ -81,6 +82,12 @@ def test_guesses_are_marked(name: str):
     labels = {entry.label for entry in study.methods}
     wanted = {"FedGWC", "FedGWC paper", "FedGWC released"} if name.startswith("fedgwc") else {"FedAvg", "SosicFL"}
     assert wanted <= labels
+
+
+def test_the_data_of_every_study_can_be_had_or_are_described():
+    """A short name of the Hub, a bundled dataset, or one of which the error says what to get."""
+    known = {*BUNDLED, *HUB_NAMES, *GATHERED}
+    assert {dataset for name in NAMES for dataset in config.load(name).data.names} <= known
 
 
 def test_methods_with_and_without_a_server_share_a_table(tmp_path: Path):
