@@ -148,6 +148,14 @@ def finished(folder: Path) -> bool:
         return False
 
 
+def rounds_done(folder: Path) -> int | None:
+    """Return how many rounds of the run in a folder are stored; None when it has not stored any."""
+    try:
+        return int(json.loads((folder / "provenance.json").read_text())["round"])
+    except (KeyError, ValueError, OSError):
+        return None
+
+
 def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, Any]:
     """Return how a run came about: versions, hardware, settings' hash, time."""
     packages = {}

@@ -184,19 +184,25 @@ def studies(name: Annotated[str | None, typer.Argument(help="Print one study's f
 
 
 @app.command("list")
-def list_(out: Out = Path("runs")) -> None:
-    """List the studies that were run, and how far they came."""
+def list_(
+    folder: Annotated[Path | None, typer.Argument(help="Where to look; default what --out says.")] = None,
+    out: Out = Path("runs"),
+) -> None:
+    """List the studies that were run and their runs, and how far each came."""
     from coterie import checkpoint
+    from coterie.display import states
     from coterie.study import found_studies, run_folder
 
     console = Console()
+    out = folder or out
     known = found_studies(out)
     if not known:
         console.print(f"no study in {out}; `coterie run` makes one", markup=False, highlight=False)
-    for folder, study, jobs in known:
-        done = sum(checkpoint.finished(run_folder(folder, job)) for job in jobs)
+    for place, study, jobs in known:
+        done = sum(checkpoint.finished(run_folder(place, job)) for job in jobs)
         state = "finished" if done == len(jobs) else f"{done} of {len(jobs)} runs finished"
-        console.print(f"{folder}  {study.name}: {state}", markup=False, highlight=False, soft_wrap=True)
+        for line in (f"{place}  {study.name}: {state}", *states(place, study)):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from coterie import checkpoint
 from coterie.definition import StudyConfig
 from coterie.run import Observer
 from coterie.run import Progress as Step
-from coterie.study import Study
+from coterie.study import Job, Study, run_folder
 from coterie.summary import HIGHER_IS_BETTER
 
 SECONDS = 10.0  # between two lines about a run that is not at its end, in a pipe
@@ -101,6 +103,20 @@ def _quality(step: Step) -> str:
     if np.isnan(step.accuracy):
         return f"val. loss {step.loss:.4g}"
     return f"val. acc. {100 * step.accuracy:.1f} %"
+
+
+def states(folder: Path, study: StudyConfig) -> Iterator[str]:
+    """Tell how far the runs of a study came: a line a method, its seeds by what they have in common."""
+    for entry in study.methods:
+        rounds = study.scaled(entry.label).settings.rounds
+        seeds: dict[str, list[str]] = {}
+        for seed in study.seeds:
+            run = run_folder(folder, Job(entry.label, seed))
+            done = checkpoint.rounds_done(run)
+            state = "not begun" if done is None else f"at round {max(done, 0)} of {rounds}"
+            seeds.setdefault("finished" if checkpoint.finished(run) else state, []).append(str(seed))
+        told = (f"seed{'s' * (len(own) > 1)} {', '.join(own)} {state}" for state, own in seeds.items())
+        yield f"  {entry.label}: {'; '.join(told)}"
 
 
 def results(study: Study, console: Console) -> None:

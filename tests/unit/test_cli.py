@@ -2,7 +2,9 @@
 
 import errno
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -184,10 +186,23 @@ def test_a_full_disk_is_one_line_that_says_how_to_go_on(coterie, monkeypatch):
     )
 
 
+def test_list_tells_how_far_each_run_came(coterie):
+    """One seed over, one at round 1 of 2 and one not begun."""
+    run(coterie, "--quiet", "--seeds", "3")
+    stored = Path("runs/tiny/Gossip/seed-1/provenance.json")
+    told = json.loads(stored.read_text())
+    stored.write_text(json.dumps(told | {"done": False, "round": 1}))
+    shutil.rmtree("runs/tiny/Gossip/seed-2")
+    lines = coterie("list")[1].splitlines()
+    assert lines[0] == "runs/tiny  tiny: 4 of 6 runs finished"
+    assert lines[1] == f"  Gossip: seed 0 finished; seed 1 at round 1 of {told['round']}; seed 2 not begun"
+
+
 def test_list_and_show_tell_of_what_was_run(coterie):
     assert "no study in runs" in coterie("list")[1]
     run(coterie, "--quiet")
-    assert coterie("list")[1] == "runs/tiny  tiny: finished\n"
+    assert coterie("list")[1] == "runs/tiny  tiny: finished\n  Gossip: seed 0 finished\n  local: seed 0 finished\n"
+    assert coterie("list", "runs/tiny")[1] == coterie("list")[1]
     shown = coterie("show", "runs/tiny")
     assert shown[0] == 0
     assert "Gossip" in shown[1]
