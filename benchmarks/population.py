@@ -13,9 +13,12 @@ import os
 import platform
 import resource
 import shlex
+import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,32 +79,58 @@ def cell(kind: str, clients: int, rounds: int) -> dict[str, str | int | float]:
     }
 
 
+def rows(passes: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return a row for each population of a method: medians of the times and of the ratios of each pass.
+
+    Args:
+        passes: a row for each population, the first one being what the others are compared with.
+    """
+    name, out = "ms a client-round", []
+    for place, first in enumerate(passes[0]):
+        cells = [each[place] for each in passes]
+        middle = {key: statistics.median(one[key] for one in cells) for key in ("seconds a round", name)}
+        ratios = [one[name] / each[0][name] for one, each in zip(cells, passes, strict=True)]
+        peak = max(one["peak memory, GiB"] for one in cells)
+        times = {"times that of the first": statistics.median(ratios), "from": min(ratios), "to": max(ratios)}
+        out.append({**first, **middle, "peak memory, GiB": peak, **times})
+    return out
+
+
+def _rounds(clients: int, client_rounds: int) -> int:
+    return min(41, max(3, client_rounds // clients))
+
+
+def _alone(kind: str, clients: int, client_rounds: int) -> dict[str, Any]:
+    """Run a cell in a process of its own."""
+    same = [sys.executable, __file__, "--cell", "--methods", kind, "--clients", str(clients)]
+    done = subprocess.run([*same, "--client-rounds", str(client_rounds)], check=True, stdout=subprocess.PIPE, text=True)
+    row = json.loads(done.stdout.splitlines()[-1])
+    print(json.dumps(row), flush=True)
+    return row
+
+
 def main() -> int:
     """Run the cells, print each row, and write all of them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--methods", nargs="+", default=["dac", "random", "fedavg"])
     parser.add_argument("--clients", nargs="+", type=int, default=[100, 1000, 10000])
     parser.add_argument("--client-rounds", type=int, default=20000, help="of a cell, shared out over 3 rounds or more")
+    parser.add_argument("--repeats", type=int, default=1, help="the populations of a method in turn, so many times")
     parser.add_argument("--cell", action="store_true", help="run one cell in this process and print its row")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results = []
     for kind in options.methods:
-        for clients in options.clients:
-            rounds = min(41, max(3, options.client_rounds // clients))
-            if options.cell:
-                print(json.dumps(cell(kind, clients, rounds)))
-                continue
-            same = [sys.executable, __file__, "--cell", "--methods", kind, "--clients", str(clients)]
-            same += ["--client-rounds", str(options.client_rounds)]
-            done = subprocess.run(same, check=True, stdout=subprocess.PIPE, text=True)
-            results.append(json.loads(done.stdout.splitlines()[-1]))
-            print(json.dumps(results[-1]), flush=True)
+        if options.cell:
+            print(json.dumps(cell(kind, options.clients[0], _rounds(options.clients[0], options.client_rounds))))
+            continue
+        passes = [
+            [_alone(kind, clients, options.client_rounds) for clients in options.clients]
+            for _ in range(options.repeats)
+        ]
+        results += rows(passes)
     if options.cell:
         return 0
-    base = {row["method"]: row["ms a client-round"] for row in results if row["clients"] == min(options.clients)}
-    for row in results:
-        row["times that of the smallest"] = row["ms a client-round"] / base[row["method"]]
     if options.out is not None:
         machine = {
             "processor": _processor(),

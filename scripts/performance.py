@@ -99,7 +99,9 @@ def exchanges(results: Rows) -> sheets.Sheet:
     return sheets.Sheet("", head, rows, what)
 
 
-TABLES: dict[str, Callable[[Rows], sheets.Sheet]] = {"engines": engines, "machine": engines, "network": exchanges}
+TABLES: dict[str, Callable[[Rows], sheets.Sheet]] = {
+    "engines": engines, "thousand": engines, "machine": engines, "network": exchanges,
+}  # fmt: skip
 
 
 def section(path: Path) -> str:

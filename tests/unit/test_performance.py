@@ -29,3 +29,22 @@ def test_a_measurement_is_a_section_with_a_column_for_each_key(made, tmp_path):
         "| peers | median ms | share | kept |\n| --- | ---: | ---: | ---: |\n"
         "| 5 | 1,234 | - | - |\n| 20 | - | 0.123 | yes |\n"
     )
+
+
+def test_a_population_is_compared_with_the_first_of_its_own_pass():
+    """Medians of times and of ratios; the largest of the peaks."""
+    script = runpy.run_path(str(ROOT / "benchmarks/population.py"))
+
+    def cell(clients: int, cost: float, peak: float) -> dict[str, object]:
+        return {
+            "clients": clients, "seconds a round": cost * clients / 1000, "ms a client-round": cost,
+            "peak memory, GiB": peak,
+        }  # fmt: skip
+
+    small, large = script["rows"](
+        [[cell(100, 1.0, 0.5), cell(1000, 1.5, 3.0)], [cell(100, 2.0, 0.5), cell(1000, 2.5, 2)]]
+    )
+    name = "times that of the first"
+    assert (small["ms a client-round"], small[name], small["to"]) == (1.5, 1.0, 1.0)
+    assert (large["ms a client-round"], large["seconds a round"], large["peak memory, GiB"]) == (2.0, 2.0, 3.0)
+    assert (large[name], large["from"], large["to"]) == (1.375, 1.25, 1.5)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from coterie import pages
 from coterie.bench.cells import SHAPES, WORKS, Cell, Coterie, Usual, compare
 from coterie.engine import use_threads
 from coterie.errors import ConfigError, unknown
@@ -98,11 +99,12 @@ def measure(cell: Cell, engine: str, repeats: int, threads: int = 1) -> Row:
     compare(ours.run(), theirs.run(), cell.work)
     pairs: list[tuple[float, float, float]] = []
     started, worked = time.perf_counter(), time.process_time()
-    for _ in range(repeats):
-        usual = min(_usual(theirs, number) for number in {1, threads})
-        speed = matrix_speed()
-        _forget_peak()
-        pairs.append((_ours(ours, threads), usual, speed))
+    with pages.kept():  # as in a run
+        for _ in range(repeats):
+            usual = min(_usual(theirs, number) for number in {1, threads})
+            speed = matrix_speed()
+            _forget_peak()
+            pairs.append((_ours(ours, threads), usual, speed))
     mine = statistics.median(mine for mine, _, _ in pairs)
     ratios = [usual / mine for mine, usual, _ in pairs]
     return Row(
