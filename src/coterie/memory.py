@@ -1,4 +1,4 @@
-"""What a run needs of memory at least, told before it starts, and a refusal where it cannot fit."""
+"""What a run needs of memory, told before it starts, and a refusal where it cannot fit."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ _ROWS = 4  # of a block, per client: parameters, gradients and two moments
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes that a run holds at least at one time.
+    """Bytes that a run holds at one time. `benchmarks/memory.py` measures how near that comes.
 
     Args:
         models: the population's models, their best ones where they are kept, and copies within a round.
@@ -32,9 +32,17 @@ class Forecast:
 
 
 def forecast(
-    *, clients: int, params: int, itemsize: int, block: int, data: int, keeps_best: bool, moments: int = 0
+    *,
+    clients: int,
+    params: int,
+    itemsize: int,
+    block: int,
+    data: int,
+    keeps_best: bool,
+    moments: int = 0,
+    further: int = 0,
 ) -> Forecast:
-    """Return what a run needs at least.
+    """Return what a run needs.
 
     Args:
         clients: hosted here.
@@ -44,13 +52,33 @@ def forecast(
         data: bytes of inputs and targets.
         keeps_best: whether each client's best model is kept beside its current one.
         moments: numbers kept of each parameter between rounds, beside the models; there are two copies in a round.
+        further: copies of the models beyond those of a round that ends with training; see `copies`.
 
     Example:
         >>> forecast(clients=10, params=100, itemsize=4, block=5, data=7, keeps_best=True)
         Forecast(models=16000, block=8000, data=7)
     """
     row = params * itemsize
-    return Forecast(clients * row * (_COPIES + keeps_best + 2 * moments), min(block, clients) * row * _ROWS, data)
+    held = _COPIES + keeps_best + 2 * moments + further
+    return Forecast(clients * row * held, min(block, clients) * row * _ROWS, data)
+
+
+def copies(*, server: bool, whole: bool, tracks: int, train_first: bool) -> int:
+    """Return how many more copies of the population's models a round holds than one that ends with training.
+
+    Args:
+        server: the models sent to a server lie beside those the clients keep.
+        whole: whether all clients take part; else nothing is counted for a server.
+        tracks: models each client trains; what a further one begins with and ends with.
+        train_first: the trained models, which are judged, lie beside the mixed ones and those from before.
+
+    Example:
+        >>> copies(server=True, whole=True, tracks=2, train_first=False)
+        3
+    """
+    if server:
+        return (1 + 2 * (tracks - 1)) * whole
+    return 2 * train_first
 
 
 def available(device: str) -> int | None:
@@ -67,7 +95,7 @@ def check(wanted: Forecast, device: str, limit: int | None) -> None:
     """Refuse a run that cannot fit.
 
     Args:
-        wanted: what the run needs at least.
+        wanted: what the run needs.
         device: where.
         limit: bytes that can be had; None for unknown.
 
@@ -76,7 +104,7 @@ def check(wanted: Forecast, device: str, limit: int | None) -> None:
     """
     if limit is not None and wanted.needed > limit:
         raise ConfigError(
-            f"this run needs at least {_size(wanted.needed)} of memory on {device} beside its data "
+            f"this run needs about {_size(wanted.needed)} of memory on {device} beside its data "
             f"({_size(wanted.data)}): {_size(wanted.models)} for models, {_size(wanted.block)} for the clients trained "
             f"at once; found {_size(limit)}. Take fewer clients, a smaller model or a smaller block"
         )

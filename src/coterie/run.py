@@ -209,6 +209,12 @@ def _forecast(task: Task, federation: Federation, method: Method, settings: Sett
         block=task.block,
         data=federation.nbytes,
         keeps_best=settings.keeps_best(method.server),
+        further=memory.copies(
+            server=method.server,
+            whole=settings.participation == 1,
+            tracks=method.tracks,
+            train_first=(settings.order or method.order) == "train_first",
+        ),
         moments=method.tracks * settings.local.moments * settings.local.persistent_client_optimizer,
     )
 

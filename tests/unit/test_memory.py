@@ -15,8 +15,18 @@ def test_a_forecast_is_worked_out_by_hand():
     assert (WANTED.models, WANTED.block, WANTED.needed) == (12000, 8000, 20000)
 
 
+def test_servers_second_models_and_training_first_take_further_copies():
+    """A server that sees everybody: one copy; a second model of each client: two more. Trained models to judge: two."""
+    whole = {"whole": True, "tracks": 1, "train_first": False}
+    assert memory.copies(server=False, **whole) == 0
+    assert memory.copies(server=True, **whole) == 1
+    assert memory.copies(server=True, **{**whole, "tracks": 2}) == 3
+    assert memory.copies(server=True, **{**whole, "whole": False}) == 0
+    assert memory.copies(server=False, **{**whole, "train_first": True}) == 2
+
+
 def test_what_fits_exactly_and_what_cannot_be_told_is_let_through():
-    """A forecast is a lower bound: it refuses nothing that might fit."""
+    """Of what is refused nothing fits, as far as is known."""
     memory.check(WANTED, "cpu", 20000)
     memory.check(WANTED, "cpu", None)
 
@@ -24,5 +34,5 @@ def test_what_fits_exactly_and_what_cannot_be_told_is_let_through():
 def test_a_run_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
     """Before anything is trained."""
     monkeypatch.setattr(memory, "available", lambda _device: 100)
-    with pytest.raises(ConfigError, match=r"needs at least .* on cpu beside its data .* found 100 bytes"):
+    with pytest.raises(ConfigError, match=r"needs about .* on cpu beside its data .* found 100 bytes"):
         simulate(tiny_federation(), METHODS["random"](), model="mlp-c", settings=Settings(rounds=1))

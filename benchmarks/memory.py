@@ -1,0 +1,149 @@
+"""How much memory a run takes beside what was forecast, and how much four workers take beside one.
+
+    python benchmarks/memory.py forecast --out docs/reference/runs/performance/memory.json
+    python benchmarks/memory.py workers --out docs/reference/runs/performance/workers.json
+
+Linux only: sizes come from /proc. Every row is measured in a process of its own.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coterie import METHODS, memory
+from coterie.bench.measure import machine
+from coterie.fanout import Emit, fan_out, one_thread
+from coterie.federation import Federation, TestSet
+from coterie.run import simulate
+from coterie.settings import Settings
+from coterie.task import LocalTraining
+
+MIB = 1 << 20
+KINDS = ("random", "dac", "panm-loss", "fedavg", "fedavgm", "ditto", "sosicfl-plus")
+CLIENTS, ROUNDS = 100, 2
+
+
+def images(clients: int, samples: int, side: int, channels: int) -> Federation:
+    """Return random bytes as images for every client, a fifth of them for validation."""
+    stream = torch.Generator().manual_seed(0)
+
+    def bytes_(*shape: int) -> torch.Tensor:
+        return torch.randint(256, (*shape, channels, side, side), generator=stream, dtype=torch.uint8)
+
+    def labels(*shape: int) -> torch.Tensor:
+        return torch.randint(10, shape, generator=stream)
+
+    split = (torch.arange(samples) >= samples * 4 // 5).to(torch.int64).expand(clients, -1)
+    ids = torch.arange(clients)
+    test = TestSet(bytes_(32), labels(32), "all")
+    return Federation(
+        x=bytes_(clients, samples), y=labels(clients, samples), split=split, tests=(test,),
+        test_of=torch.zeros_like(ids), ids=ids, population=clients, classes=10,
+    )  # fmt: skip
+
+
+def resident(name: str) -> int:
+    """Return a size of this process in bytes: VmRSS now, or VmHWM, the largest so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+
+def forecast(kind: str) -> dict[str, Any]:
+    """Run a method and return the peak of the run beside its forecast."""
+    data, settings = (
+        images(CLIENTS, 10, 28, 1),
+        Settings(rounds=ROUNDS, engine="compiled", local=LocalTraining(lr=0.01)),
+    )
+    simulate(images(3, 10, 28, 1), METHODS["local"](), model="mlp-c", settings=settings)  # libraries are loaded
+    asked: list[memory.Forecast] = []
+    check = memory.check
+    memory.check = lambda wanted, device, limit: (asked.append(wanted), check(wanted, device, limit))[1]
+    before = resident("VmRSS")
+    simulate(data, METHODS[kind](), model="mlp-c", settings=settings)
+    peak = resident("VmHWM") - before
+    return {
+        "method": kind,
+        "forecast, MiB": asked[0].needed / MIB,
+        "peak, MiB": peak / MIB,
+        "peak over forecast": peak / asked[0].needed,
+    }
+
+
+def pss() -> int:
+    """Return the memory of this process and its children in bytes; what several hold counts once."""
+    total = 0
+    for process in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
+        try:
+            lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+    return total
+
+
+def train(job: tuple[Federation, int], emit: Emit) -> float:
+    """Run one seed."""
+    data, seed = job
+    settings = Settings(rounds=1, engine="loop", local=LocalTraining(steps=1, batch_size=50), warmup_epochs=0)
+    return simulate(data, METHODS["random"](), model="linear", settings=settings, seed=seed).timing["wall_s"]
+
+
+def workers(row: str) -> dict[str, Any]:
+    """Run four seeds on one federation with some workers and return the peak of all processes together."""
+    number, samples = row.split("/")
+    data, over, peak = images(200, int(samples), 32, 3), threading.Event(), [0]
+
+    def watch() -> None:
+        while not over.wait(0.1):
+            peak[0] = max(peak[0], pss())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with one_thread():
+        done = list(fan_out(train, [(data, seed) for seed in range(4)], int(number), print))
+    over.set()
+    watcher.join()
+    assert len(done) == 4
+    return {"workers": int(number), "data, MiB": data.nbytes / MIB, "all processes, MiB": peak[0] / MIB}
+
+
+PARTS: dict[str, tuple[Callable[[str], dict[str, Any]], tuple[str, ...], int]] = {
+    "forecast": (forecast, KINDS, 60),
+    "workers": (workers, ("1/10", "1/400", "4/10", "4/400"), 70),
+}
+
+
+def main() -> None:
+    """Measure every row in a process of its own and write them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=tuple(PARTS))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--row")
+    arguments = parser.parse_args()
+    measure, rows, order = PARTS[arguments.part]
+    if arguments.row is not None:
+        print(json.dumps(measure(arguments.row)))
+        return
+    results = []
+    for row in rows:
+        asked = [sys.executable, __file__, arguments.part, "--row", row]
+        done = subprocess.run(asked, capture_output=True, text=True, check=True)
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+        print(results[-1])
+    command = shlex.join(["python", *sys.argv])
+    content = {"command": command, "order": order, "machine": machine(), "results": results}
+    arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
