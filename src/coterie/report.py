@@ -87,11 +87,15 @@ def subtitle(data: Mapping[str, Any]) -> str:
     if not data["methods"]:
         return "No run could be read."
     seeds = max(len(method["runs"]) for method in data["methods"])
-    parts = [f"{len(data['cluster'])} clients"]
+    parts = [_many(len(data["cluster"]), "client")]
     if len(data["clusters"]) > 1:
         parts.append(f"{len(data['clusters'])} planted clusters")
-    parts += [f"{len(data['methods'])} methods", f"{seeds} seed{'s' if seeds != 1 else ''}"]
+    parts += [_many(len(data["methods"]), "method"), _many(seeds, "seed")]
     return ", ".join(parts)
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
 def overview(data: Mapping[str, Any], runs: Sequence[StoredRun], problems: Sequence[Problem]) -> str:
