@@ -93,16 +93,18 @@ def _lines(console: Console, every: float = SECONDS) -> Observer:
         now, number = time.monotonic(), step.round + 1
         if number == step.rounds or now - told >= every:
             told = now
-            text = f"{step.label}, seed {step.seed}: round {number}/{step.rounds}, {_quality(step)}"
+            parts = (f"{step.label}, seed {step.seed}: round {number}/{step.rounds}", _quality(step))
+            text = ", ".join(filter(None, parts))
             console.print(f"{text} ({now - started:.0f} s)", highlight=False, markup=False)
 
     return observe
 
 
 def _quality(step: Step) -> str:
-    if np.isnan(step.accuracy):
-        return f"val. loss {step.loss:.4g}"
-    return f"val. acc. {100 * step.accuracy:.1f} %"
+    """Tell what the validation sets say, if they were asked in this round."""
+    if not np.isnan(step.accuracy):
+        return f"val. acc. {100 * step.accuracy:.1f} %"
+    return "" if np.isnan(step.loss) else f"val. loss {step.loss:.4g}"
 
 
 def states(folder: Path, study: StudyConfig) -> Iterator[str]:

@@ -43,6 +43,14 @@ def test_in_a_pipe_a_long_run_is_heard_of_every_ten_seconds(clock):
     ]
 
 
+def test_a_round_without_validation_tells_its_number_only(clock):
+    """Clients may have no validation set, or be validated every few rounds."""
+    text = io.StringIO()
+    with display.progress([], Console(file=text), quiet=False) as observe:
+        observe(Progress("Local", 0, 9, 10, float("nan"), float("nan"), 4.0))
+    assert lines(text) == ["Local, seed 0: round 10/10 (0 s)"]
+
+
 @pytest.mark.parametrize(
     ("environment", "options"),
     [
