@@ -25,6 +25,7 @@ COLOURS = ("#004885", "#895200", "#0DA066", "#BA6FCC", "#D96A05", "#006B9C", "#6
 DASHES = ("-", "--", ":", "-.", (0, (8, 2, 2, 2, 2, 2)), (0, (1, 3)), (0, (10, 3)), (0, (3, 1, 1, 1)))
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 WIDTH = 3.3  # inches: a column of a paper
+ACROSS = 4  # panels in a row
 PERCENT = 100.0
 FAR = 10.0  # the ratio of values from which an axis becomes logarithmic
 NAMES = {  # on axes
@@ -115,7 +116,7 @@ def heatmaps(runs: Named) -> Drawn:
     most = max(int(count.max()) for count in counts.values())
     figure, panels = panels_of(len(groups))
     norm, rows = PowerNorm(0.5, 0, most), []
-    for axes, (name, count) in zip(panels, counts.items(), strict=True):
+    for number, (axes, (name, count)) in enumerate(zip(panels, counts.items(), strict=True)):
         cluster = planted_of(groups[name], len(count))
         order = np.argsort(cluster, kind="stable")
         axes.grid(visible=False)
@@ -123,7 +124,9 @@ def heatmaps(runs: Named) -> Drawn:
         for edge in np.flatnonzero(np.diff(cluster[order])) + 0.5:
             axes.axhline(edge, color="#888888", lw=0.5)
             axes.axvline(edge, color="#888888", lw=0.5)
-        axes.set(title=textwrap.fill(name, 26), xlabel="client read", ylabel="client that reads")
+        axes.set(title=textwrap.fill(name, 26), xlabel="client read")
+        if number % ACROSS == 0:
+            axes.set(ylabel="client that reads")
         reader, read = np.nonzero(count)
         rows += [(name, int(i), int(j), int(count[i, j])) for i, j in zip(reader, read, strict=True)]
     figure.colorbar(ScalarMappable(norm, "magma_r"), ax=panels, label="times read (square-root scale)", shrink=0.8)
@@ -390,8 +393,8 @@ def legend_of(axes: Axes) -> None:
 
 
 def panels_of(count: int) -> tuple[Figure, list[Axes]]:
-    """A row of panels, or rows of four."""
-    across = min(count, 4)
+    """A row of panels, or rows of so many."""
+    across = min(count, ACROSS)
     down = math.ceil(count / across)
     figure = Figure(figsize=(max(WIDTH, 1.9 * across), 2.1 * down), layout="constrained")
     return figure, [figure.add_subplot(down, across, i + 1) for i in range(count)]
