@@ -135,7 +135,7 @@ def problem_notes(problems: Sequence[Problem]) -> str:
 def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     """The question in words, as a list of terms and descriptions."""
     settings, local, model = (config.get(key) or {} for key in ("data", "local", "model"))
-    clusters = ", ".join(f"{cluster['name']} ({cluster['size']})" for cluster in data["clusters"])
+    clusters = ", ".join(_planted(cluster) for cluster in data["clusters"])
     many = [f"{len(data['cluster'])}"]
     if settings.get("train"):
         many.append(f"each with {settings['train']} training and {settings.get('validation', 0)} validation samples")
@@ -143,7 +143,7 @@ def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
         "Data": _said(settings.get("dataset")),
         "Shift": "; ".join(_shift(one) for one in settings.get("shift") or []),
         "Clients": ", ".join(many),
-        "Planted clusters": f"{clusters} clients" if clusters else "none known",
+        "Planted clusters": clusters or "none known",
         "Model": _said(model.get("kind")),
         "Compared": ", ".join(f"{method['label']} ({method['kind']})" for method in data["methods"]),
         "Training": _training(config, local),
@@ -153,6 +153,12 @@ def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     }
     rows = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in entries.items() if text)
     return f'<dl class="words">{rows}</dl>'
+
+
+def _planted(cluster: Mapping[str, Any]) -> str:
+    """One planted cluster and its size; a node's roster gives clusters numbers, no names."""
+    name, size = cluster["name"], cluster["size"]
+    return f"{f'cluster {name}' if name.isdigit() else name} ({size} client{'s' if size != 1 else ''})"
 
 
 def _said(value: object) -> str:
@@ -228,7 +234,9 @@ def result_table(data: Mapping[str, Any], metric: str) -> str:
             if row is None:
                 line.append("<td>–</td>")
                 continue
-            text = f"{number(row['mean'], metric)} <small>± {number(row['std'], metric)}</small>"
+            text = number(row["mean"], metric)
+            if row["seeds"] > 1:
+                text += f" <small>± {number(row['std'], metric)}</small>"
             top = kind != "oracle" and row["mean"] is not None and sign * row["mean"] == best[column]
             line.append(cell(row["mean"], text, "best" if top else ""))
         body.append(f'<tr data-label="{escape(label)}">{"".join(line)}</tr>')

@@ -47,6 +47,18 @@ def test_the_text_of_a_cell_is_its_value_rounded(small):
     assert "63.75 <small>± 1.25</small>" in report.write_report(small).read_text()
 
 
+def test_one_seed_has_no_deviation(tmp_path, write_run, final_rows):
+    """Its mean stands alone, where two seeds that agree show a zero; clusters without names are told by number."""
+    rows = final_rows([0.5, 0.5, 0.25, 1.0], [0, 0, 0, 1])
+    write_run(tmp_path / "one" / "DAC" / "seed-0", kind="dac", label="DAC", seed=0, metrics=rows)
+    text = report.write_report(tmp_path / "one").read_text()
+    assert ">56.25</td>" in text
+    assert "<small>±" not in text
+    assert "<dd>cluster 0 (3 clients), cluster 1 (1 client)</dd>" in text
+    write_run(tmp_path / "one" / "DAC" / "seed-1", kind="dac", label="DAC", seed=1, metrics=rows)
+    assert "56.25 <small>± 0.00</small>" in report.write_report(tmp_path / "one").read_text()
+
+
 def test_names_from_outside_are_escaped_everywhere(small, write_run, final_rows):
     """Study, label and cluster names that try to end a script or open an element stay text."""
     (small / "federation.json").write_text(json.dumps({"clusters": [HOSTILE, "plain"]}))
@@ -122,7 +134,7 @@ def test_the_question_is_said_in_words(small, write_run, final_rows):
         "rotation: degrees 0, 90",
         "2, each with 60 training and 15 validation samples",
         "30 rounds, 1 local epoch a round, adam, learning rate 0.001, batches of 8",
-        "up (1) clients",
+        "up (1 client)",
         "best on the client&#x27;s own validation set",
     ):
         assert said in text
