@@ -16,6 +16,7 @@ from coterie.exchange import Message
 from coterie.federation import Federation, TestSet
 from coterie.loop import Loop
 from coterie.methods.base import Method
+from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.server import Desk
 from coterie.methods.sosicfl import SosicFl, SosicFlAll, SosicFlPlus
@@ -197,6 +198,19 @@ def test_one_endpoint_is_fedavg(kind: type[SosicFl]):
     expected = plain.task.layout.views(plain.state.shared.models[0])
     for name, value in expected.items():
         torch.testing.assert_close(views[name], value.flatten(), rtol=0, atol=1e-13)
+
+
+def test_one_endpoint_with_personal_models_is_ditto():
+    """M = 1: the same served model of every client, pulled to the global one by the same force."""
+    method = SosicFlPlus(endpoints=1, regions=1, endpoint_start="model", lam=0.7)
+    ours, theirs = (follow(each, model=sequential, local=SGD) for each in (method, Ditto(lam=0.7)))
+    everybody = torch.arange(6)
+    served = method.served(ours._context(2, everybody, everybody), ours.state)[0]
+    names = [slot.name.replace(".parametrizations", "").replace(".original", "") for slot in ours.task.layout.slots]
+    expected = theirs.task.layout.views(theirs.state.memory.model[5])
+    assert not torch.equal(theirs.state.memory.model[5], theirs.state.shared.models[0])
+    for name, slot in zip(names, ours.task.layout.slots, strict=True):
+        torch.testing.assert_close(served[5, slot.start : slot.stop], expected[name].flatten(), rtol=0, atol=1e-13)
 
 
 def test_warmup_rounds_never_is_plain_simplex_learning():
