@@ -114,8 +114,9 @@ def section(folder: Path) -> str:
         took = f"{origin['elapsed_s']:,.0f} s on the clock on {cores}, one thread a run"
     else:
         took = f"{origin['wall_s']:,.0f} s over all runs, on {cores} shared with other work"
+    runs = f"{origin['runs']} run{'s' if origin['runs'] != 1 else ''}"
     cost = (
-        f"{origin['runs']} runs, {origin['train_samples']:,} training samples, {took}; Python "
+        f"{runs}, {origin['train_samples']:,} training samples, {took}; Python "
         f"{origin['python']}, torch {packages['torch']}, numpy {packages['numpy']}, engine "
         f"{' and '.join(origin['engines'])}. Seconds a run, by method: {_seconds(folder)}."
     )
@@ -167,7 +168,8 @@ def _seconds(folder: Path) -> str:
 
 def _trials(rows: list[dict]) -> sheets.Sheet:
     """Return the experiments that explain differences."""
-    cells = [(r["label"], r["changes"], f"{r['mean']:.2f} ± {r['std']:.2f}", str(r["seeds"])) for r in rows]
+    values = [f"{row['mean']:.2f}" + (f" ± {row['std']:.2f}" if row["seeds"] > 1 else "") for row in rows]
+    cells = [(row["label"], row["changes"], value, str(row["seeds"])) for row, value in zip(rows, values, strict=True)]
     return sheets.Sheet("", ("method", "changed", f"test {rows[0]['metric']}", "seeds"), cells)
 
 
