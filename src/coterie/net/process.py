@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -77,17 +78,18 @@ def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
     if insecure:
         log("insecure", level="warning", text=_GIVEN_UP)
     with ExitStack() as stack:
-        engine = stack.enter_context(listening(log))
-        transport: Transport = stack.enter_context(
-            ZenohTransport(
-                roster,
-                own.name,
-                None if insecure else own,
-                listen=file.listen or None,
-                lease=file.network.lease,
-                log=log,
+        with unbroken():  # threads start here: who starts them must come to own them
+            engine = stack.enter_context(listening(log))
+            transport: Transport = stack.enter_context(
+                ZenohTransport(
+                    roster,
+                    own.name,
+                    None if insecure else own,
+                    listen=file.listen or None,
+                    lease=file.network.lease,
+                    log=log,
+                )
             )
-        )
         node = Node(
             nodefile.plan_of(study), federation, roster, transport, own.sign, folder,
             terms=file.network.terms, patience=file.network.patience, log=log,
@@ -96,6 +98,26 @@ def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
         if file.metrics_port:
             stack.callback(MetricsServer(file.metrics_port, lambda: [*node.samples(), *engine.samples()]).close)
         yield node
+
+
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait until the end of the block; for short blocks that must not stop half way."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals reach the main thread only
+        return
+    caught: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, frame: caught.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if caught:
+            signal.raise_signal(caught[0])
 
 
 def _prepare(folder: Path, study: str, described: str) -> None:
