@@ -6,8 +6,6 @@ Ten clients train for one epoch with each engine, in one thread, in turn; the fa
 """
 
 import argparse
-import json
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 
 import torch
 
-from coterie.bench.measure import machine
+from coterie.bench.measure import store
 from coterie.engine.choice import batching_pays, products
 from coterie.heads import simplex_head
 from coterie.models import ModelSource, source
@@ -73,10 +71,7 @@ def main() -> None:
     out = parser.parse_args().out
     torch.set_num_threads(1)
     rows = [cell(name, batch_size) for name in CELLS for batch_size in (8, 50)]
-    command = shlex.join(["python", *sys.argv])
-    out.write_text(
-        json.dumps({"command": command, "order": 50, "machine": machine(), "results": rows}, indent=1) + "\n"
-    )
+    store(out, rows, ["python", *sys.argv], order=50)
 
 
 if __name__ == "__main__":

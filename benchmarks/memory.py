@@ -10,7 +10,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import shlex
 import subprocess
 import sys
 import threading
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from coterie import METHODS, memory
-from coterie.bench.measure import machine
+from coterie.bench.measure import store
 from coterie.fanout import Emit, fan_out, one_thread
 from coterie.federation import Federation, TestSet
 from coterie.run import simulate
@@ -140,9 +139,7 @@ def main() -> None:
         done = subprocess.run(asked, capture_output=True, text=True, check=True)
         results.append(json.loads(done.stdout.splitlines()[-1]))
         print(results[-1])
-    command = shlex.join(["python", *sys.argv])
-    content = {"command": command, "order": order, "machine": machine(), "results": results}
-    arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+    store(arguments.out, results, ["python", *sys.argv], order=order)
 
 
 if __name__ == "__main__":

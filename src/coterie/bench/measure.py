@@ -8,7 +8,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from coterie import pages
 from coterie.bench.cells import SHAPES, WORKS, Cell, Coterie, Usual, compare
 from coterie.engine import use_threads
 from coterie.errors import ConfigError, unknown
+from coterie.record import write_atomically
 
 USUAL_CLIENTS = 4  # the usual loop costs the same for every client, so a few of them tell the cost of one
 POPULATIONS = (100, 1000)
@@ -220,7 +221,18 @@ def machine() -> dict[str, Any]:
 
 def write(rows: Sequence[Row], path: Path) -> None:
     """Write the rows, the command and the machine as JSON."""
-    command = shlex.join(["coterie", *sys.argv[1:]])
-    content = {"command": command, "machine": machine(), "results": [asdict(row) for row in rows]}
+    store(path, [asdict(row) for row in rows], ["coterie", *sys.argv[1:]])
+
+
+def store(path: Path, results: Sequence[Mapping[str, Any]], command: Sequence[str], **more: Any) -> None:
+    """Write measurements as JSON, with the command that repeats them and the machine.
+
+    Args:
+        path: the file.
+        results: the rows.
+        command: the words of the command.
+        more: further entries.
+    """
+    content = {"command": shlex.join(command), **more, "machine": machine(), "results": results}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
