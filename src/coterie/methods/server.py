@@ -256,12 +256,14 @@ def gradient_variance(
         start: where each client started.
         params: what it returns.
     """
-    layout, found = rnd.task.layout, {}
-    for name in sorted({"gradient_variance", "composed_gradient_variance"} & rnd.extra_metrics):
-        updates = params - start
+    asked = sorted({"gradient_variance", "composed_gradient_variance"} & rnd.extra_metrics)
+    if not asked:
+        return {}
+    layout, updates, found = rnd.task.layout, params - start, {}
+    for name in asked:
         stacked = name == "gradient_variance"
-        updates = updates[:, last_layer(layout).to(params.device)] if stacked else composed_last_layer(layout, updates)
-        value = metrics.total_variance(updates[torch.isfinite(updates).all(1)])
+        last = updates[:, last_layer(layout).to(params.device)] if stacked else composed_last_layer(layout, updates)
+        value = metrics.total_variance(last[torch.isfinite(last).all(1)])
         found[name] = torch.full((len(params),), value, dtype=torch.float64)
     return found
 
