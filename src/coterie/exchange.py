@@ -5,6 +5,8 @@ same round. Rounds are simultaneous: `pull` never shows a model that was merged 
 by (round, number of the exchange in the round, client id); one that does not arrive is `mask == False`, never an
 exception. In a simulation all clients are hosted, so `InMemory` is indexing; `mailbox.Mailbox` joins several threads,
 and the network has its own exchange with the same contract.
+
+Longer than other modules: the contract, its plainest form and the one that loses messages are read side by side.
 """
 
 from collections.abc import Callable, Mapping

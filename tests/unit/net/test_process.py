@@ -15,7 +15,7 @@ from coterie.net.engine_log import EngineLog
 from coterie.net.log import Log
 
 STUDY = """
-name = "two"
+name = "told"
 rounds = 1
 seeds = [0]
 model = { kind = "linear" }
