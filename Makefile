@@ -51,7 +51,7 @@ golden: setup ## rewrite the stored runs of tests/golden; a change needs a reaso
 	COTERIE_GOLDEN=rewrite OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n0 tests/golden
 
 bench: setup ## measure the engines on this machine
-	$(BIN)/coterie bench --json runs/bench.json
+	$(BIN)/python -m benchmarks.engines --json runs/bench.json
 
 clean: ## remove the environment and what tools left
 	rm -rf .venv dist build .pytest_cache .ruff_cache .hypothesis

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engines.measure import store
 
-from coterie.bench.measure import store
-from coterie.engine.choice import batching_pays, products
-from coterie.heads import simplex_head
-from coterie.models import ModelSource, source
+from coterie.engine._choice import batching_pays, products
+from coterie.engine.task import LocalTraining, Task
+from coterie.models.layout import ModelSource, source
+from coterie.models.simplex_layers import simplex_head
 from coterie.rng import Rng
-from coterie.task import LocalTraining, Task
 from coterie.testing import tiny_federation
 
 CLIENTS, REPEATS = 10, 3

@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engines.measure import store
 
-from coterie import METHODS, memory
-from coterie.bench.measure import store
-from coterie.fanout import Emit, fan_out, one_thread
-from coterie.federation import Federation, TestSet
-from coterie.run import simulate
-from coterie.settings import Settings
-from coterie.task import LocalTraining
+from coterie import METHODS
+from coterie.data.federation import Federation, TestSet
+from coterie.engine.task import LocalTraining
+from coterie.simulation import _memory
+from coterie.simulation.run import simulate
+from coterie.simulation.settings import Settings
+from coterie.simulation.workers import Emit, fan_out, one_thread
 
 MIB = 1 << 20
 KINDS = ("random", "dac", "panm-loss", "fedavg", "fedavgm", "ditto", "sosicfl-plus")
@@ -64,9 +65,9 @@ def forecast(kind: str) -> dict[str, Any]:
         Settings(rounds=ROUNDS, engine="compiled", local=LocalTraining(lr=0.01)),
     )
     simulate(images(3, 10, 28, 1), METHODS["local"](), model="mlp-c", settings=settings)  # libraries are loaded
-    asked: list[memory.Forecast] = []
-    check = memory.check
-    memory.check = lambda wanted, device, limit: (asked.append(wanted), check(wanted, device, limit))[1]
+    asked: list[_memory.Forecast] = []
+    check = _memory.check
+    _memory.check = lambda wanted, device, limit: (asked.append(wanted), check(wanted, device, limit))[1]
     before = resident("VmRSS")
     simulate(data, METHODS[kind](), model="mlp-c", settings=settings)
     peak = resident("VmHWM") - before

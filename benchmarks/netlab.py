@@ -18,12 +18,12 @@ import pandas as pd
 import torch
 from safetensors.torch import load_file
 
-from coterie import config
 from coterie.net import local, roster
 from coterie.net.identity import Identity
 from coterie.net.node import Plan
 from coterie.net.roster import Roster
 from coterie.net.transport import Transport
+from coterie.studies import config
 
 STUDY = """
 name = "network"
@@ -226,7 +226,7 @@ def keep(path: Path, command: str, results: list[Result], began: float) -> None:
 
 def plan_and_data(study: config.StudyConfig) -> tuple[Plan, Any]:
     """Return what all nodes of a study of one run have in common, and the data of all of them."""
-    from coterie.data import build_federation
+    from coterie.data.build import build_federation
     from coterie.net import nodefile
 
     return nodefile.plan_of(study), build_federation(study.data, study.seeds[0], None)

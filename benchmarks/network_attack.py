@@ -15,7 +15,7 @@ import netlab
 import torch
 import zenoh
 
-from coterie.exchange import Message
+from coterie.exchange.base import Message
 from coterie.net import hostile
 from coterie.net.desk import Missing
 from coterie.net.exchange import RemoteExchange

@@ -12,10 +12,10 @@ from typing import Any
 import netlab
 import pandas as pd
 
-from coterie import config
 from coterie.net import fleet
 from coterie.net.replay import replay
-from coterie.study import run_study
+from coterie.studies import config
+from coterie.studies.run import run_study
 
 METHODS = {
     "dac": 'kind = "dac"\nnum_peers = 3',

@@ -20,11 +20,11 @@ import network_parity
 import numpy as np
 import torch
 
-from coterie import cost
-from coterie.exchange import Message
+from coterie.exchange.base import Message
 from coterie.net.exchange import RemoteExchange
 from coterie.net.post import Post, Terms
 from coterie.net.zenoh_transport import ZenohTransport
+from coterie.results import traffic
 from coterie.rng import Rng
 
 RAW_PORT = 28500
@@ -193,7 +193,7 @@ def predicted_bytes(emit: netlab.Emit, folder: Path) -> None:
         names = network_parity.run_nodes(folder / f"bytes-{place}", study, 27400 + 10 * place)
         plan, federation = netlab.plan_and_data(study)
         task = plan.task(federation)
-        setting = cost.Setting(
+        setting = traffic.Setting(
             population=network_parity.NODES, params=task.layout.size, samples=int(task.samples[0]), group=3
         )
         counted = 0
@@ -201,7 +201,7 @@ def predicted_bytes(emit: netlab.Emit, folder: Path) -> None:
             log = (folder / f"bytes-{place}/logs/{name}.log").read_text().splitlines()
             counted += json.loads(next(line for line in log if '"event": "done"' in line))["bytes"]
         away = network_parity.NODES - plan.method.server  # the client on the server's node needs no network
-        predicted = away * cost.between_machines(plan.method, setting, rounds)
+        predicted = away * traffic.between_machines(plan.method, setting, rounds)
         emit({"method": method, "nodes": network_parity.NODES, "rounds": rounds, "counted": counted,
               "predicted": predicted})  # fmt: skip
 

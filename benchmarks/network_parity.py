@@ -8,7 +8,7 @@ import pandas as pd
 
 from coterie.net import fleet
 from coterie.net.replay import replay
-from coterie.study import run_study
+from coterie.studies.run import run_study
 
 METHODS = {
     "local": 'kind = "local"',

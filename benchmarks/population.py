@@ -23,12 +23,13 @@ from typing import Any
 import torch
 
 import coterie
-from coterie import METHODS, fanout
+from coterie import METHODS
+from coterie.data.federation import Federation, TestSet
 from coterie.engine import use_threads
-from coterie.federation import Federation, TestSet
-from coterie.run import Progress, simulate
-from coterie.settings import Settings
-from coterie.task import LocalTraining
+from coterie.engine.task import LocalTraining
+from coterie.simulation import workers
+from coterie.simulation.run import Progress, simulate
+from coterie.simulation.settings import Settings
 
 TRAIN, VALIDATION, TEST = 16, 4, 32
 
@@ -64,8 +65,8 @@ def cell(kind: str, clients: int, rounds: int) -> dict[str, str | int | float]:
         seconds[progress.round] = progress.seconds
 
     settings = Settings(rounds=rounds, local=LocalTraining(batch_size=8), engine="compiled", evaluate="final")
-    with fanout.one_thread():
-        use_threads(fanout.cores())
+    with workers.one_thread():
+        use_threads(workers.cores())
         simulate(digits(clients), METHODS[kind](), model="cnn-b", settings=settings, observer=note)
     each = (seconds[rounds - 1] - seconds[0]) / (rounds - 1)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

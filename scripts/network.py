@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from coterie.sheets import Sheet, markdown
+from coterie.cli._tables import Sheet, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "docs/reference/runs"
@@ -171,7 +171,7 @@ def predicted(found: Results) -> str:
     ]  # fmt: skip
     return (
         f"Megabytes that {found[0]['nodes']} nodes received in {found[0]['rounds']} rounds: predicted by the cost "
-        "ledger (`coterie.cost.between_machines`) from the settings, and counted on the wire, both with envelopes.\n\n"
+        "ledger (`coterie.results.traffic.between_machines`) from the settings, and counted on the wire, both with envelopes.\n\n"
         + table(("method", "predicted", "counted", "difference"), rows)
     )
 

@@ -12,14 +12,15 @@ from typing import Any
 
 import typer
 
-from coterie import catalogue, config
-from coterie.cli import app
-from coterie.data import DataConfig
+from coterie.cli import _catalogue
+from coterie.cli.app import app
+from coterie.data.build import DataConfig
+from coterie.data.shifts import SHIFTS
+from coterie.engine.task import LocalTraining
 from coterie.methods import METHODS
 from coterie.net.nodefile import DataSource, NetworkSettings, NodeFile
-from coterie.settings import Settings
-from coterie.shifts import SHIFTS
-from coterie.task import LocalTraining
+from coterie.simulation.settings import Settings
+from coterie.studies import config
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs/reference"
 MADE = "<!-- made by scripts/reference.py; do not edit -->\n"
@@ -28,15 +29,15 @@ MADE = "<!-- made by scripts/reference.py; do not edit -->\n"
 def rows(cls: type) -> list[str]:
     """Return the fields of a configuration class as a Markdown table."""
     lines = ["| name | default | meaning |", "|---|---|---|"]
-    for p in catalogue.parameters(cls):
+    for p in _catalogue.parameters(cls):
         text = p.text.replace("|", "\\|")
         lines.append(f"| `{p.name}` | {code(p)} | {text} |")
     return lines if len(lines) > 2 else ["It has no settings."]
 
 
-def code(parameter: catalogue.Parameter) -> str:
+def code(parameter: _catalogue.Parameter) -> str:
     """Return a default as code; nothing for a setting that must be given, or whose default is made up of others."""
-    shown = catalogue.default(parameter.default)
+    shown = _catalogue.default(parameter.default)
     return f"`{shown}`" if len(shown) <= 40 else ""
 
 
@@ -49,7 +50,7 @@ def methods() -> str:
         "",
     ]
     for kind, method in METHODS.items():
-        lines += [f"## {kind}", "", catalogue.description(method), "", *rows(method), ""]
+        lines += [f"## {kind}", "", _catalogue.description(method), "", *rows(method), ""]
         lines += [f"- {reference}" for reference in method.references] + [""] * bool(method.references)
     return "\n".join(lines)
 
@@ -84,7 +85,7 @@ def settings() -> str:
     lines += ["`patience` is written in `[stopping]`, `local` is the table `[local]`.", ""]
     lines += ["## [local]", "", *rows(LocalTraining), "", "## [data]", "", *rows(DataConfig), ""]
     for kind, shift in sorted(SHIFTS.items()):
-        lines += [f"### shift: {kind}", "", catalogue.description(shift), "", *rows(shift), ""]
+        lines += [f"### shift: {kind}", "", _catalogue.description(shift), "", *rows(shift), ""]
     return "\n".join(lines)
 
 

@@ -17,7 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from coterie import compare, outcome, sheets, summary
+from coterie.cli import _tables
+from coterie.papers import compare
+from coterie.results import summary
+from coterie.simulation import final_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "docs/reference/runs"
@@ -85,12 +88,12 @@ def _left_out(folder: Path, known: list[dict]) -> list[dict]:
 def _outcome(run: summary.StoredRun) -> dict[str, float]:
     """Return the Rand indices and the number of the clusters that a run ended with, and its best rounds."""
     table = run.metrics
-    values = {name: float(value.mean()) for name, value in outcome.maxima(table).items()}
+    values = {name: float(value.mean()) for name, value in final_metrics.maxima(table).items()}
     labels = table.loc[(table["metric"] == "label").to_numpy()]
     if len(labels):
         last = labels.loc[(labels["round"] == labels["round"].max()).to_numpy()].sort_values("client")
         found, truth = (torch.tensor(last[name].to_numpy(dtype=int)) for name in ("value", "cluster"))
-        values |= outcome.cluster_metrics(found, truth, torch.zeros(len(last), 0, dtype=torch.int64))
+        values |= final_metrics.cluster_metrics(found, truth, torch.zeros(len(last), 0, dtype=torch.int64))
     return values
 
 
@@ -140,22 +143,22 @@ def section(folder: Path) -> str:
     if trials.exists():
         parts += [
             "### Further runs with one setting changed",
-            sheets.markdown(_trials(json.loads(trials.read_text()))).strip(),
+            _tables.markdown(_trials(json.loads(trials.read_text()))).strip(),
         ]
     if comparison is None:
-        return "\n\n".join([*parts, sheets.markdown(_alone(result)).strip()]) + "\n"
-    for sheet in sheets.against_paper(comparison):
-        parts += [f"### {sheet.title}", sheets.markdown(sheet).strip()]
+        return "\n\n".join([*parts, _tables.markdown(_alone(result)).strip()]) + "\n"
+    for sheet in _tables.against_paper(comparison):
+        parts += [f"### {sheet.title}", _tables.markdown(sheet).strip()]
     if comparison.notes:
         parts.append("On the printed numbers: " + " ".join(comparison.notes))
     return "\n\n".join(parts) + "\n"
 
 
-def _alone(result: compare.Result) -> sheets.Sheet:
+def _alone(result: compare.Result) -> _tables.Sheet:
     """Return the numbers of a study that repeats no published experiment."""
     rows = [row for row in result.rows if row["cluster"] == "all" and row["mean"] is not None]
     cells = [(row["label"], row["metric"].replace("_", " "), f"{row['mean']:.4g}", str(row["seeds"])) for row in rows]
-    return sheets.Sheet("", ("method", "metric, mean over clients", "here", "seeds"), cells)
+    return _tables.Sheet("", ("method", "metric, mean over clients", "here", "seeds"), cells)
 
 
 def _seconds(folder: Path) -> str:
@@ -166,11 +169,11 @@ def _seconds(folder: Path) -> str:
     return ", ".join(f"{label} {sum(values) / len(values):,.3g}" for label, values in took.items())
 
 
-def _trials(rows: list[dict]) -> sheets.Sheet:
+def _trials(rows: list[dict]) -> _tables.Sheet:
     """Return the experiments that explain differences."""
     values = [f"{row['mean']:.2f}" + (f" ± {row['std']:.2f}" if row["seeds"] > 1 else "") for row in rows]
     cells = [(row["label"], row["changes"], value, str(row["seeds"])) for row, value in zip(rows, values, strict=True)]
-    return sheets.Sheet("", ("method", "changed", f"test {rows[0]['metric']}", "seeds"), cells)
+    return _tables.Sheet("", ("method", "changed", f"test {rows[0]['metric']}", "seeds"), cells)
 
 
 def page() -> str:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from coterie.report import write_report
+from coterie.report.page import write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "docs/reference/runs/rotated-digits"

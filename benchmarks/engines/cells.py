@@ -9,17 +9,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from coterie.bench.usual import UsualClient
-from coterie.engine.batches import plan
-from coterie.engine.choice import products
+from coterie.data.federation import Federation
+from coterie.engine._batches import plan
+from coterie.engine._choice import products
+from coterie.engine.task import LocalTraining, Task
 from coterie.errors import CoterieError
-from coterie.exchange import Inbox, InMemory, Message, read
-from coterie.federation import Federation
+from coterie.exchange.base import Inbox, InMemory, Message, read
 from coterie.methods.base import Round, State
 from coterie.methods.dac import Dac
-from coterie.models import NETS
+from coterie.models.layout import NETS
 from coterie.rng import Rng
-from coterie.task import LocalTraining, Task
+
+from .usual import UsualClient
 
 SHAPES = {"cnn-a": (3, 32, 32), "cnn-b": (1, 28, 28), "mlp": (1, 28, 28)}
 WORKS = ("train", "inverse-loss", "mix", "dac-round")

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from coterie import pages
-from coterie.bench.cells import SHAPES, WORKS, Cell, Coterie, Usual, compare
+from coterie._util import pages
 from coterie.engine import use_threads
 from coterie.errors import ConfigError, unknown
-from coterie.record import write_atomically
+from coterie.simulation.record import write_atomically
+
+from .cells import SHAPES, WORKS, Cell, Coterie, Usual, compare
 
 USUAL_CLIENTS = 4  # the usual loop costs the same for every client, so a few of them tell the cost of one
 POPULATIONS = (100, 1000)

@@ -7,13 +7,14 @@ import torch
 from cell import Cell, Report, asked
 
 import coterie
-from coterie import FedAvg, Federation, LocalTraining, Settings, fanout, simulate
+from coterie import FedAvg, Federation, LocalTraining, Settings, simulate
+from coterie.data.federation import TestSet
 from coterie.engine import use_threads
-from coterie.engine.batches import plan
-from coterie.federation import TestSet
-from coterie.models import NETS, Layout
+from coterie.engine._batches import plan
+from coterie.models.layout import NETS, Layout
 from coterie.rng import Rng
-from coterie.run import Progress
+from coterie.simulation import workers
+from coterie.simulation.run import Progress
 
 SEED = 0
 
@@ -56,7 +57,7 @@ def main() -> None:
     def after(progress: Progress) -> None:
         report.round() if progress.round >= 0 else report.begin()
 
-    with fanout.one_thread():
+    with workers.one_thread():
         use_threads(cell.cores)
         run = simulate(data, FedAvg(), model=module, settings=settings, seed=SEED, observer=after)
     final = {name: value.numpy() for name, value in Layout(module).views(run.params[0]).items()}

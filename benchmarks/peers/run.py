@@ -31,9 +31,9 @@ from cell import Cell
 from coterie_cell import network, orders
 
 from coterie.errors import CoterieError
-from coterie.fanout import cores
-from coterie.models import Layout, initial
+from coterie.models.layout import Layout, initial
 from coterie.rng import Rng
+from coterie.simulation.workers import cores
 
 HERE = Path(__file__).resolve().parent
 BATCH = 8

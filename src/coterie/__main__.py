@@ -1,6 +1,6 @@
 """`python -m coterie`."""
 
-from coterie.cli import main
+from coterie.cli.app import main
 
 if __name__ == "__main__":
     main()

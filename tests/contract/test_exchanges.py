@@ -7,8 +7,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from coterie.exchange import Faulty, InMemory
-from coterie.mailbox import Mailbox, PostOffice
+from coterie.exchange.base import Faulty, InMemory
+from coterie.exchange.mailbox import Mailbox, PostOffice
 from coterie.net import local
 from coterie.net.desk import Missing
 from coterie.net.exchange import RemoteExchange

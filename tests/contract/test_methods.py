@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from coterie.methods import METHODS
-from coterie.run import simulate
+from coterie.simulation.run import simulate
 from coterie.testing import check_method, tiny_federation, tiny_settings
 
 # Settings that suit six clients, three classes and four rounds, where the defaults do not.

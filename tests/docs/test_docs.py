@@ -20,9 +20,9 @@ import typer
 from typer.testing import CliRunner
 
 import coterie
-from coterie.cli import app
-from coterie.config import loads
+from coterie.cli.app import app
 from coterie.net import nodefile
+from coterie.studies.config import loads
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import coterie
-from coterie.report import write_report
-from coterie.summary import summarise
-from coterie.watch import Watch
+from coterie.report.page import write_report
+from coterie.report.watch import Watch
+from coterie.results.summary import summarise
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
 from selenium import webdriver  # noqa: E402 (after the check that it is there)

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from coterie import graph
+from coterie.results import graph
 
 pytestmark = pytest.mark.e2e
 
@@ -145,7 +145,7 @@ def test_a_file_that_cannot_grow_is_one_line_and_the_study_goes_on_later(tmp_pat
     """As on a full disk: every write beyond 4 kB fails, until the limit is lifted."""
     (tmp_path / "tiny.toml").write_text(TINY)
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
-    code = f"{limit}; from coterie.cli import main; main()"
+    code = f"{limit}; from coterie.cli.app import main; main()"
     arguments = [sys.executable, "-c", code, "run", "tiny.toml", "--workers", "1", "--quiet"]
     full = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert full.returncode == 2

@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from coterie import config
-from coterie.cli import app
+from coterie.cli.app import app
 from coterie.net import fleet
-from coterie.study import run_study
-from coterie.watch import Follower
+from coterie.report.watch import Follower
+from coterie.studies import config
+from coterie.studies.run import run_study
 
 pytestmark = pytest.mark.e2e
 

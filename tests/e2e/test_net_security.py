@@ -16,7 +16,7 @@ import torch
 import zenoh
 
 from coterie.errors import TransportError
-from coterie.exchange import Message
+from coterie.exchange.base import Message
 from coterie.net import identity, local
 from coterie.net.exchange import RemoteExchange
 from coterie.net.identity import Identity

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import zenoh
 
-from coterie import config
 from coterie.net import fleet, identity, roster
 from coterie.net.identity import Identity
 from coterie.net.zenoh_transport import ZenohTransport, configuration, prefix
+from coterie.studies import config
 
 pytestmark = pytest.mark.e2e
 PORT = 26000 + 100 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from coterie import testing
-from coterie.exchange import Message
-from coterie.federation import Federation
-from coterie.loop import Loop
+from coterie.data.federation import Federation
+from coterie.engine.task import LocalTraining
+from coterie.exchange.base import Message
 from coterie.methods import METHODS
 from coterie.methods.base import Method
 from coterie.methods.ditto import Ditto
@@ -18,7 +18,7 @@ from coterie.methods.fedavg import FairAvg, FedAvg, FedAvgM
 from coterie.methods.fedprox import FedProx
 from coterie.methods.server import Desk
 from coterie.rng import Rng
-from coterie.task import LocalTraining
+from coterie.simulation.loop import Loop
 
 pytestmark = pytest.mark.paper
 SGD = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1)

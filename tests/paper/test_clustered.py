@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from coterie import testing
-from coterie.exchange import Message
-from coterie.federation import Federation, TestSet
-from coterie.loop import Loop
+from coterie.data.federation import Federation, TestSet
+from coterie.engine.task import LocalTraining
+from coterie.exchange.base import Message
 from coterie.methods.base import Method
 from coterie.methods.cfl import Cfl
 from coterie.methods.fedavg import FairAvg, FedAvg
@@ -19,9 +19,9 @@ from coterie.methods.fesem import Centres, FeSem
 from coterie.methods.ifca import Ifca, Models, _choose_candidates
 from coterie.methods.oneshot import OneShot
 from coterie.methods.server import Desk
-from coterie.models import Layout
+from coterie.models.layout import Layout
 from coterie.rng import Rng
-from coterie.task import LocalTraining
+from coterie.simulation.loop import Loop
 
 pytestmark = pytest.mark.paper
 

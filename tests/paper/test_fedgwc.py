@@ -15,18 +15,19 @@ from sklearn.manifold import SpectralEmbedding
 from sklearn.metrics import davies_bouldin_score
 from torch import Tensor, nn
 
-from coterie import clustering, testing
+from coterie import testing
+from coterie.engine.task import LocalTraining
 from coterie.errors import ConfigError
-from coterie.exchange import Message
-from coterie.loop import Loop
+from coterie.exchange.base import Message
+from coterie.functional import clustering
+from coterie.methods._presets import resolve
 from coterie.methods.fedavg import FairAvg, FedAvg, FedAvgM
 from coterie.methods.fedgwc import PRESETS, FedGwc, Interactions
 from coterie.methods.fedprox import FedProx
-from coterie.methods.presets import resolve
 from coterie.methods.server import Desk
-from coterie.models import Layout
+from coterie.models.layout import Layout
 from coterie.rng import Rng
-from coterie.task import LocalTraining
+from coterie.simulation.loop import Loop
 
 pytestmark = pytest.mark.paper
 LAYOUT = Layout(nn.Linear(1, 1, bias=False), torch.float64)

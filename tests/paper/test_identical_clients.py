@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from coterie.federation import Federation, TestSet
+from coterie.data.federation import Federation, TestSet
+from coterie.engine.task import LocalTraining, Task
 from coterie.methods.dac import Dac
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.random_gossip import Random
 from coterie.rng import Rng
-from coterie.run import simulate
-from coterie.settings import Settings
-from coterie.task import LocalTraining, Task
+from coterie.simulation.run import simulate
+from coterie.simulation.settings import Settings
 
 pytestmark = pytest.mark.paper
 CLIENTS, SAMPLES, ROUNDS, LR = 5, 12, 8, 0.05

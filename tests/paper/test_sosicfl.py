@@ -10,19 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from coterie import heads, simplex, testing
+from coterie import testing
+from coterie.data.federation import Federation, TestSet
+from coterie.engine.task import LocalTraining, Task
 from coterie.errors import ConfigError, ModelError
-from coterie.exchange import Message
-from coterie.federation import Federation, TestSet
-from coterie.loop import Loop
+from coterie.exchange.base import Message
+from coterie.functional import simplex
 from coterie.methods.base import Method
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.server import Desk
 from coterie.methods.sosicfl import SosicFl, SosicFlAll, SosicFlPlus
-from coterie.models import Layout
+from coterie.models import simplex_layers
+from coterie.models.layout import Layout
 from coterie.rng import Rng
-from coterie.task import LocalTraining, Task
+from coterie.simulation.loop import Loop
 
 pytestmark = pytest.mark.paper
 SGD = LocalTraining(batch_size=20, optimizer="sgd", lr=0.2)
@@ -58,20 +60,20 @@ def drawn(factory: Any, endpoints: int) -> tuple[Layout, Tensor]:
     for slot in layout.slots:
         if "running_var" in slot.name:
             row[slot.start : slot.stop] = 1.0
-    assert endpoints in {slot.shape[0] for slot in heads.endpoint_slots(layout)}
+    assert endpoints in {slot.shape[0] for slot in simplex_layers.endpoint_slots(layout)}
     return layout, row
 
 
 def outputs(layout: Layout, row: Tensor, alpha: Tensor, x: Tensor, *, training: bool = False) -> Tensor:
     """Run a simplex model at a point of the simplex."""
-    inputs = heads.alpha_inputs(layout, alpha)
+    inputs = simplex_layers.alpha_inputs(layout, alpha)
     return layout.call({**layout.views(row), **inputs}, x, training=training)
 
 
 @pytest.mark.parametrize("plain", [sequential, convolutional])
 def test_a_corner_is_its_endpoint(plain: Any):
     """w(e_m) is the plain model with endpoint m for its last layer, linear or a 1x1 convolution."""
-    factory = heads.simplex_head(plain, 3)
+    factory = simplex_layers.simplex_head(plain, 3)
     layout, row = drawn(factory, 3)
     x = torch.from_numpy(Rng(2).generator("x").normal(size=(6, 4) if plain is sequential else (6, 2, 5, 5)))
     views = layout.views(row)
@@ -86,8 +88,8 @@ def test_a_corner_is_its_endpoint(plain: Any):
 
 def test_equal_endpoints_make_the_position_irrelevant():
     """With identical endpoints neither the outputs nor the update of the features depend on alpha."""
-    layout, row = drawn(heads.simplex_head(sequential, 2), 2)
-    for slot in heads.endpoint_slots(layout):
+    layout, row = drawn(simplex_layers.simplex_head(sequential, 2), 2)
+    for slot in simplex_layers.endpoint_slots(layout):
         first = row[slot.start : slot.stop].reshape(slot.shape)[:1]
         row[slot.start : slot.stop] = first.expand(slot.shape).reshape(-1)
     x = torch.from_numpy(Rng(2).generator("x").normal(size=(6, 4)))
@@ -101,7 +103,9 @@ def test_equal_endpoints_make_the_position_irrelevant():
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("make", [lambda: heads.simplex_head(sequential, 3), lambda: heads.simplex_all(sequential, 3)])
+@pytest.mark.parametrize(
+    "make", [lambda: simplex_layers.simplex_head(sequential, 3), lambda: simplex_layers.simplex_all(sequential, 3)]
+)
 def test_gradients_of_endpoints_are_scaled_by_their_share(make: Any):
     """Finite differences; and the gradient of endpoint m is alpha_m times that of the composed tensor."""
     layout, row = drawn(make(), 3)
@@ -119,7 +123,7 @@ def test_gradients_of_endpoints_are_scaled_by_their_share(make: Any):
         nudge[place] = step
         numeric = float(loss(row + nudge) - loss(row - nudge)) / (2 * step)
         assert float(gradient[place]) == pytest.approx(numeric, abs=1e-7)
-    for slot in heads.endpoint_slots(layout):
+    for slot in simplex_layers.endpoint_slots(layout):
         parts = gradient[slot.start : slot.stop].reshape(slot.shape)
         whole = parts.sum(0)
         for m in range(3):
@@ -130,7 +134,7 @@ def test_each_sample_can_have_its_own_mixture():
     """Against one forward a sample, for both kinds of heads; a shorter batch uses the first mixtures."""
     for plain, shape in ((sequential, (4,)), (convolutional, (2, 5, 5))):
         for bias in (True, False):
-            layout, row = drawn(heads.simplex_head(plain, 3, bias=bias), 3)
+            layout, row = drawn(simplex_layers.simplex_head(plain, 3, bias=bias), 3)
             x = torch.from_numpy(Rng(2).generator("x").normal(size=(4, *shape)))
             alpha = torch.from_numpy(Rng(3).generator("alpha").dirichlet([1, 1, 1], 6))
             single = torch.cat([outputs(layout, row, alpha[i], x[i : i + 1]) for i in range(4)])
@@ -139,18 +143,18 @@ def test_each_sample_can_have_its_own_mixture():
 
 def test_a_shared_bias_is_one_tensor():
     """With simplex_bias off the bias is a plain parameter, and only the weight has endpoints."""
-    layout = Layout(heads.simplex_head(sequential, 4, bias=False)())
+    layout = Layout(simplex_layers.simplex_head(sequential, 4, bias=False)())
     shapes = {slot.name: slot.shape for slot in layout.slots}
     assert shapes["2.weight"] == (4, 3, 5)
     assert shapes["2.bias"] == (3,)
-    assert [slot.name for slot in heads.endpoint_slots(layout)] == ["2.weight"]
+    assert [slot.name for slot in simplex_layers.endpoint_slots(layout)] == ["2.weight"]
 
 
 def test_endpoints_of_all_layers():
     """Every trained tensor has endpoints, the affine part of the normalisation too; running statistics do not."""
-    layout = Layout(heads.simplex_all(mlp, 2)())
+    layout = Layout(simplex_layers.simplex_all(mlp, 2)())
     trained = [slot for slot in layout.slots if slot.stop <= layout.trainable]
-    assert {slot.name for slot in trained} == {slot.name for slot in heads.endpoint_slots(layout)}
+    assert {slot.name for slot in trained} == {slot.name for slot in simplex_layers.endpoint_slots(layout)}
     assert all(slot.shape[0] == 2 for slot in trained)
     assert sum(slot.stop - slot.start for slot in trained) == 2 * sum(p.numel() for p in mlp().parameters())
     assert [slot.shape for slot in layout.slots if "running" in slot.name] == [(5,), (5,)]
@@ -159,11 +163,11 @@ def test_endpoints_of_all_layers():
 def test_only_heads_that_can_be_mixed_are_taken():
     """A last layer of another kind, grouped convolutions and modules for SosicFL-All are refused with the reason."""
     with pytest.raises(ModelError, match="the last layer is a BatchNorm1d; a simplex head takes Linear or Conv2d"):
-        heads.simplex_head(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), 2)
+        simplex_layers.simplex_head(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), 2)
     with pytest.raises(ModelError, match="convolutions without groups"):
-        heads.simplex_head(nn.Conv2d(2, 2, 1, groups=2), 2)
+        simplex_layers.simplex_head(nn.Conv2d(2, 2, 1, groups=2), 2)
     with pytest.raises(ModelError, match="found a module: pass its class"):
-        heads.simplex_all(mlp(), 2)
+        simplex_layers.simplex_all(mlp(), 2)
 
 
 def test_a_given_module_keeps_its_features_and_is_not_changed():
@@ -241,7 +245,7 @@ def test_warmup_rounds_never_is_plain_simplex_learning():
     expected = torch.cat([endpoints.flatten(), bias.flatten()])
     torch.testing.assert_close(loop.state.shared.models[0], expected, rtol=0, atol=1e-12)
     middle = torch.full((6, 1, 2), 0.5, dtype=torch.float64)  # every client is served the barycentre, to the end
-    torch.testing.assert_close(loop.final(), heads.compose(loop.task.layout, expected.expand(6, -1), middle))
+    torch.testing.assert_close(loop.final(), simplex_layers.compose(loop.task.layout, expected.expand(6, -1), middle))
 
 
 def test_the_head_step_is_scaled():
@@ -251,7 +255,7 @@ def test_the_head_step_is_scaled():
         method = SosicFl(endpoints=4, regions=1, warmup_rounds=9, head_lr_scale=scale, endpoint_start="model")
         task = task_of(method, sequential)
         start = method.start(task, Rng(0)).expand(6, -1)
-        alpha = heads.alpha_inputs(task.layout, torch.full((6, 1, 4), 0.25, dtype=torch.float64))
+        alpha = simplex_layers.alpha_inputs(task.layout, torch.full((6, 1, 4), 0.25, dtype=torch.float64))
         after, _ = task.train(start, Rng(0).at(0), dataclasses.replace(SGD, steps=1), inputs=alpha)
         slot = next(s for s in task.layout.slots if s.name == "2.weight")
         moved = (after - start)[:, slot.start : slot.stop].reshape(6, 4, -1).mean(1) * math.sqrt(scale)
@@ -261,21 +265,21 @@ def test_the_head_step_is_scaled():
 
 def test_composed_models_no_longer_depend_on_their_position():
     """compose(alpha) computes what the simplex computes at alpha, wherever it is asked."""
-    for factory in (heads.simplex_head(mlp, 3), heads.simplex_all(mlp, 3)):
+    for factory in (simplex_layers.simplex_head(mlp, 3), simplex_layers.simplex_all(mlp, 3)):
         layout, row = drawn(factory, 3)
         x = torch.from_numpy(Rng(2).generator("x").normal(size=(6, 4)))
         alpha = torch.tensor([0.6, 0.3, 0.1]).double()
-        fixed = heads.compose(layout, row[None], alpha[None, None])[0]
+        fixed = simplex_layers.compose(layout, row[None], alpha[None, None])[0]
         expected = outputs(layout, row, alpha, x)
         torch.testing.assert_close(outputs(layout, fixed, torch.tensor([0.0, 0.0, 1.0]).double(), x), expected)
 
 
 def test_predictions_can_be_averaged_over_draws():
     """With test samples the served model predicts the mean of the probabilities at its draws."""
-    layout, row = drawn(heads.simplex_head(sequential, 4, ensemble=True), 4)
+    layout, row = drawn(simplex_layers.simplex_head(sequential, 4, ensemble=True), 4)
     alpha = torch.from_numpy(Rng(3).generator("alpha").dirichlet([1] * 4, 2))
     x = torch.from_numpy(Rng(2).generator("x").normal(size=(6, 4)))
-    served = heads.compose(layout, row[None], alpha[None])[0]
+    served = simplex_layers.compose(layout, row[None], alpha[None])[0]
     single = [outputs(layout, row, a, x, training=True).softmax(1) for a in alpha]
     ours = outputs(layout, served, torch.full((4,), 0.25).double(), x).exp()
     torch.testing.assert_close(ours, torch.stack(single).mean(0))
@@ -367,7 +371,7 @@ def test_updates_have_the_sign_of_the_model_sent_minus_returned():
     noise = torch.from_numpy(Rng(0).generator("noise").normal(size=(12, loop.task.layout.size)))
     message = Message(shared.models + noise, {"samples": torch.ones(12, dtype=torch.float64)}, torch.arange(12))
     merged = method.merge(Desk(1, Rng(0).at(1), loop.task.layout, 12), shared, message)
-    slots = heads.endpoint_slots(loop.task.layout)
+    slots = simplex_layers.endpoint_slots(loop.task.layout)
     columns = torch.cat([torch.arange(s.start, s.stop) for s in slots])
     torch.testing.assert_close(merged.centres, simplex.gradient_points(-noise[:, columns], 2))
 

@@ -10,15 +10,15 @@ from functools import cache
 
 import pytest
 
-from coterie.data import DataConfig, build_federation
-from coterie.graph import within_share
+from coterie.data.build import DataConfig, build_federation
+from coterie.engine.task import LocalTraining
 from coterie.methods.dac import Dac
 from coterie.methods.local import Local
 from coterie.methods.oracle import Oracle
 from coterie.methods.random_gossip import Random
-from coterie.run import simulate
-from coterie.settings import Settings
-from coterie.task import LocalTraining
+from coterie.results.graph import within_share
+from coterie.simulation.run import simulate
+from coterie.simulation.settings import Settings
 
 pytestmark = pytest.mark.paper
 

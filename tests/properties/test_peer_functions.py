@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie import aggregation, selection, similarity
-from coterie.exchange import Message, read
+from coterie.exchange.base import Message, read
+from coterie.functional import aggregation, selection, similarity
 from coterie.rng import Rng
 
 seeds = st.integers(0, 2**31)

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.data import DataConfig, build_from_sources
-from coterie.datasets import Samples, Source
+from coterie.data._partition import Wish, allocate
+from coterie.data.build import DataConfig, build_from_sources
+from coterie.data.datasets import Samples, Source
+from coterie.data.federation import Federation
 from coterie.errors import DataError
-from coterie.federation import Federation
-from coterie.partition import Wish, allocate
 from coterie.rng import Rng
 
 CLASSES = 6

@@ -94,7 +94,7 @@ def test_importing_the_package_loads_no_heavy_library():
 )
 def test_a_command_loads_only_the_libraries_it_needs(words, heavy):
     """Help loads none of them; the lists load torch, but not the libraries that a few methods cluster with."""
-    code = f"import sys; sys.argv[1:] = {list(words)!r}\nfrom coterie.cli import main\n"
+    code = f"import sys; sys.argv[1:] = {list(words)!r}\nfrom coterie.cli.app import main\n"
     code += f"try:\n    main()\nfinally:\n    print([m for m in {heavy!r} if m in sys.modules], file=sys.stderr)"
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert told.stderr == "[]\n"

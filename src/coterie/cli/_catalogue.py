@@ -5,7 +5,7 @@ import re
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, get_type_hints
 
-from coterie.tables import words
+from coterie._util.tables import words
 
 
 @dataclass(frozen=True)

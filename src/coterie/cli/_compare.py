@@ -32,19 +32,19 @@ def compare(
       coterie compare runs/rotated-digits runs/my-study
       coterie compare runs/rotated-digits --equal-bytes
     """
-    from coterie import compare as comparing
-    from coterie import sheets
+    from coterie.cli import _tables
+    from coterie.papers import compare as comparing
 
     if paper:
         found = [comparing.with_paper(comparing.read(folder)) for folder in folders]
-        shown = [sheet for one in found for sheet in sheets.against_paper(one)]
+        shown = [sheet for one in found for sheet in _tables.against_paper(one)]
         notes = [note for one in found for note in (one.reference, *one.notes)]
     elif equal_bytes:
         found = [comparing.at_equal_bytes(folder) for folder in folders]
-        shown, notes = [sheets.equal_bytes(one) for one in found], []
+        shown, notes = [_tables.equal_bytes(one) for one in found], []
     else:
         found = [comparing.read(folder) for folder in folders]
-        shown, notes = [sheets.side_by_side(found)], []
+        shown, notes = [_tables.side_by_side(found)], []
     if json_:
         typer.echo(json.dumps([comparing.plain(one) for one in found], indent=1, ensure_ascii=False))
         return
@@ -86,14 +86,14 @@ def analyse(
       coterie analyse runs/my-study/SosicFL/seed-0 --what simplex --points 500 --clients 0,7
       coterie analyse runs/my-study --what beta --betas 0.5,4
     """
-    from coterie import analysis
+    from coterie.papers import analyses
 
     if not what:
-        for name, one in analysis.ANALYSES.items():
+        for name, one in analyses.ANALYSES.items():
             typer.echo(f"{name:<14}{one.text}")
         return
-    options = analysis.Options(points, _numbers("--clients", clients, int), _numbers("--betas", betas, float))
-    for path in analysis.analyse(folder, what, options, data_dir=data_dir):
+    options = analyses.Options(points, _numbers("--clients", clients, int), _numbers("--betas", betas, float))
+    for path in analyses.analyse(folder, what, options, data_dir=data_dir):
         typer.echo(f"Table: {path}")
 
 
@@ -134,9 +134,9 @@ def tune(
       coterie tune rotated-digits --grid lr=0.0003,0.001,0.003
       coterie tune similarity/synthetic --grid lr=0.001,0.003 --grid methods.L2.tau=10,20,40 --seeds 3
     """
-    from coterie import config
-    from coterie import tune as tuning
-    from coterie.fanout import cores
+    from coterie.simulation.workers import cores
+    from coterie.studies import config
+    from coterie.studies import tune as tuning
 
     changes = [*(set_ or ()), *([f"seeds={seeds}"] if seeds is not None else [])]
     chosen = config.load(study, changes)

@@ -17,12 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from coterie import checkpoint
-from coterie.definition import StudyConfig
-from coterie.run import Observer
-from coterie.run import Progress as Step
-from coterie.study import Job, Study, run_folder
-from coterie.summary import HIGHER_IS_BETTER
+from coterie.results.summary import HIGHER_IS_BETTER
+from coterie.simulation import checkpoint
+from coterie.simulation.run import Observer
+from coterie.simulation.run import Progress as Step
+from coterie.studies.definition import StudyConfig
+from coterie.studies.run import Job, Study, run_folder
 
 SECONDS = 10.0  # between two lines about a run that is not at its end, in a pipe
 MEANS = {"all": "mean over clients", "clusters": "mean over clusters"}

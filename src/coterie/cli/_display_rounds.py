@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coterie.methods import METHODS
-from coterie.study import Study
+from coterie.studies.run import Study
 
 SHORT = {
     "balanced_accuracy": "balanced", "train_prior_accuracy": "train-prior", "global_accuracy": "global",

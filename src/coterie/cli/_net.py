@@ -163,7 +163,7 @@ def demo(
     """
     _need()
     from coterie.net import fleet
-    from coterie.study import read_study
+    from coterie.studies.run import read_study
 
     place = folder or Path(tempfile.mkdtemp(prefix="coterie-demo-"))
     if place.exists() and any(place.iterdir()):
@@ -177,9 +177,9 @@ def demo(
 def _results(study: Any) -> None:
     from rich.console import Console
 
-    from coterie import display
+    from coterie.cli import _display
 
-    display.results(study, Console())
+    _display.results(study, Console())
 
 
 def node(

@@ -29,7 +29,7 @@ def report(
       coterie report runs/rotated-digits --out page.html
     """
     from coterie.errors import require
-    from coterie.report import write_report
+    from coterie.report.page import write_report
 
     require(out is None or len(runs) == 1, "--out", str(out), "to be given with one RUN only")
     for folder in runs:
@@ -47,7 +47,7 @@ def watch(
 
       coterie watch runs/rotated-digits --open
     """
-    from coterie.watch import Watch
+    from coterie.report.watch import Watch
 
     with Watch(folder, port=port) as page:
         state = "" if folder.exists() else " (nothing is there yet; the page waits for it)"
@@ -84,7 +84,7 @@ def plot(
       coterie plot runs/my-sweep --figure sweep --setting num_clusters,rho
       coterie plot runs/my-study --figure heatmap --methods "DAC*,Random"
     """
-    from coterie import figures
+    from coterie.report import figures
 
     if not figure:
         for name, kind in figures.FIGURES.items():
@@ -111,8 +111,8 @@ def track(
 
       coterie track runs/rotated-digits --to tensorboard && tensorboard --logdir tracking
     """
-    from coterie.summary import find_runs
-    from coterie.trackers import export, opener
+    from coterie.report.trackers import export, opener
+    from coterie.results.summary import find_runs
 
     found, problems = find_runs(runs)
     for problem in problems:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coterie.compare import Comparison, EqualBytes, Line, Ordering, Result, is_share, ranked
-from coterie.summary import HIGHER_IS_BETTER
+from coterie.papers.compare import Comparison, EqualBytes, Line, Ordering, Result, is_share, ranked
+from coterie.results.summary import HIGHER_IS_BETTER
 
 MEANS = {"all": "mean over clients", "clusters": "mean over clusters"}
 

@@ -20,10 +20,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from coterie import cli_compare, cli_report
-from coterie.bench import cli as cli_bench
+from coterie.cli import _compare, _report
+from coterie.cli._net import register
 from coterie.errors import ConfigError, CoterieError, unknown
-from coterie.net.cli import register
 
 app = typer.Typer(
     name="coterie",
@@ -88,7 +87,7 @@ def run(
       coterie run rotated-digits --set rounds=60 --set methods.dac.tau=10
       coterie run similarity/cifar10-label-2 --data-dir ~/data --scale 0.1
     """
-    from coterie import config
+    from coterie.studies import config
 
     changes = list(set_ or ())
     if seeds is not None:
@@ -117,7 +116,7 @@ def resume(
 
       coterie resume runs/rotated-digits
     """
-    from coterie.study import stored
+    from coterie.studies.run import stored
 
     study, out = stored(folder)
     _run(study, out, data_dir, workers, overwrite=False, resume=True, quiet=quiet, as_json=json_)
@@ -132,7 +131,7 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method, in deta
       coterie methods
       coterie methods dac
     """
-    from coterie import catalogue
+    from coterie.cli import _catalogue
     from coterie.methods import METHODS
 
     console = Console(soft_wrap=False)
@@ -140,20 +139,20 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method, in deta
         raise ConfigError(unknown("method", name, METHODS))
     if name is None:
         for kind, method in sorted(METHODS.items()):
-            settings = ", ".join(f"{p.name} = {catalogue.default(p.default)}" for p in catalogue.parameters(method))
+            settings = ", ".join(f"{p.name} = {_catalogue.default(p.default)}" for p in _catalogue.parameters(method))
             console.print(f"[bold]{kind}[/bold]: {escape(method.summary)}")
             console.print(f"    {escape(settings or 'no parameters')}", style="dim", highlight=False)
             for reference in method.references:
                 console.print(f"    {escape(reference)}", highlight=False)
         return
     method = METHODS[name]
-    paragraphs = re.sub(r"(?<!\n)\n(?=\w)", " ", catalogue.description(method))
+    paragraphs = re.sub(r"(?<!\n)\n(?=\w)", " ", _catalogue.description(method))
     console.print(f"[bold]{name}[/bold]: {escape(method.summary)}\n\n{escape(paragraphs)}\n")
     table = Table(box=None, pad_edge=False, header_style="dim")
     for head in ("parameter", "default", "meaning"):
         table.add_column(head, overflow="fold")
-    for p in catalogue.parameters(method):
-        table.add_row(p.name, catalogue.default(p.default), escape(f"{p.text} ({p.expects})"))
+    for p in _catalogue.parameters(method):
+        table.add_row(p.name, _catalogue.default(p.default), escape(f"{p.text} ({p.expects})"))
     console.print(table)
     for reference in method.references:
         console.print(f"\n{escape(reference)}", highlight=False)
@@ -167,7 +166,7 @@ def studies(name: Annotated[str | None, typer.Argument(help="Print one study's f
 
       coterie studies rotated-digits > my-study.toml
     """
-    from coterie import config
+    from coterie.studies import config
 
     found = config.builtin()
     if name is not None:
@@ -189,9 +188,9 @@ def list_(
     out: Out = Path("runs"),
 ) -> None:
     """List the studies that were run and their runs, and how far each came."""
-    from coterie import checkpoint
-    from coterie.display import states
-    from coterie.study import found_studies, run_folder
+    from coterie.cli._display import states
+    from coterie.simulation import checkpoint
+    from coterie.studies.run import found_studies, run_folder
 
     console = Console()
     out = folder or out
@@ -211,13 +210,13 @@ def show(
     json_: AsJson = False,
 ) -> None:
     """Show the results of a study again."""
-    from coterie.sweep import read_sweep
+    from coterie.studies.sweep import read_sweep
 
     _show(read_sweep(folder), json_)
 
 
-cli_report.add(app)
-cli_compare.add(app)
+_report.add(app)
+_compare.add(app)
 
 
 def _run(
@@ -225,14 +224,14 @@ def _run(
     as_json: bool,
 ) -> None:  # fmt: skip
     """Run a study with progress, then show it."""
-    from coterie import display
-    from coterie.fanout import cores
-    from coterie.report import write_report
-    from coterie.sweep import expand, run_sweep
+    from coterie.cli import _display
+    from coterie.report.page import write_report
+    from coterie.simulation.workers import cores
+    from coterie.studies.sweep import expand, run_sweep
 
     console = Console(stderr=True)
     again = ["coterie", "resume", str(out / study.name), *(["--data-dir", str(data_dir)] if data_dir else [])]
-    with _resumable(out / study.name, shlex.join(again)), display.progress(expand(study), console, quiet) as observer:
+    with _resumable(out / study.name, shlex.join(again)), _display.progress(expand(study), console, quiet) as observer:
         done = run_sweep(
             study,
             out=out,
@@ -250,8 +249,8 @@ def _run(
 
 
 def _show(studies: Sequence[Any], as_json: bool) -> None:
-    from coterie import display, display_rounds
-    from coterie.sweep import joined
+    from coterie.cli import _display, _display_rounds
+    from coterie.studies.sweep import joined
 
     if as_json:
         typer.echo(json.dumps(joined(studies), indent=1, ensure_ascii=False))
@@ -260,14 +259,14 @@ def _show(studies: Sequence[Any], as_json: bool) -> None:
         if len(studies) > 1:
             typer.echo(f"{study.config.name}\n")
         console = Console()
-        display.results(study, console)
-        display_rounds.rounds(study, console)
+        _display.results(study, console)
+        _display_rounds.rounds(study, console)
 
 
 @contextmanager
 def _resumable(folder: Path, command: str) -> Iterator[None]:
     """Tell how to go on when a study is interrupted, or the disk is full."""
-    from coterie.study import CONFIG
+    from coterie.studies.run import CONFIG
 
     try:
         yield
@@ -298,7 +297,6 @@ def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> str:
 
 
 register(app)
-cli_bench.register(app)
 
 
 def main() -> NoReturn:

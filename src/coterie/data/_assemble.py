@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from coterie.datasets import Constants, Samples, Source
+from coterie.data._partition import Wish, allocate, share
+from coterie.data.datasets import Constants, Samples, Source
+from coterie.data.federation import PADDING, TRAIN, VALIDATION, Federation, TestSet, Truth
+from coterie.data.plan import Clients, Recipe
+from coterie.data.transforms import noisy
 from coterie.errors import DataError
-from coterie.federation import PADDING, TRAIN, VALIDATION, Federation, TestSet, Truth
-from coterie.partition import Wish, allocate, share
-from coterie.plan import Clients, Recipe
 from coterie.rng import EVERYONE, Rng
-from coterie.transforms import noisy
 
 Rows = Int[np.ndarray, "_"]
 """Places in a dataset; each list of them has a length of its own."""

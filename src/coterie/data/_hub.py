@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from coterie.datasets import Constants, Samples, Source
+from coterie.data.datasets import Constants, Samples, Source
 from coterie.errors import ConfigError, DataError, unknown
 
 TEST_SPLITS = ("test", "validation", "valid")

@@ -7,10 +7,10 @@ from typing import ClassVar, Literal, final
 import numpy as np
 from jaxtyping import Float, Int
 
-from coterie.datasets import Source
+from coterie.data._partition import share
+from coterie.data.datasets import Source
+from coterie.data.plan import Assign, Client, Clients, Shift, Streams, members, spread
 from coterie.errors import ConfigError, DataError, require
-from coterie.partition import share
-from coterie.plan import Assign, Client, Clients, Shift, Streams, members, spread
 from coterie.rng import EVERYONE
 
 

@@ -9,11 +9,11 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from coterie.data import DataConfig, build_from_sources
-from coterie.datasets import Samples, Source, as_samples
+from coterie.data.build import DataConfig, build_from_sources
+from coterie.data.datasets import Samples, Source, as_samples
+from coterie.data.federation import Federation
+from coterie.data.plan import Shift
 from coterie.errors import ConfigError, DataError, require
-from coterie.federation import Federation
-from coterie.plan import Shift
 from coterie.rng import Rng
 
 

@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from coterie.assemble import assemble
-from coterie.datasets import Source, load
+from coterie._util.tables import parse, settle
+from coterie.data._assemble import assemble
+from coterie.data.datasets import Source, load
+from coterie.data.federation import Federation
+from coterie.data.plan import Client, Clients, Shift
+from coterie.data.shifts import Natural, read_shift, write_shift
 from coterie.errors import ConfigError, DataError, require
-from coterie.federation import Federation
-from coterie.plan import Client, Clients, Shift
 from coterie.rng import Rng
-from coterie.shifts import Natural, read_shift, write_shift
-from coterie.tables import parse, settle
 
 NUM_CLIENTS = 20
 """How many clients there are when neither the settings nor natural groups say it."""

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from coterie.data.federation import all_finite
 from coterie.errors import ConfigError, DataError, require, unknown
-from coterie.federation import all_finite
 from coterie.rng import Rng
 
 Constants = tuple[tuple[float, ...], tuple[float, ...]]
@@ -278,7 +278,7 @@ def load(
         ConfigError: on an unknown name or option.
         DataError: when the files are missing or cannot be used.
     """
-    from coterie import hub
+    from coterie.data import _hub
 
     if name == "synthetic-regression":
         allowed = ("dim", "noise", "test", "low", "high")
@@ -293,9 +293,9 @@ def load(
     root = data_dir or os.environ.get("COTERIE_DATA")
     folder = None if root is None else Path(root).expanduser() / name
     if folder is not None and folder.is_dir():
-        return hub.read_folder(folder, label, STANDARD.get(name)).check()
+        return _hub.read_folder(folder, label, STANDARD.get(name)).check()
     if download and name not in GATHERED:
-        return hub.download(HUB_NAMES.get(name, name), name, label, STANDARD.get(name)).check()
+        return _hub.download(HUB_NAMES.get(name, name), name, label, STANDARD.get(name)).check()
     raise _missing(name, None if root is None else Path(root).expanduser())
 
 

@@ -200,9 +200,9 @@ class Federation:
     def from_arrays(x: Any, y: Any, **settings: Any) -> "Federation":
         """Make a federation from arrays or tensors, with `clients` (whose each sample is) or `num_clients`.
 
-        See `coterie.own_data.from_arrays` for all settings.
+        See `coterie.data.arrays.from_arrays` for all settings.
         """
-        from coterie.own_data import from_arrays
+        from coterie.data.arrays import from_arrays
 
         return from_arrays(x, y, **settings)
 
@@ -210,9 +210,9 @@ class Federation:
     def from_dataset(dataset: Dataset[Any], clients: Any, **settings: Any) -> "Federation":
         """Make a federation from a PyTorch dataset and whose each of its samples is.
 
-        See `coterie.own_data.from_dataset` for all settings.
+        See `coterie.data.arrays.from_dataset` for all settings.
         """
-        from coterie.own_data import from_dataset
+        from coterie.data.arrays import from_dataset
 
         return from_dataset(dataset, clients, **settings)
 
@@ -220,9 +220,9 @@ class Federation:
     def from_datasets(datasets: Sequence[Dataset[Any]], **settings: Any) -> "Federation":
         """Make a federation from PyTorch datasets, one for each client.
 
-        See `coterie.own_data.from_datasets` for all settings.
+        See `coterie.data.arrays.from_datasets` for all settings.
         """
-        from coterie.own_data import from_datasets
+        from coterie.data.arrays import from_datasets
 
         return from_datasets(datasets, **settings)
 

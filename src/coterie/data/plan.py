@@ -11,10 +11,10 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from coterie.datasets import Source
+from coterie._util.tables import settle
+from coterie.data.datasets import Source
+from coterie.data.transforms import Transform
 from coterie.errors import ConfigError, DataError, require
-from coterie.tables import settle
-from coterie.transforms import Transform
 
 Streams = Callable[[int], np.random.Generator]
 """The random stream of one client (or of `rng.EVERYONE`) for one shift."""

@@ -12,9 +12,8 @@ from typing import Any, ClassVar, Literal, final
 import numpy as np
 from jaxtyping import Int
 
-from coterie.datasets import Source
-from coterie.errors import ConfigError, DataError, require, unknown
-from coterie.label_shifts import (
+from coterie._util.tables import parse
+from coterie.data._label_shifts import (
     DirichletPerClass,
     DirichletPerClient,
     Iid,
@@ -23,10 +22,11 @@ from coterie.label_shifts import (
     Quantity,
     require_label,
 )
-from coterie.plan import Assign, Client, Clients, Linear, Shift, Streams, members
+from coterie.data.datasets import Source
+from coterie.data.plan import Assign, Client, Clients, Linear, Shift, Streams, members
+from coterie.data.transforms import MID_GREY, Blur, Rotate, Transform
+from coterie.errors import ConfigError, DataError, require, unknown
 from coterie.rng import EVERYONE
-from coterie.tables import parse
-from coterie.transforms import MID_GREY, Blur, Rotate, Transform
 
 
 @final

@@ -10,17 +10,17 @@ import warnings
 import torch
 from torch import Tensor
 
-from coterie.engine.base import Engine, Objective
-from coterie.engine.choice import batching_pays, compiling_pays
-from coterie.engine.compiled import CompiledEngine
-from coterie.engine.compiler import CompilerError
-from coterie.engine.loop import LoopEngine
-from coterie.engine.native import use_threads
+from coterie.engine._base import Engine, Objective
+from coterie.engine._choice import batching_pays, compiling_pays
+from coterie.engine._loop import LoopEngine
+from coterie.engine._vmap import VmapEngine
+from coterie.engine.native.compiled import CompiledEngine
+from coterie.engine.native.compiler import CompilerError
+from coterie.engine.native.library import use_threads
+from coterie.engine.native.stack import NotAStackError
 from coterie.engine.optim import LocalTraining, RowOptimizer
-from coterie.engine.stack import NotAStackError
-from coterie.engine.vmap import VmapEngine
 from coterie.errors import ConfigError, ModelError, unknown
-from coterie.models import Layout
+from coterie.models.layout import Layout
 
 ENGINES: dict[str, type[Engine]] = {"loop": LoopEngine, "vmap": VmapEngine, "compiled": CompiledEngine}
 

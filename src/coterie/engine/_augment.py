@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie.models import splitmix
+from coterie.models.layout import splitmix
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional
 
+from coterie.engine._work import Pairs, Training
 from coterie.engine.optim import RowOptimizer
-from coterie.engine.work import Pairs, Training
 from coterie.errors import ModelError
-from coterie.models import Layout
+from coterie.models.layout import Layout
 
 Objective = Callable[[Tensor, Tensor], Tensor]
 """(outputs [samples ...], targets [samples ...]) -> one loss a sample."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from coterie.models import Layout
+from coterie.models.layout import Layout
 
 _SECONDS = 2.0  # compiling takes two or three seconds, once for a machine and a model
 _SAMPLE, _PRODUCT = 25e-6, 4.5e-10  # seconds of the vmap engine for a sample, and for a product in its forward pass

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from coterie.engine.work import Samples
-from coterie.federation import Federation
+from coterie.data.federation import Federation
+from coterie.engine._work import Samples
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from coterie.engine.base import Engine
+from coterie.engine._base import Engine
+from coterie.engine._rewrites import placed
+from coterie.engine._work import Training
 from coterie.engine.precision import computing
-from coterie.engine.rewrites import placed
-from coterie.engine.work import Training
 
 
 class LoopEngine(Engine):

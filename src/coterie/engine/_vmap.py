@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from coterie.engine.base import Engine, Objective
+from coterie.engine._base import Engine, Objective
+from coterie.engine._rewrites import Separately, faster, independent
 from coterie.engine.precision import computing
-from coterie.engine.rewrites import Separately, faster, independent
-from coterie.models import Layout
+from coterie.models.layout import Layout
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

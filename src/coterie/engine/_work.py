@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from coterie.engine.augment import CropFlip
+from coterie.engine._augment import CropFlip
 from coterie.engine.noise import Noise
 from coterie.engine.optim import LocalTraining
 

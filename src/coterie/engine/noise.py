@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie.models import splitmix
+from coterie.models.layout import splitmix
 
 _WORD = (1 << 32) - 1
 

@@ -13,19 +13,19 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from coterie import engine as engines
-from coterie import pages
-from coterie.engine.augment import CropFlip
-from coterie.engine.base import Objective, cross_entropy, squared_error
-from coterie.engine.batches import last_epoch_mean, plan, steps
+from coterie._util import pages
+from coterie.data.federation import SPLITS, Federation
+from coterie.engine._augment import CropFlip
+from coterie.engine._base import Objective, cross_entropy, squared_error
+from coterie.engine._batches import last_epoch_mean, plan, steps
+from coterie.engine._hosted import Shared, going_on, not_finite, positions
+from coterie.engine._work import Pairs, Samples, Training, distinct
 from coterie.engine.noise import Noise
 from coterie.engine.optim import LocalTraining, Moments
 from coterie.engine.precision import check as check_precision
-from coterie.engine.work import Pairs, Samples, Training, distinct
 from coterie.errors import ModelError, require
-from coterie.exchange import Inbox
-from coterie.federation import SPLITS, Federation
-from coterie.hosted import Shared, going_on, not_finite, positions
-from coterie.models import BUFFER_POLICIES, Layout, ModelSource, initial, source, template
+from coterie.exchange.base import Inbox
+from coterie.models.layout import BUFFER_POLICIES, Layout, ModelSource, initial, source, template
 from coterie.rng import EVERYONE, Rng
 
 __all__ = ["LocalTraining", "Task"]

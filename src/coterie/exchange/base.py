@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from coterie import pages
+from coterie._util import pages
 from coterie.errors import ExchangeError
 from coterie.rng import Rng
 

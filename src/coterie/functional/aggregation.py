@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from coterie import pages
+from coterie._util import pages
 
 _CHUNK = 1 << 24  # entries averaged at once in float64: 128 MB
 

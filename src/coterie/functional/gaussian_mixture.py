@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from coterie import selection
+from coterie.functional import selection
 
 _ITERATIONS = 100
 _SETTLED = 1e-9  # soft EM ends when no responsibility moves by more

@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from coterie import pages, selection
-from coterie.exchange import Inbox
+from coterie._util import pages
+from coterie.exchange.base import Inbox
+from coterie.functional import selection
 from coterie.methods.base import ROWS
 
 UNKNOWN, ESTIMATED, MEASURED = 0, 1, 2

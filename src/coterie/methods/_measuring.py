@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie import selection, similarity
-from coterie.exchange import Inbox, Message
+from coterie.exchange.base import Inbox, Message
+from coterie.functional import selection, similarity
 from coterie.methods.base import Info, Round, State
 
 Metric = Literal["inv_loss", "inv_l2", "cos_weight", "cos_grad"]

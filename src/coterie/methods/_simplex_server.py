@@ -11,16 +11,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie import heads, simplex
+from coterie.engine.task import Task
 from coterie.errors import require
-from coterie.exchange import Inbox, Message, Reply
+from coterie.exchange.base import Inbox, Message, Reply
+from coterie.functional import simplex
+from coterie.methods._presets import Preset, resolve, rules_of
 from coterie.methods.base import Info, Round, State
 from coterie.methods.fedavg import OneModel
-from coterie.methods.presets import Preset, resolve, rules_of
 from coterie.methods.server import Averaging, Clusters, Desk, first, nothing
-from coterie.models import ModelFactory
+from coterie.models import simplex_layers
+from coterie.models.layout import ModelFactory
 from coterie.rng import Rng
-from coterie.task import Task
 
 
 @dataclass(frozen=True)
@@ -140,13 +141,15 @@ class SimplexMethod(OneModel):
     def model(self, source: ModelFactory) -> ModelFactory:
         """Give the last layer endpoints."""
         gain, bias = math.sqrt(self.head_lr_scale), self.rules.simplex_bias
-        return heads.simplex_head(source, self.rules.endpoints, bias=bias, gain=gain, ensemble=self.test_samples > 1)
+        return simplex_layers.simplex_head(
+            source, self.rules.endpoints, bias=bias, gain=gain, ensemble=self.test_samples > 1
+        )
 
     def start(self, task: Task, rng: Rng) -> Float[Tensor, " params"]:
         """Return the first model, with independently drawn endpoints."""
         rows, xavier = task.fresh(rng, self.rules.endpoints), self.endpoint_start == "xavier" and self.scope == "head"
         gain = math.sqrt(self.head_lr_scale)
-        return heads.independent_endpoints(task.layout, rows, rng, xavier=xavier, gain=gain)
+        return simplex_layers.independent_endpoints(task.layout, rows, rng, xavier=xavier, gain=gain)
 
     def shared(self, task: Task, rng: Rng) -> Regions:
         """Return the first model and one region: the whole simplex."""
@@ -209,7 +212,7 @@ class SimplexMethod(OneModel):
     def _by_gradients(self, desk: Desk, before: Regions, shared: Regions, message: Message) -> Regions:
         """Place each client by its head's update; who did not answer keeps the whole simplex."""
         assert message.ids is not None
-        columns = torch.cat([torch.arange(s.start, s.stop) for s in heads.endpoint_slots(desk.layout)])
+        columns = torch.cat([torch.arange(s.start, s.stop) for s in simplex_layers.endpoint_slots(desk.layout)])
         updates = (before.models - message.params)[:, columns.to(message.params.device)]
         centres = shared.centres[:1].expand(desk.population, -1).clone()
         centres[message.ids] = simplex.gradient_points(updates.cpu(), self.rules.endpoints)
@@ -243,7 +246,9 @@ class SimplexMethod(OneModel):
         """Return the input buffers of a local training: one mixture a step, or one a sample."""
         each = rnd.local.batch_size if self.per_sample else 1
         alpha = self.draw(rnd, offer, purpose, steps * each).to(rnd.task.device, rnd.task.dtype)
-        return heads.alpha_inputs(rnd.task.layout, alpha.unflatten(1, (steps, each)) if self.per_sample else alpha)
+        return simplex_layers.alpha_inputs(
+            rnd.task.layout, alpha.unflatten(1, (steps, each)) if self.per_sample else alpha
+        )
 
     def train(self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox) -> tuple[Tensor, Info]:
         """Train the simplex, each step at another of its points."""
@@ -257,7 +262,7 @@ class SimplexMethod(OneModel):
         alpha = (
             offer.field("centre") if self.test_samples == 1 else self.draw(rnd, offer, "alpha.test", self.test_samples)
         )
-        return heads.compose(rnd.task.layout, rows, alpha)
+        return simplex_layers.compose(rnd.task.layout, rows, alpha)
 
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch the simplex and stand at one's centre."""
@@ -270,4 +275,4 @@ class SimplexMethod(OneModel):
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
         rows = rnd.task.settle(state.params, first(offer))
         middle = torch.full((len(rows), 1, self.rules.endpoints), 1 / self.rules.endpoints, dtype=torch.float64)
-        return heads.compose(rnd.task.layout, rows, middle)
+        return simplex_layers.compose(rnd.task.layout, rows, middle)

@@ -15,13 +15,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from coterie import pages, selection
+from coterie._util import pages
 from coterie.engine.optim import Moments
+from coterie.engine.task import LocalTraining, Task
 from coterie.errors import require
-from coterie.exchange import Exchange, Inbox, Message, PeersMissing
-from coterie.models import ModelFactory
+from coterie.exchange.base import Exchange, Inbox, Message, PeersMissing
+from coterie.functional import selection
+from coterie.models.layout import ModelFactory
 from coterie.rng import Rng
-from coterie.task import LocalTraining, Task
 
 Info = Mapping[str, Tensor]
 """Everything a round reports, one row a hosted client. Nothing later depends on it.

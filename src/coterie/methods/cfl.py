@@ -7,13 +7,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie import clustering
-from coterie.aggregation import weighted_mean
+from coterie.engine.task import Task
 from coterie.errors import require
-from coterie.exchange import Message
+from coterie.exchange.base import Message
+from coterie.functional import clustering
+from coterie.functional.aggregation import weighted_mean
 from coterie.methods.server import MIN_UPDATES, Averaging, Clusters, Desk, ServerMethod, sizes
 from coterie.rng import Rng
-from coterie.task import Task
 
 
 @dataclass(frozen=True)

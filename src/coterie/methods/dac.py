@@ -12,23 +12,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from coterie import aggregation, selection
+from coterie.engine.task import Task
 from coterie.errors import require
-from coterie.exchange import Message
-from coterie.methods import measuring
-from coterie.methods.acquaintance import Acquaintance
-from coterie.methods.base import (
-    ROWS,
-    Info,
-    PeerMethod,
-    Round,
-    State,
-    check_choices,
-    check_positive,
-    mixing,
-)
+from coterie.exchange.base import Message
+from coterie.functional import aggregation, selection
+from coterie.methods import _measuring
+from coterie.methods._acquaintance import Acquaintance
+from coterie.methods.base import ROWS, Info, PeerMethod, Round, State, check_choices, check_positive, mixing
 from coterie.rng import Rng
-from coterie.task import Task
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,7 @@ class Dac(PeerMethod):
     )
     num_peers: int = 5
     tau: float = 30.0
-    similarity: measuring.Metric = "inv_loss"
+    similarity: _measuring.Metric = "inv_loss"
     aggregation: Literal["fedavg", "fedsim", "fedsim_prior"] = "fedavg"
     two_hop: bool = True
     two_hop_pick: Literal["most", "least"] = "most"
@@ -166,7 +157,7 @@ class Dac(PeerMethod):
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw by similarity, pull, measure, average, remember."""
         peers, prior = self.draw(rnd, state.memory)
-        ask = measuring.push if self.loss_direction == "push" else measuring.pull
+        ask = _measuring.push if self.loss_direction == "push" else _measuring.pull
         measured = ask(rnd, state, self.message(rnd.task, state), peers, self.similarity, self.eps)
         inbox = measured.inbox
         if self.aggregation == "fedavg":
@@ -179,7 +170,7 @@ class Dac(PeerMethod):
         memory, cost = self.remember(rnd, state, measured)
         return replace(state, params=mixed, memory=memory), {**mixing(inbox, weights, own_weight), **cost}
 
-    def remember(self, rnd: Round, state: State, measured: measuring.Measured) -> tuple[Acquaintance, Info]:
+    def remember(self, rnd: Round, state: State, measured: _measuring.Measured) -> tuple[Acquaintance, Info]:
         """Take note of what was measured and what peers said of others; return that and what it all cost."""
         inbox, cost = measured.inbox, dict(measured.cost)
         memory = state.memory.measured(inbox.peers, measured.similarity, inbox.mask)

@@ -6,13 +6,13 @@ from typing import Any, ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
+from coterie.engine.task import LocalTraining, Task
 from coterie.errors import require
-from coterie.exchange import Inbox
+from coterie.exchange.base import Inbox
 from coterie.methods.base import Info, Round, State
 from coterie.methods.fedavg import OneModel
 from coterie.methods.server import Averaging, Weights
 from coterie.rng import Rng
-from coterie.task import LocalTraining, Task
 
 
 @dataclass(frozen=True)

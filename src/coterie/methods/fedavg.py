@@ -6,7 +6,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from coterie.exchange import Message
+from coterie.exchange.base import Message
 from coterie.methods.server import MIN_UPDATES, Averaging, Desk, ServerMethod, Weights
 
 

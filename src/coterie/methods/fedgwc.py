@@ -10,14 +10,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie import clustering, selection
+from coterie.engine.task import Task
 from coterie.errors import require
-from coterie.exchange import Inbox, Message
+from coterie.exchange.base import Inbox, Message
+from coterie.functional import clustering, selection
+from coterie.methods._presets import Preset, resolve, rules_of
 from coterie.methods.base import Info, Round, cohort_noise
-from coterie.methods.presets import Preset, resolve, rules_of
 from coterie.methods.server import MIN_UPDATES, Averaging, Clusters, Desk, ServerMethod, sizes
 from coterie.rng import Rng
-from coterie.task import Task
 
 
 @dataclass(frozen=True)

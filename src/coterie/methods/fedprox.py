@@ -7,14 +7,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie import selection
+from coterie.engine.task import Task
 from coterie.errors import require
-from coterie.exchange import Inbox, Message, Reply
+from coterie.exchange.base import Inbox, Message, Reply
+from coterie.functional import selection
 from coterie.methods.base import Info, Round, State, cohort_noise
 from coterie.methods.fedavg import OneModel
 from coterie.methods.server import Averaging, Clusters, Desk, Weights, nothing
 from coterie.rng import Rng
-from coterie.task import Task
 
 
 @dataclass(frozen=True)

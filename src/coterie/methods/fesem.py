@@ -7,14 +7,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from coterie import aggregation, clustering
+from coterie.engine.task import Task
 from coterie.errors import require
-from coterie.exchange import Message, Reply
-from coterie.heads import last_layer
+from coterie.exchange.base import Message, Reply
+from coterie.functional import aggregation, clustering
 from coterie.methods.base import check_positive
 from coterie.methods.server import Averaging, Clusters, Desk, ServerMethod, Weights
+from coterie.models.simplex_layers import last_layer
 from coterie.rng import Rng
-from coterie.task import Task
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from typing import ClassVar, final
 from jaxtyping import Int
 from torch import Tensor
 
-from coterie import aggregation, selection
+from coterie.engine.task import Task
+from coterie.functional import aggregation, selection
 from coterie.methods.base import Info, PeerMethod, Round, State, check_positive, mixing
 from coterie.rng import Rng
-from coterie.task import Task
 
 
 @final

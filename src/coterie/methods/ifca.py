@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie import aggregation
+from coterie.engine.task import Task
 from coterie.errors import require
-from coterie.exchange import Inbox, Message, Reply
-from coterie.heads import last_layer
+from coterie.exchange.base import Inbox, Message, Reply
+from coterie.functional import aggregation
 from coterie.methods.base import Info, Round, State, check_positive
 from coterie.methods.server import Desk, ServerMethod, nothing, traffic
+from coterie.models.simplex_layers import last_layer
 from coterie.rng import Rng
-from coterie.task import Task
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from coterie import aggregation, clustering
 from coterie.errors import require
-from coterie.exchange import Message
+from coterie.exchange.base import Message
+from coterie.functional import aggregation, clustering
 from coterie.methods.base import check_positive
 from coterie.methods.server import MIN_UPDATES, Clusters, Desk, ServerMethod, sizes
 from coterie.rng import Rng

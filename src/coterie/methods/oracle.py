@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from coterie import aggregation, selection
+from coterie.engine.task import Task
 from coterie.errors import ConfigError
-from coterie.exchange import Message
+from coterie.exchange.base import Message
+from coterie.functional import aggregation, selection
 from coterie.methods.base import Info, PeerMethod, Round, State, check_positive, drawn_uniformly, mixing
 from coterie.rng import Rng
-from coterie.task import Task
 
 _SLOTS = 256  # members asked for their cluster at once
 

@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from coterie import aggregation, mixture, selection
-from coterie.exchange import Inbox, Message
+from coterie.engine.task import Task
+from coterie.exchange.base import Inbox, Message
+from coterie.functional import aggregation, gaussian_mixture, selection
 from coterie.methods.base import Info, Order, PeerMethod, Round, State, check_choices, check_positive, mixing
 from coterie.rng import Rng
-from coterie.task import Task
 
 
 @final
@@ -62,8 +62,8 @@ class Panm(PeerMethod):
     num_candidates: int = 10
     stage_one_rounds: int = 100
     interval: int = 10
-    em: mixture.Em = "hard"
-    component: mixture.Component = "larger"
+    em: gaussian_mixture.Em = "hard"
+    component: gaussian_mixture.Component = "larger"
     monotone: bool = False
 
     def __post_init__(self) -> None:
@@ -108,8 +108,8 @@ class Panm(PeerMethod):
             memory = replace(memory, neighbours=chosen, bag=selection.among(chosen, rnd.task.population))
             missing = chosen[:, :0]
         else:
-            how = mixture.Split(self.em, self.component, self.monotone)
-            memory = replace(memory, bag=mixture.corrected(memory.bag, slots, scores, first, scored.mask, how))
+            how = gaussian_mixture.Split(self.em, self.component, self.monotone)
+            memory = replace(memory, bag=gaussian_mixture.corrected(memory.bag, slots, scores, first, scored.mask, how))
             noise = rnd.rng.gumbel("peers", rnd.ids, rnd.task.population)
             chosen = selection.uniform(noise, self.num_peers, rnd.candidates & memory.bag)
             read = selection.among(torch.where(scored.mask, slots, -1), rnd.task.population)

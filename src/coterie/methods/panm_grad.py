@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie import similarity
+from coterie.engine.task import Task
 from coterie.errors import require
-from coterie.exchange import Inbox
-from coterie.methods import measuring
+from coterie.exchange.base import Inbox
+from coterie.functional import similarity
+from coterie.methods import _measuring
 from coterie.methods.base import Info, Round, State
 from coterie.methods.panm import Panm
-from coterie.task import Task
 
 
 @final
@@ -58,6 +58,6 @@ class PanmGrad(Panm):
             last = similarity.cosine(state.memory.update, inbox.fields["update"], inbox.index, inbox.mask)
             total = total + self.alpha * last
         if self.alpha < 1:
-            total = total + (1 - self.alpha) * measuring.cosine_since_start(rnd, state, inbox)
+            total = total + (1 - self.alpha) * _measuring.cosine_since_start(rnd, state, inbox)
         copies = int(self.alpha > 0) + int(state.memory.origin.shape[1] > 0)
         return total, {"extra_models": inbox.mask.sum(1) * copies}

@@ -6,9 +6,9 @@ from typing import ClassVar, Literal, final
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie import similarity
 from coterie.errors import require
-from coterie.exchange import Inbox
+from coterie.exchange.base import Inbox
+from coterie.functional import similarity
 from coterie.methods.base import Info, Round, State
 from coterie.methods.panm import Panm
 

@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from coterie import aggregation, selection
+from coterie.engine.task import Task
 from coterie.errors import require
+from coterie.functional import aggregation, selection
 from coterie.methods.base import Info, PeerMethod, Round, State, check_choices, check_positive, mixing
 from coterie.rng import Rng
-from coterie.task import Task
 
 
 @final

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
-from coterie import aggregation
+from coterie.functional import aggregation
 from coterie.methods.base import Info, PeerMethod, Round, State, check_positive, drawn_uniformly, mixing
 
 

@@ -15,15 +15,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie import aggregation, metrics
+from coterie.engine._hosted import not_finite
+from coterie.engine.task import Task
 from coterie.errors import require
-from coterie.exchange import Inbox, Message, Reply
-from coterie.heads import composed_last_layer, last_layer
-from coterie.hosted import not_finite
+from coterie.exchange.base import Inbox, Message, Reply
+from coterie.functional import aggregation, metrics
 from coterie.methods.base import Info, Method, Round, State
-from coterie.models import Layout
+from coterie.models.layout import Layout
+from coterie.models.simplex_layers import composed_last_layer, last_layer
 from coterie.rng import Rng
-from coterie.task import Task
 
 MIN_UPDATES = 3
 """A cluster is not averaged over fewer clients (or over fewer than all its members, where it has fewer)."""

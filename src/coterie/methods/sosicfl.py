@@ -7,16 +7,16 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from coterie import heads
+from coterie.engine.task import Task
 from coterie.errors import require
-from coterie.exchange import Inbox, Message
+from coterie.exchange.base import Inbox, Message
+from coterie.methods._simplex_server import Regions, SimplexMethod
 from coterie.methods.base import Info, Round, State
 from coterie.methods.ditto import personal_info, personal_training
 from coterie.methods.server import Desk, first
-from coterie.methods.simplex_server import Regions, SimplexMethod
-from coterie.models import ModelFactory
+from coterie.models import simplex_layers
+from coterie.models.layout import ModelFactory
 from coterie.rng import Rng
-from coterie.task import Task
 
 REFERENCES = (
     "Grinwald, Wiesner, Nakajima, Federated learning over connected modes, 2024, https://arxiv.org/abs/2403.03333",
@@ -59,7 +59,7 @@ class SosicFlAll(SimplexMethod):
 
     def model(self, source: ModelFactory) -> ModelFactory:
         """Give every layer endpoints."""
-        return heads.simplex_all(source, self.rules.endpoints)
+        return simplex_layers.simplex_all(source, self.rules.endpoints)
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from coterie import nets
 from coterie.errors import ConfigError, ModelError, unknown
+from coterie.models import networks
 from coterie.rng import EVERYONE, Rng
 
 ModelFactory = Callable[[], nn.Module] | nn.Module
@@ -314,7 +314,7 @@ NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "cnn-b": cnn_b,
     "mlp-c": mlp_c,
     "linear": linear,
-    **nets.NETS,
+    **networks.NETS,
 }
 
 

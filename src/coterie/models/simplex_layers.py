@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from coterie.errors import ModelError
-from coterie.models import Layout, ModelFactory, Slot, rewrite
+from coterie.models.layout import Layout, ModelFactory, Slot, rewrite
 from coterie.rng import Rng
 
 

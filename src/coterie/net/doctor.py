@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from coterie.data.federation import Federation
 from coterie.errors import CoterieError
-from coterie.federation import Federation
 from coterie.net import head as heads
 from coterie.net import identity as identities
 from coterie.net import nodefile

@@ -16,14 +16,15 @@ from typing import Any
 import pandas as pd
 import torch
 
-from coterie import config, summary
-from coterie.config import StudyConfig
-from coterie.data import build_federation
+from coterie.data.build import build_federation
 from coterie.errors import ConfigError, TransportError
 from coterie.net import head, local, nodefile
 from coterie.net.roster import Member, Roster
-from coterie.record import write_atomically
-from coterie.study import run_study
+from coterie.results import summary
+from coterie.simulation.record import write_atomically
+from coterie.studies import config
+from coterie.studies.config import StudyConfig
+from coterie.studies.run import run_study
 
 Listener = Callable[[str, Mapping[str, Any]], None]
 

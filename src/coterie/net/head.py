@@ -8,11 +8,11 @@ from typing import Any
 
 from coterie.errors import PeerMismatch
 from coterie.methods.base import Method
-from coterie.models import Layout
+from coterie.models.layout import Layout
 from coterie.net.payload import Refused, strict_json
 from coterie.net.roster import Roster
 from coterie.net.wire import SIGNATURE, VERSION, canonical
-from coterie.settings import Settings
+from coterie.simulation.settings import Settings
 
 _DOMAIN = b"coterie head 1\n"
 _MAX = 64 * 1024

@@ -20,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie import checkpoint
+from coterie.data.federation import Federation, Truth
+from coterie.engine.task import Task
 from coterie.errors import ConfigError, TransportError
-from coterie.federation import Federation, Truth
-from coterie.loop import Loop
 from coterie.methods.base import Method, Round
-from coterie.models import ModelSource
+from coterie.models.layout import ModelSource
 from coterie.net import head as heads
 from coterie.net import identity as identities
 from coterie.net.desk import Missing
@@ -37,11 +36,12 @@ from coterie.net.post import Post, RoundMissed, Terms
 from coterie.net.roster import Roster
 from coterie.net.transport import Transport
 from coterie.net.wire import VERSION
-from coterie.record import Record, write_atomically
 from coterie.rng import Rng
-from coterie.run import make_task
-from coterie.settings import Settings
-from coterie.task import Task
+from coterie.simulation import checkpoint
+from coterie.simulation.loop import Loop
+from coterie.simulation.record import Record, write_atomically
+from coterie.simulation.run import make_task
+from coterie.simulation.settings import Settings
 
 ARRIVALS = "arrivals.jsonl"
 _LEAST_DEADLINE = 30.0

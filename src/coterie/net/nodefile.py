@@ -10,14 +10,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from coterie import config, hub, tables
-from coterie.config import StudyConfig
-from coterie.data import build_federation
+from coterie._util import tables
+from coterie.data import _hub
+from coterie.data.arrays import from_arrays
+from coterie.data.build import build_federation
+from coterie.data.federation import Federation
 from coterie.errors import ConfigError, DataError, require
-from coterie.federation import Federation
 from coterie.net.node import Patience, Plan
 from coterie.net.post import Terms
-from coterie.own_data import from_arrays
+from coterie.studies import config
+from coterie.studies.config import StudyConfig
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ def own_rows(file: NodeFile, study: StudyConfig, clients: tuple[int, ...], popul
     elif source.arrays:
         pair, test = _arrays(file.path(source.arrays))
     else:
-        read = hub.read_folder(file.path(source.folder), source.label or None)
+        read = _hub.read_folder(file.path(source.folder), source.label or None)
         pair, test = (read.train.x, read.train.y), (read.test.x, read.test.y) if len(read.test) else None
     if source.classes is None:
         raise ConfigError("data.classes is missing; every node must name the same number of classes (0: regression)")

@@ -11,9 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from coterie import checkpoint, config, summary
 from coterie.errors import ConfigError, TransportError
-from coterie.gallery import describe
 from coterie.net import nodefile
 from coterie.net import roster as rosters
 from coterie.net.engine_log import listening
@@ -22,7 +20,11 @@ from coterie.net.log import Log, MetricsServer
 from coterie.net.node import Node
 from coterie.net.nodefile import NodeFile
 from coterie.net.roster import Roster
-from coterie.record import write_atomically
+from coterie.results import summary
+from coterie.simulation import checkpoint
+from coterie.simulation.record import write_atomically
+from coterie.studies import config
+from coterie.studies.describe import describe
 
 if TYPE_CHECKING:
     from coterie.net.transport import Transport

@@ -14,14 +14,14 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from coterie.data.federation import Federation
 from coterie.errors import DataError
-from coterie.exchange import Inbox, InMemory, Message
-from coterie.federation import Federation
-from coterie.loop import Loop
+from coterie.exchange.base import Inbox, InMemory, Message
 from coterie.methods.base import Round
 from coterie.net.node import ARRIVALS, Plan
-from coterie.record import Record
 from coterie.rng import Rng
+from coterie.simulation.loop import Loop
+from coterie.simulation.record import Record
 
 
 @dataclass

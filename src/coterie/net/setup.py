@@ -4,14 +4,14 @@ import json
 from datetime import UTC, datetime
 from pathlib import Path
 
-from coterie import config
 from coterie.errors import ConfigError, TransportError
-from coterie.models import Layout, source, template
+from coterie.models.layout import Layout, source, template
 from coterie.net import head, nodefile
 from coterie.net import roster as rosters
 from coterie.net.identity import Identity, certificate_name, read_certificate, write_file
 from coterie.net.roster import Member, Roster
-from coterie.settings import DTYPES
+from coterie.simulation.settings import DTYPES
+from coterie.studies import config
 
 MEMBERS = "members.json"
 

@@ -7,19 +7,10 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
-from coterie.drawings import (
-    COLOURS,
-    PERCENT,
-    WIDTH,
-    Drawn,
-    Named,
-    content_of,
-    groups_of,
-    panels_of,
-)
 from coterie.errors import DataError
-from coterie.payload.packing import dense
-from coterie.summary import StoredRun
+from coterie.report.data.packing import dense
+from coterie.report.plots import COLOURS, PERCENT, WIDTH, Drawn, Named, content_of, groups_of, panels_of
+from coterie.results.summary import StoredRun
 
 ANALYSES = "analyses"
 EVERYBODY = -1  # the client of rows about all test sets together

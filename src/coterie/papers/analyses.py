@@ -23,15 +23,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie import clustering, heads, outcome, simplex
 from coterie.errors import ConfigError, require, unknown
-from coterie.loop import Loop
+from coterie.functional import clustering, simplex
 from coterie.methods import METHODS
+from coterie.methods._simplex_server import SimplexMethod
 from coterie.methods.fedgwc import FedGwc
-from coterie.methods.simplex_server import SimplexMethod
-from coterie.record import write_atomically
-from coterie.study import reopen_run
-from coterie.summary import find_runs
+from coterie.models import simplex_layers
+from coterie.results.summary import find_runs
+from coterie.simulation import final_metrics
+from coterie.simulation.loop import Loop
+from coterie.simulation.record import write_atomically
+from coterie.studies.run import reopen_run
 
 FOLDER = "analyses"
 EVERYBODY = -1
@@ -95,7 +97,7 @@ def _models(loop: Loop, alpha: Float[Tensor, "points topics"]) -> Iterator[Float
     """The models at some positions, a few at a time."""
     layout, model = loop.task.layout, loop.state.shared.models[:1]
     for part in alpha.split(max(1, min(256, 2**24 // layout.size))):
-        yield heads.compose(layout, model.expand(len(part), -1), part[:, None])
+        yield simplex_layers.compose(layout, model.expand(len(part), -1), part[:, None])
 
 
 def _accuracy(loop: Loop, client: int, rows: Float[Tensor, "rows params"]) -> Float[Tensor, " rows"]:
@@ -149,7 +151,7 @@ def beta_sensitivity(loop: Loop, options: Options) -> pd.DataFrame:
             labels=method.labels,
         )
         label = torch.zeros(len(planted), dtype=torch.int64) if found is None else found
-        scores = outcome.cluster_metrics(label, truth, loop.task.class_counts())
+        scores = final_metrics.cluster_metrics(label, truth, loop.task.class_counts())
         rows.append({"beta": float(beta), **scores})
     return pd.DataFrame(rows)
 

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from coterie import config, papers, summary
-from coterie.config import StudyConfig
-from coterie.cost import traffic
 from coterie.errors import ConfigError, DataError
-from coterie.papers import Published
-from coterie.summary import HIGHER_IS_BETTER, StoredRun
+from coterie.papers import numbers
+from coterie.papers.numbers import Published
+from coterie.results import summary
+from coterie.results.summary import HIGHER_IS_BETTER, StoredRun
+from coterie.results.traffic import traffic
+from coterie.studies import config
+from coterie.studies.config import StudyConfig
 
 POINT = 0.01
 """The least difference of accuracies that counts as one."""
@@ -54,7 +56,7 @@ class Result:
     @property
     def experiment(self) -> str | None:
         """The published experiment that it repeats."""
-        return self.study.paper or papers.EXPERIMENTS.get(self.study.name)
+        return self.study.paper or numbers.EXPERIMENTS.get(self.study.name)
 
     @property
     def metric(self) -> str:
@@ -198,9 +200,9 @@ def with_paper(result: Result) -> Comparison:
     if experiment is None:
         raise ConfigError(
             f"the study {result.study.name!r} names no published experiment; expected `paper` in its file, one of: "
-            f"{', '.join(sorted(papers.EXPERIMENTS.values()))}"
+            f"{', '.join(sorted(numbers.EXPERIMENTS.values()))}"
         )
-    published = papers.published(experiment)
+    published = numbers.published(experiment)
     by_row: dict[str, list[Published]] = {}
     for one in published:
         by_row.setdefault(one.row, []).append(one)
@@ -209,8 +211,8 @@ def with_paper(result: Result) -> Comparison:
     ]
     lines = [line for line in found if line is not None]
     chain, pairs = _orderings(lines)
-    reference = papers.SOURCES[experiment.partition("/")[0]]
-    notes = papers.notes(experiment)
+    reference = numbers.SOURCES[experiment.partition("/")[0]]
+    notes = numbers.notes(experiment)
     return Comparison(result.study.name, experiment, reference, result.study.scale, lines, chain, pairs, notes)
 
 

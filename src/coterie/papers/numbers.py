@@ -148,7 +148,7 @@ def table(source: str) -> tuple[dict[str, str], ...]:
     """
     if source not in SOURCES:
         raise ConfigError(unknown("paper", source, SOURCES))
-    with (resources.files(__name__) / f"{source}.csv").open(encoding="utf-8") as file:
+    with (resources.files("coterie.papers") / f"{source}.csv").open(encoding="utf-8") as file:
         return tuple(csv.DictReader(file))
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from coterie.drawings import (
+from coterie.errors import ConfigError, DataError
+from coterie.report.plots import (
     Drawn,
     Named,
     fit_scale,
@@ -23,8 +24,7 @@ from coterie.drawings import (
     unit_of,
     value_of,
 )
-from coterie.errors import ConfigError, DataError
-from coterie.summary import HIGHER_IS_BETTER
+from coterie.results.summary import HIGHER_IS_BETTER
 
 NAMES = {  # of settings, on axes
     "tau": "inverse temperature, tau",

@@ -15,9 +15,10 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
-from coterie import analysed, drawings, drawings_swept
 from coterie.errors import ConfigError, DataError, unknown
-from coterie.summary import StoredRun, find_runs
+from coterie.papers import _figures
+from coterie.report import _plots_swept, plots
+from coterie.results.summary import StoredRun, find_runs
 
 FORMATS = ("pdf", "svg", "png")
 STYLE: dict[Any, Any] = {
@@ -57,35 +58,35 @@ class Kind:
 
 
 def _swept(setting: str, text: str) -> Kind:
-    return Kind(drawings_swept.sweep, text, {"setting": setting})
+    return Kind(_plots_swept.sweep, text, {"setting": setting})
 
 
 FIGURES: dict[str, Kind] = {
-    "curves": Kind(drawings.curves, "learning curves with bands over seeds", {}),
-    "heatmap": Kind(drawings.heatmaps, "who read whom, a panel a method", {}),
-    "bars": Kind(drawings.bars, "final test metric of each method, between Random and Oracle", {}),
-    "clients": Kind(drawings.strips, "final test metric of each client", {}),
-    "graph": Kind(drawings.graphs, "clients and the peers they read most", {}),
-    "labels": Kind(drawings.labels, "found clusters against planted ones", {}),
-    "classes": Kind(analysed.distributions, "classes of the data in each found cluster", {}),
-    "interaction": Kind(analysed.interactions, "FedGWC's interaction matrix, of `coterie analyse`", {}),
-    "simplex": Kind(analysed.simplexes, "accuracy all over SosicFL's simplex, of `coterie analyse`", {}),
+    "curves": Kind(plots.curves, "learning curves with bands over seeds", {}),
+    "heatmap": Kind(plots.heatmaps, "who read whom, a panel a method", {}),
+    "bars": Kind(plots.bars, "final test metric of each method, between Random and Oracle", {}),
+    "clients": Kind(plots.strips, "final test metric of each client", {}),
+    "graph": Kind(plots.graphs, "clients and the peers they read most", {}),
+    "labels": Kind(plots.labels, "found clusters against planted ones", {}),
+    "classes": Kind(_figures.distributions, "classes of the data in each found cluster", {}),
+    "interaction": Kind(_figures.interactions, "FedGWC's interaction matrix, of `coterie analyse`", {}),
+    "simplex": Kind(_figures.simplexes, "accuracy all over SosicFL's simplex, of `coterie analyse`", {}),
     "variance": Kind(
-        drawings.curves,
+        plots.curves,
         "variance of updates over rounds",
         {"metric": "gradient_variance", "split": "train", "log": True},
     ),
     "change": Kind(
-        drawings.curves,
+        plots.curves,
         "change of FedGWC's interaction matrix over rounds",
         {"metric": "interaction_change", "split": "train", "log": True},
     ),
-    "sensitivity": Kind(drawings_swept.sensitivities, "a setting, a panel for each study", {"setting": "tau"}),
+    "sensitivity": Kind(_plots_swept.sensitivities, "a setting, a panel for each study", {"setting": "tau"}),
     "tau": _swept("tau", "sensitivity to tau"),
     "samples": _swept("train", "training samples per client"),
     "peers": _swept("num_peers", "sampled peers"),
     "population": _swept("num_clients", "number of clients"),
-    "sweep": Kind(drawings_swept.sweep, "any setting, with --setting; two make a grid", {}),
+    "sweep": Kind(_plots_swept.sweep, "any setting, with --setting; two make a grid", {}),
 }
 
 

@@ -15,9 +15,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from coterie.payload import payload
-from coterie.record import write_atomically
-from coterie.summary import HIGHER_IS_BETTER, Problem, StoredRun, find_runs
+from coterie.report.data import payload
+from coterie.results.summary import HIGHER_IS_BETTER, Problem, StoredRun, find_runs
+from coterie.simulation.record import write_atomically
 
 SCRIPTS = ("core.js", "curves.js", "reads.js", "graph.js", "clients.js", "cost.js", "data.js", "main.js")
 
@@ -73,7 +73,7 @@ def render(data: Mapping[str, Any], first: str, *, connect: str = "'none'") -> s
 @cache
 def asset(name: str) -> str:
     """Return the text of a file that is part of the page."""
-    return resources.files("coterie").joinpath("assets", name).read_text("utf-8")
+    return resources.files("coterie.report").joinpath("assets", name).read_text("utf-8")
 
 
 def embed(data: Mapping[str, Any]) -> str:

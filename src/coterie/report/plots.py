@@ -13,10 +13,10 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from coterie import graph
 from coterie.errors import ConfigError, DataError
-from coterie.payload.packing import dense
-from coterie.summary import FEDERATION, HIGHER_IS_BETTER, StoredRun, cluster_means, cluster_names, main_metric
+from coterie.report.data.packing import dense
+from coterie.results import graph
+from coterie.results.summary import FEDERATION, HIGHER_IS_BETTER, StoredRun, cluster_means, cluster_names, main_metric
 
 Named = Sequence[tuple[str, StoredRun]]
 Drawn = tuple[Figure, pd.DataFrame]

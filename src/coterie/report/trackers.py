@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from coterie.errors import ConfigError
-from coterie.run import Observer, Progress
-from coterie.summary import StoredRun
+from coterie.results.summary import StoredRun
+from coterie.simulation.run import Observer, Progress
 
 PROJECT = "coterie"
 

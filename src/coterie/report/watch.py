@@ -18,9 +18,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from coterie.errors import ConfigError, DataError
-from coterie.payload import payload
-from coterie.report import embed, overview, render, subtitle
-from coterie.summary import CONFIG, EDGES, FEDERATION, METRICS, PROVENANCE, find_runs
+from coterie.report.data import payload
+from coterie.report.page import embed, overview, render, subtitle
+from coterie.results.summary import CONFIG, EDGES, FEDERATION, METRICS, PROVENANCE, find_runs
 
 HOST = "127.0.0.1"
 WATCHED = (CONFIG, METRICS, EDGES, PROVENANCE, FEDERATION)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from coterie import metrics
+from coterie.functional import metrics
 
 if TYPE_CHECKING:
-    from coterie.summary import StoredRun
+    from coterie.results.summary import StoredRun
 
 BASES = {"sosicfl-plus": "ditto"}
 """The kind of method whose best accuracy others are timed against; FedAvg where a kind is not named."""

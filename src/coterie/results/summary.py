@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 from jaxtyping import Int
 from scipy import stats
 
-from coterie import histories
 from coterie.errors import DataError
-from coterie.record import EDGE_COLUMNS, METRIC_COLUMNS, write_atomically
+from coterie.results import _histories
+from coterie.simulation.record import EDGE_COLUMNS, METRIC_COLUMNS, write_atomically
 
 CONFIG, METRICS, EDGES, PROVENANCE = "config.toml", "metrics.parquet", "edges.parquet", "provenance.json"
 FEDERATION = "federation.json"
@@ -29,7 +29,7 @@ HIGHER_IS_BETTER = frozenset(
     {"accuracy", "balanced_accuracy", "train_prior_accuracy", "global_accuracy", "top5_accuracy", "f1", "auc", "r2"}
 )
 CONFIDENCE = 0.95
-_ROUNDS = {one.__name__: one for one in (histories.participation, histories.time_to_accuracy, histories.undefined)}
+_ROUNDS = {one.__name__: one for one in (_histories.participation, _histories.time_to_accuracy, _histories.undefined)}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import pandas as pd
 from jaxtyping import Float
 
 from coterie.errors import ConfigError
+from coterie.methods._simplex_server import SimplexMethod
 from coterie.methods.base import Method
 from coterie.methods.dac import Dac
 from coterie.methods.ditto import Ditto
@@ -25,7 +26,6 @@ from coterie.methods.panm_grad import PanmGrad
 from coterie.methods.panm_loss import PanmLoss
 from coterie.methods.pens import Pens
 from coterie.methods.random_gossip import Random
-from coterie.methods.simplex_server import SimplexMethod
 
 ENVELOPE = 523
 """Bytes of a message between machines beside its numbers: manifest, signature, header (see docs/reference/wire.md)."""

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie.errors import ConfigError
-from coterie.exchange import Inbox, Message, Rule, read
+from coterie.exchange.base import Inbox, Message, Rule, read
 from coterie.methods.base import Info, PeerMethod, Round, State, map_tensors
 from coterie.rng import Rng
 

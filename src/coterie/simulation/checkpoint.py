@@ -21,15 +21,15 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from torch import Tensor
 
+from coterie.data.federation import Federation
+from coterie.engine.task import Task
 from coterie.errors import CheckpointError
-from coterie.federation import Federation
 from coterie.methods.base import Method, State
-from coterie.record import write_atomically
-from coterie.task import Task
+from coterie.simulation.record import write_atomically
 
 if TYPE_CHECKING:
-    from coterie.loop import Loop
-    from coterie.settings import Settings
+    from coterie.simulation.loop import Loop
+    from coterie.simulation.settings import Settings
 
 FILE = "checkpoint.safetensors"
 _NOT_IDENTITY = ("rounds", "checkpoint_seconds", "block", "engine", "cuda_graphs")

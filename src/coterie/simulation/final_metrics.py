@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie import metrics
+from coterie.functional import metrics
 
 MAXIMA = ("accuracy", "balanced_accuracy", "global_accuracy")
 """Metrics whose largest mean over clients is reported, as "accuracy_max" and so on."""

@@ -11,16 +11,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from coterie import outcome
 from coterie.engine.optim import Moments
+from coterie.engine.task import Task
 from coterie.errors import ConfigError
-from coterie.exchange import Exchange, Message
+from coterie.exchange.base import Exchange, Message
 from coterie.methods.base import Info, Method, Order, PeerMethod, Round
-from coterie.record import Record
 from coterie.rng import Rng
-from coterie.sequential import sequential_round
-from coterie.settings import Settings
-from coterie.task import Task
+from coterie.simulation import final_metrics
+from coterie.simulation._sequential import sequential_round
+from coterie.simulation.record import Record
+from coterie.simulation.settings import Settings
 
 # Of a round's report, kept as metrics.
 _KEPT = (
@@ -297,14 +297,14 @@ class Loop:
         """Return what the settings ask of the whole run and its final test; needs all clients here."""
         wanted, values = self.settings.extra_metrics, {}
         if "reductions" in wanted and "accuracy" in tested:
-            values |= outcome.reductions(tested["accuracy"].cpu(), self.task.test_counts(), label)
+            values |= final_metrics.reductions(tested["accuracy"].cpu(), self.task.test_counts(), label)
         if "maxima" in wanted:
-            values |= outcome.maxima(self.record.metrics)
+            values |= final_metrics.maxima(self.record.metrics)
         if "clusters" in wanted:
             planted = torch.from_numpy(self.record.clusters)
             if label is not None:
                 truth = planted if bool((planted >= 0).all()) else None
-                scores, reasons = outcome.explained_clusters(label.cpu(), truth, self.task.class_counts())
+                scores, reasons = final_metrics.explained_clusters(label.cpu(), truth, self.task.class_counts())
                 self.undefined |= reasons
                 values |= {name: torch.full((len(label),), score) for name, score in scores.items()}
         return values

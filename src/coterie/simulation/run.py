@@ -11,17 +11,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie import checkpoint, memory, pages
+from coterie._util import pages
+from coterie.data.federation import Federation
+from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
-from coterie.exchange import Exchange, InMemory
-from coterie.federation import Federation
-from coterie.loop import Loop
+from coterie.exchange.base import Exchange, InMemory
 from coterie.methods.base import Method
-from coterie.models import ModelSource, source
-from coterie.record import Record
+from coterie.models.layout import ModelSource, source
 from coterie.rng import Rng
-from coterie.settings import DTYPES, Settings
-from coterie.task import Task
+from coterie.simulation import _memory, checkpoint
+from coterie.simulation.loop import Loop
+from coterie.simulation.record import Record
+from coterie.simulation.settings import DTYPES, Settings
 
 __all__ = ["Observer", "Progress", "Run", "Settings", "simulate"]
 
@@ -105,7 +106,7 @@ def simulate(
         raise RunExistsError(f"{folder} holds a run already; resume it, overwrite it, or choose another folder")
     began = checkpoint.engine(folder) if folder is not None and resume and settings.engine == "auto" else {}
     task = make_task(federation, method, model, dataclasses.replace(settings, **began))
-    memory.check(_forecast(task, federation, method, settings), settings.device, memory.available(settings.device))
+    _memory.check(_forecast(task, federation, method, settings), settings.device, _memory.available(settings.device))
     loop = _loop(task, federation, method, settings, seed, exchange)
     identity = checkpoint.identity(method, settings, seed, federation, task)
     earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
@@ -201,15 +202,15 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
     )
 
 
-def _forecast(task: Task, federation: Federation, method: Method, settings: Settings) -> memory.Forecast:
-    return memory.forecast(
+def _forecast(task: Task, federation: Federation, method: Method, settings: Settings) -> _memory.Forecast:
+    return _memory.forecast(
         clients=len(task),
         params=task.layout.size,
         itemsize=task.dtype.itemsize,
         block=task.block,
         data=federation.nbytes,
         keeps_best=settings.keeps_best(method.server),
-        further=memory.copies(
+        further=_memory.copies(
             server=method.server,
             whole=settings.participation == 1,
             tracks=method.tracks,

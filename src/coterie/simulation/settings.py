@@ -7,9 +7,9 @@ from typing import Literal, get_args
 import torch
 
 from coterie.engine.precision import Precision
+from coterie.engine.task import InitMode, LocalTraining
 from coterie.errors import require
 from coterie.methods.base import Order
-from coterie.task import InitMode, LocalTraining
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 ExtraMetric = Literal[

@@ -16,14 +16,14 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from coterie import tables
-from coterie.data import DataConfig
-from coterie.definition import NAME, MethodConfig, ModelConfig, StudyConfig
+from coterie._util import tables
+from coterie.data.build import DataConfig
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, require, unknown
 from coterie.methods import METHODS
-from coterie.overrides import assign
-from coterie.settings import Settings
+from coterie.simulation.settings import Settings
+from coterie.studies._overrides import assign
+from coterie.studies.definition import NAME, MethodConfig, ModelConfig, StudyConfig
 
 DEFAULT_STUDY = "rotated-digits"
 _RUN_KEYS = tuple(f.name for f in fields(Settings) if f.name not in ("local", "patience"))
@@ -152,7 +152,7 @@ def builtin() -> dict[str, Traversable]:
                 found[prefix + item.name.removesuffix(".toml")] = item
         return found
 
-    return dict(sorted(walk(resources.files("coterie") / "studies", "").items()))
+    return dict(sorted(walk(resources.files("coterie.studies") / "builtin", "").items()))
 
 
 def _read(source: str) -> tuple[str, str]:

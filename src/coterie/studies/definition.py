@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from coterie.data import DataConfig
+from coterie.data.build import DataConfig
 from coterie.errors import ConfigError, require
 from coterie.methods.base import Method
-from coterie.settings import Settings
+from coterie.simulation.settings import Settings
 
 OWN = "own"
 """The dataset or model of a study that was given its data or module in Python."""

@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from coterie.data.federation import TRAIN, VALIDATION, Federation
 from coterie.engine.noise import gaussian
-from coterie.federation import TRAIN, VALIDATION, Federation
-from coterie.models import splitmix
+from coterie.models.layout import splitmix
 
 IMAGES = 10  # sample images per planted cluster
 BINS = 12  # bins of a regression target

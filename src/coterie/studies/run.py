@@ -19,18 +19,20 @@ from typing import Any
 
 import pandas as pd
 
-from coterie import checkpoint, config, summary
-from coterie.data import build_federation
-from coterie.definition import OWN, StudyConfig
+from coterie.data.build import build_federation
+from coterie.data.federation import Federation
 from coterie.engine import ENGINES
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require, unknown
-from coterie.fanout import fan_out
-from coterie.federation import Federation
-from coterie.gallery import describe
-from coterie.loop import Loop
-from coterie.models import ModelSource
-from coterie.record import write_atomically
-from coterie.run import Observer, Progress, make_task, reopen, simulate
+from coterie.models.layout import ModelSource
+from coterie.results import summary
+from coterie.simulation import checkpoint
+from coterie.simulation.loop import Loop
+from coterie.simulation.record import write_atomically
+from coterie.simulation.run import Observer, Progress, make_task, reopen, simulate
+from coterie.simulation.workers import fan_out
+from coterie.studies import config
+from coterie.studies.definition import OWN, StudyConfig
+from coterie.studies.describe import describe
 
 CONFIG = "config.toml"
 SHARED = Path("/dev/shm")

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coterie import config
-from coterie.definition import StudyConfig
 from coterie.errors import ConfigError, RunExistsError, unknown
-from coterie.overrides import keys, put
-from coterie.record import write_atomically
-from coterie.study import CONFIG, Study, read_study, run_study, stored
+from coterie.simulation.record import write_atomically
+from coterie.studies import config
+from coterie.studies._overrides import keys, put
+from coterie.studies.definition import StudyConfig
+from coterie.studies.run import CONFIG, Study, read_study, run_study, stored
 
 SUMMARY = "summary.json"
 _FEDERATED = ("data", "model")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from coterie.errors import ExchangeError
-from coterie.exchange import Exchange, Inbox, Message, Reply
+from coterie.exchange.base import Exchange, Inbox, Message, Reply
 from coterie.rng import Rng
 
 MakeExchanges = Callable[[Sequence[Sequence[int]], int], Sequence[Exchange]]

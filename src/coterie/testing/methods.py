@@ -13,16 +13,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie.exchange import Exchange, Faulty, Inbox, InMemory, Message
-from coterie.federation import Federation
-from coterie.loop import Loop
-from coterie.mailbox import Mailbox, PostOffice
+from coterie.data.federation import Federation
+from coterie.engine.task import Task
+from coterie.exchange.base import Exchange, Faulty, Inbox, InMemory, Message
+from coterie.exchange.mailbox import Mailbox, PostOffice
 from coterie.methods.base import Method, PeerMethod
-from coterie.models import ModelSource, source
-from coterie.record import Record
+from coterie.models.layout import ModelSource, source
 from coterie.rng import EVERYONE, Rng
-from coterie.run import Settings, simulate
-from coterie.task import Task
+from coterie.simulation.loop import Loop
+from coterie.simulation.record import Record
+from coterie.simulation.run import Settings, simulate
 from coterie.testing.tiny import tiny_federation, tiny_settings
 
 

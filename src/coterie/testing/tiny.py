@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coterie.federation import Federation, TestSet, Truth
+from coterie.data.federation import Federation, TestSet, Truth
+from coterie.engine.task import LocalTraining
 from coterie.rng import Rng
-from coterie.run import Settings
-from coterie.task import LocalTraining
+from coterie.simulation.run import Settings
 
 
 def tiny_federation(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coterie.methods import METHODS
-from coterie.run import simulate
+from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
 
 FILE = Path(__file__).with_name("runs.json")

@@ -5,8 +5,9 @@ import mmap
 import pytest
 import torch
 
-from coterie import METHODS, pages
-from coterie.run import simulate
+from coterie import METHODS
+from coterie._util import pages
+from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
 
 needs_pages = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no large pages")

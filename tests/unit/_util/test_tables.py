@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coterie._util.tables import dumps, parse, plain, settle
 from coterie.errors import ConfigError
-from coterie.tables import dumps, parse, plain, settle
 
 
 @dataclass(frozen=True)

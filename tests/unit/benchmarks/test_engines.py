@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
+from benchmarks.engines import cells, measure
+from benchmarks.engines.__main__ import app
+from benchmarks.engines.cells import WORKS, Cell, Coterie, DifferentResultsError, Usual, compare
 from typer.testing import CliRunner
 
-from coterie.bench import cells, measure
-from coterie.bench.cells import WORKS, Cell, Coterie, DifferentResultsError, Usual, compare
-from coterie.cli import app
 from coterie.errors import ConfigError
 
 
@@ -59,7 +59,7 @@ def test_a_row_tells_costs_of_one_client_round():
 
 def test_the_command_prints_a_line_a_cell_and_writes_json(tmp_path):
     out = tmp_path / "results.json"
-    line = ["bench", "--cells", "mlp/7/*", "--samples", "9", "--repeats", "1", "--engines", "vmap"]
+    line = ["--cells", "mlp/7/*", "--samples", "9", "--repeats", "1", "--engines", "vmap"]
     result = CliRunner().invoke(app, [*line, "--json", str(out)])
     assert result.exit_code == 0
     assert [text.split()[3] for text in result.stdout.splitlines()] == list(WORKS)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from coterie import cli, config
+from coterie.cli import app
 from coterie.methods import METHODS
+from coterie.studies import config
 
 STUDY = """
 name = "tiny"
@@ -44,7 +45,7 @@ def coterie(monkeypatch, capsys, tmp_path):
     def call(*arguments: str):
         monkeypatch.setattr(sys, "argv", ["coterie", *arguments])
         with pytest.raises(SystemExit) as status:
-            cli.main()
+            app.main()
         written = capsys.readouterr()
         return status.value.code, written.out, written.err
 
@@ -158,7 +159,7 @@ def test_a_mistake_is_one_line_and_status_2_and_writes_nothing(coterie, tmp_path
 
 
 def test_ctrl_c_leaves_a_study_that_the_printed_command_resumes(coterie, monkeypatch, tmp_path):
-    from coterie import run as runs
+    from coterie.simulation import run as runs
 
     true_progress = runs._progress
     monkeypatch.setattr(runs, "_progress", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -172,7 +173,7 @@ def test_ctrl_c_leaves_a_study_that_the_printed_command_resumes(coterie, monkeyp
 
 
 def test_a_full_disk_is_one_line_that_says_how_to_go_on(coterie, monkeypatch):
-    from coterie import checkpoint
+    from coterie.simulation import checkpoint
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device", "runs/tiny/Gossip/seed-0/metrics.parquet")
@@ -221,7 +222,7 @@ def test_methods_lists_every_method_with_parameters_and_papers(coterie):
 @pytest.mark.parametrize("kind", sorted(METHODS))
 def test_every_parameter_of_every_method_is_explained(coterie, kind):
     """What the docstring says of each field is what `coterie methods NAME` shows."""
-    from coterie.catalogue import parameters
+    from coterie.cli._catalogue import parameters
 
     status, out, _ = coterie("methods", kind)
     assert status == 0

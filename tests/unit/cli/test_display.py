@@ -5,15 +5,15 @@ import io
 import pytest
 from rich.console import Console
 
-from coterie import display
-from coterie.run import Progress
+from coterie.cli import _display
+from coterie.simulation.run import Progress
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that stands until a test moves it."""
     now = [100.0]
-    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(_display.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -24,7 +24,7 @@ def lines(text):
 def test_in_a_pipe_a_run_takes_one_line(clock):
     """Three quick runs of forty rounds: three lines, each at the end of a run."""
     text = io.StringIO()
-    with display.progress([], Console(file=text), quiet=False) as observe:
+    with _display.progress([], Console(file=text), quiet=False) as observe:
         for seed in range(3):
             for number in range(-1, 40):
                 observe(Progress("DAC", seed, number, 40, 0.5, 0.875, 0.1))
@@ -34,7 +34,7 @@ def test_in_a_pipe_a_run_takes_one_line(clock):
 def test_in_a_pipe_a_long_run_is_heard_of_every_ten_seconds(clock):
     """Ten rounds of four seconds each: at 12, 24 and 36 s, and at the end."""
     text = io.StringIO()
-    with display.progress([], Console(file=text), quiet=False) as observe:
+    with _display.progress([], Console(file=text), quiet=False) as observe:
         for number in range(10):
             clock[0] += 4
             observe(Progress("Local", 0, number, 10, 0.25, float("nan"), 4.0))
@@ -46,7 +46,7 @@ def test_in_a_pipe_a_long_run_is_heard_of_every_ten_seconds(clock):
 def test_a_round_without_validation_tells_its_number_only(clock):
     """Clients may have no validation set, or be validated every few rounds."""
     text = io.StringIO()
-    with display.progress([], Console(file=text), quiet=False) as observe:
+    with _display.progress([], Console(file=text), quiet=False) as observe:
         observe(Progress("Local", 0, 9, 10, float("nan"), float("nan"), 4.0))
     assert lines(text) == ["Local, seed 0: round 10/10 (0 s)"]
 
@@ -68,7 +68,9 @@ def test_where_a_terminal_is_plain_there_are_lines_without_codes(clock, monkeypa
     for name, value in ({"TERM": "xterm"} | environment).items():
         monkeypatch.setenv(name, value)
     text = io.StringIO()
-    with display.progress([], Console(file=text, **{"force_terminal": True, "width": 80, **options}), False) as observe:
+    with _display.progress(
+        [], Console(file=text, **{"force_terminal": True, "width": 80, **options}), False
+    ) as observe:
         observe(Progress("DAC", 0, 0, 1, 0.5, 0.875, 0.1))
     assert lines(text) == ["DAC, seed 0: round 1/1, val. acc. 87.5 % (0 s)"]
     assert "\x1b" not in text.getvalue()
@@ -79,12 +81,12 @@ def test_a_terminal_with_colours_is_lively(monkeypatch):
     for name in ("CI", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    assert display.lively(Console(file=io.StringIO(), force_terminal=True, legacy_windows=False))
+    assert _display.lively(Console(file=io.StringIO(), force_terminal=True, legacy_windows=False))
 
 
 def test_quiet_says_nothing(clock):
     """Not even the end of a run."""
     text = io.StringIO()
-    with display.progress([], Console(file=text), quiet=True) as observe:
+    with _display.progress([], Console(file=text), quiet=True) as observe:
         observe(Progress("Local", 0, 0, 1, 0.25, 0.5, 4.0))
     assert lines(text) == []

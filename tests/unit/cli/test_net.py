@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from coterie.cli import app
+from coterie.cli.app import app
 from coterie.net import roster, setup
 
 STUDY = 'seeds = [0]\nmodel = { kind = "linear" }\n[data]\ndataset = "digits"\n[[methods]]\nkind = "%s"\n'

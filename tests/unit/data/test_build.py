@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.data import DataConfig, build_federation
+from coterie.data.build import DataConfig, build_federation
+from coterie.data.shifts import Rotation
 from coterie.errors import ConfigError, DataError
-from coterie.shifts import Rotation
 
 DIGITS = {"dataset": "digits", "num_clients": 8, "train": 20, "validation": 5}
 
@@ -41,7 +41,7 @@ def test_the_fingerprint_is_the_same_in_another_process():
     shift = [{"kind": "regression-targets", "clusters": 2}, {"kind": "quantity", "concentration_per_client": 1.0}]
     table = {"dataset": "synthetic-regression", "num_clients": 6, "train": 20, "validation": 5, "shift": shift}
     code = (
-        "from coterie.data import DataConfig, build_federation;"
+        "from coterie.data.build import DataConfig, build_federation;"
         f"print(build_federation(DataConfig.from_table({table!r}), 3).fingerprint())"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -110,7 +110,7 @@ def test_test_sets_are_stored_once():
 
 
 def test_a_label_group_without_test_samples_is_an_error(tmp_path):
-    from coterie.own_data import from_arrays
+    from coterie.data.arrays import from_arrays
 
     with pytest.raises(DataError, match='arrays has no test samples for "labels 1"; hold some out: test = "client"'):
         from_arrays(

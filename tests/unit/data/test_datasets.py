@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.datasets import GATHERED, Samples, Source, as_samples, digits, load, synthetic_regression
+from coterie.data.datasets import GATHERED, Samples, Source, as_samples, digits, load, synthetic_regression
 from coterie.errors import ConfigError, DataError
 from coterie.rng import Rng
 

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from coterie.data.federation import Federation
 from coterie.errors import DataError
-from coterie.federation import Federation
 from coterie.testing import tiny_federation
 
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from coterie.data._partition import Wish, allocate, count, share
 from coterie.errors import DataError
-from coterie.partition import Wish, allocate, count, share
 
 
 def stream(seed: int = 0) -> np.random.Generator:

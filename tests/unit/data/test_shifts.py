@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.data import DataConfig, build_federation, build_from_sources
-from coterie.datasets import Samples, Source
+from coterie.data._label_shifts import DirichletPerClient, dirichlet
+from coterie.data.build import DataConfig, build_federation, build_from_sources
+from coterie.data.datasets import Samples, Source
+from coterie.data.federation import Federation
+from coterie.data.plan import members, spread
+from coterie.data.shifts import SHIFTS, Rotation, read_shift, write_shift
 from coterie.errors import ConfigError, DataError
-from coterie.federation import Federation
-from coterie.label_shifts import DirichletPerClient, dirichlet
-from coterie.plan import members, spread
 from coterie.rng import Rng
-from coterie.shifts import SHIFTS, Rotation, read_shift, write_shift
 
 
 def source(classes: int = 10, per_class: int = 40, tests: int = 6, name: str = "toy", side: int = 4) -> Source:

@@ -3,7 +3,7 @@ import pytest
 import torch
 from PIL import Image, ImageFilter
 
-from coterie.transforms import blur, noisy, rotate
+from coterie.data.transforms import blur, noisy, rotate
 
 
 def images(*shape: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coterie.engine.augment import CropFlip
+from coterie.engine._augment import CropFlip
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ModelError
 from coterie.methods.fedavg import FedAvg

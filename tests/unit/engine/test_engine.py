@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from coterie import config
-from coterie.data import build_federation
-from coterie.engine.batches import plan
+from coterie.data.build import build_federation
+from coterie.engine._batches import plan
+from coterie.engine._work import step_keys
 from coterie.engine.optim import RowOptimizer
-from coterie.engine.work import step_keys
+from coterie.engine.task import LocalTraining, Task
 from coterie.errors import ConfigError, ModelError
 from coterie.rng import Rng
-from coterie.task import LocalTraining, Task
+from coterie.studies import config
 from coterie.testing import tiny_federation
 
 

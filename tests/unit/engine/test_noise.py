@@ -5,18 +5,18 @@ import dataclasses
 import pytest
 import torch
 
-from coterie import checkpoint
-from coterie.data import DataConfig, build_federation
+from coterie.data.build import DataConfig, build_federation
+from coterie.data.federation import Federation
 from coterie.engine.noise import Noise, gaussian
+from coterie.engine.task import LocalTraining
 from coterie.errors import DataError
-from coterie.federation import Federation
-from coterie.gallery import describe
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.ifca import Ifca
-from coterie.models import splitmix
+from coterie.models.layout import splitmix
 from coterie.rng import Rng
-from coterie.run import make_task, simulate
-from coterie.task import LocalTraining
+from coterie.simulation import checkpoint
+from coterie.simulation.run import make_task, simulate
+from coterie.studies.describe import describe
 from coterie.testing import follow, run_grouped, tiny_federation, tiny_settings
 
 

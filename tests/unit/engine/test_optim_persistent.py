@@ -5,10 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from coterie import checkpoint
+from coterie.engine.task import LocalTraining
 from coterie.errors import ConfigError
-from coterie.exchange import InMemory
-from coterie.loop import Loop
+from coterie.exchange.base import InMemory
 from coterie.methods.base import Method
 from coterie.methods.dac import Dac
 from coterie.methods.ditto import Ditto
@@ -16,10 +15,11 @@ from coterie.methods.fedavg import FedAvg
 from coterie.methods.ifca import Ifca
 from coterie.methods.local import Local
 from coterie.methods.sosicfl import SosicFlPlus
-from coterie.record import Record
 from coterie.rng import Rng
-from coterie.run import Settings, make_task, simulate
-from coterie.task import LocalTraining
+from coterie.simulation import checkpoint
+from coterie.simulation.loop import Loop
+from coterie.simulation.record import Record
+from coterie.simulation.run import Settings, make_task, simulate
 from coterie.testing import check_method, follow, run_grouped, tiny_federation, tiny_settings
 
 SGD = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1, momentum=0.5, persistent_client_optimizer=True)

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from coterie import config
 from coterie import engine as engines
 from coterie.engine import precision
+from coterie.engine.task import LocalTraining, Task
 from coterie.errors import ConfigError
 from coterie.rng import Rng
-from coterie.settings import Settings
-from coterie.task import LocalTraining, Task
+from coterie.simulation.settings import Settings
+from coterie.studies import config
 from coterie.testing import tiny_federation
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from coterie.engine.rewrites import StridedMaxPool, faster
+from coterie.engine._rewrites import StridedMaxPool, faster
 
 
 @pytest.mark.parametrize(

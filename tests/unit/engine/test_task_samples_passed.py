@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coterie.engine.compiled import CompiledEngine
-from coterie.engine.work import Samples, distinct
-from coterie.exchange import InMemory
-from coterie.loop import Loop
+from coterie.engine._work import Samples, distinct
+from coterie.engine.native.compiled import CompiledEngine
+from coterie.engine.task import Task
+from coterie.exchange.base import InMemory
 from coterie.methods import METHODS
-from coterie.record import Record
 from coterie.rng import Rng
-from coterie.task import Task
+from coterie.simulation.loop import Loop
+from coterie.simulation.record import Record
 from coterie.testing import tiny_federation, tiny_settings
 
 TRAIN = torch.tensor([12, 11, 7, 5, 3, 2])  # samples of the six clients, 40 in all

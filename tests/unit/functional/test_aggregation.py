@@ -2,7 +2,7 @@
 
 import torch
 
-from coterie import aggregation
+from coterie.functional import aggregation
 
 HERE = torch.ones(1, 3, dtype=torch.bool)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coterie import aggregation
+from coterie.functional import aggregation
 
 
 def test_weights_are_renormalised_over_the_rows_that_came():

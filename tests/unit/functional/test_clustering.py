@@ -8,7 +8,7 @@ import torch
 from sklearn.metrics import rand_score
 from torch import Tensor
 
-from coterie import clustering
+from coterie.functional import clustering
 from coterie.rng import Rng
 
 

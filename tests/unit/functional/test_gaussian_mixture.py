@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coterie.mixture import Split, corrected, neighbours
+from coterie.functional.gaussian_mixture import Split, corrected, neighbours
 from coterie.rng import Rng
 
 

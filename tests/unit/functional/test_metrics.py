@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import balanced_accuracy_score
 from torch import Tensor
 
-from coterie import metrics
+from coterie.functional import metrics
 from coterie.rng import Rng
 
 

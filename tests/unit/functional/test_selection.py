@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from coterie import selection
+from coterie.functional import selection
 from coterie.rng import Rng
 
 IDS = torch.arange(4)

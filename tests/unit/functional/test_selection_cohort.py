@@ -4,9 +4,9 @@ import threading
 
 import torch
 
-from coterie import selection
-from coterie.exchange import InMemory
-from coterie.mailbox import Mailbox, PostOffice
+from coterie.exchange.base import InMemory
+from coterie.exchange.mailbox import Mailbox, PostOffice
+from coterie.functional import selection
 from coterie.rng import Rng
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from coterie import similarity
+from coterie.functional import similarity
 from coterie.rng import Rng
 
 

@@ -8,8 +8,8 @@ import torch
 from scipy.stats import ks_2samp
 from torch import Tensor
 
-from coterie import simplex
 from coterie.errors import ConfigError
+from coterie.functional import simplex
 from coterie.rng import Rng
 
 

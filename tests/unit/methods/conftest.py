@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from coterie.exchange import Exchange, InMemory
-from coterie.federation import Federation
-from coterie.loop import Loop
+from coterie.data.federation import Federation
+from coterie.engine.task import Task
+from coterie.exchange.base import Exchange, InMemory
 from coterie.methods.base import Info, Method, State
-from coterie.record import Record
 from coterie.rng import Rng
-from coterie.task import Task
+from coterie.simulation.loop import Loop
+from coterie.simulation.record import Record
 from coterie.testing import tiny_federation, tiny_settings
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from coterie.errors import ConfigError
-from coterie.graph import expected_share
 from coterie.methods.fix_topology import FixTopology
 from coterie.methods.local import Local
 from coterie.methods.oracle import Oracle
 from coterie.methods.random_gossip import Random
+from coterie.results.graph import expected_share
 from coterie.testing import tiny_federation
 
 

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from coterie import similarity
 from coterie.errors import ConfigError
-from coterie.exchange import Faulty, InMemory
-from coterie.methods.acquaintance import Acquaintance
+from coterie.exchange.base import Faulty, InMemory
+from coterie.functional import similarity
+from coterie.methods._acquaintance import Acquaintance
 from coterie.methods.base import check_choices
 from coterie.methods.dac import Dac, DacNoTwoHop, DacVar
 from coterie.testing import tiny_federation

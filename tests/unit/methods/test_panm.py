@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from coterie import similarity
 from coterie.errors import ConfigError
-from coterie.exchange import Faulty, InMemory
+from coterie.exchange.base import Faulty, InMemory
+from coterie.functional import similarity
 from coterie.methods.panm_grad import PanmGrad
 from coterie.methods.panm_loss import PanmLoss
 from coterie.testing import tiny_federation

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coterie.errors import ConfigError
-from coterie.exchange import Faulty, InMemory
+from coterie.exchange.base import Faulty, InMemory
 from coterie.methods.pens import Pens
 from coterie.testing import tiny_federation
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from coterie.errors import ConfigError, ModelError
-from coterie.models import NETS, KeyedDropout, Layout, build, initial
+from coterie.models.layout import NETS, KeyedDropout, Layout, build, initial
 from coterie.rng import Rng
 
 

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from coterie import nets
 from coterie.errors import ModelError
 from coterie.methods.sosicfl import SosicFl
-from coterie.models import NETS, Layout, build
+from coterie.models import networks
+from coterie.models.layout import NETS, Layout, build
 from coterie.rng import Rng
 from coterie.testing import follow, tiny_federation, tiny_settings
 
@@ -41,14 +41,14 @@ def test_networks_have_the_papers_sizes(kind: str, features: tuple[int, ...], ou
 
 def test_cnn_y_pools_before_relu():
     """As the authors' code does."""
-    names = [type(part).__name__ for part in nets.cnn_y((3, 32, 32), 10)]
+    names = [type(part).__name__ for part in networks.cnn_y((3, 32, 32), 10)]
     assert names[:3] == ["Conv2d", "MaxPool2d", "ReLU"]
 
 
 def test_simple_cnn_has_xavier_normal_weights():
     """Standard deviation sqrt(2 / (fan in + fan out)) of the largest layer, within 3 %."""
     with Rng(0).torch_globals("test"):
-        layer = nets.simple_cnn((3, 32, 32), 10)[10]
+        layer = networks.simple_cnn((3, 32, 32), 10)[10]
     assert layer.weight.shape == (128, 576)
     assert float(layer.weight.detach().std()) == pytest.approx((2 / (128 + 576)) ** 0.5, rel=0.03)
 
@@ -98,12 +98,12 @@ def test_a_missing_torchvision_is_explained(monkeypatch: pytest.MonkeyPatch):
     def missing(name: str) -> None:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(nets.importlib, "import_module", missing)
+    monkeypatch.setattr(networks.importlib, "import_module", missing)
     with pytest.raises(ModelError, match=r"resnet18 needs torchvision, .* install coterie\[vision\]"):
         build("resnet-18", (3, 32, 32), 10)
     with pytest.raises(ModelError, match="colour images of at least 3x32x32; found 1x28x28"):
         build("resnet-18", (1, 28, 28), 10)
-    assert set(nets.NETS) < set(NETS)
+    assert set(networks.NETS) < set(NETS)
 
 
 @pytest.mark.parametrize("kind", sorted(VISION))
@@ -137,15 +137,15 @@ def test_pretrained_features_are_taken_and_the_head_is_not(tmp_path: Path):
     save_file(dict(source.state_dict()), path)
     module = two_layers(2)
     head = module[2].weight.detach().clone()
-    assert nets.load_features(module, path) is module
+    assert networks.load_features(module, path) is module
     assert torch.equal(module[0].weight, source[0].weight)
     assert torch.equal(module[2].weight, head)
     save_file({"0.weight": source[0].weight.detach(), "0.bias": torch.zeros(5)}, path)
     with pytest.raises(ModelError, match=r"has shape \(5,\) for '0.bias'; expected shape \(3,\)"):
-        nets.load_features(two_layers(2), path)
+        networks.load_features(two_layers(2), path)
     save_file({"0.weight": source[0].weight.detach()}, path)
     with pytest.raises(ModelError, match=r"has nothing for '0.bias'; expected shape \(3,\)"):
-        nets.load_features(two_layers(2), path)
+        networks.load_features(two_layers(2), path)
     path.write_bytes(b"damaged")
     with pytest.raises(ModelError, match="cannot be read as safetensors"):
-        nets.load_features(two_layers(2), path)
+        networks.load_features(two_layers(2), path)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from coterie import config
-from coterie.cli import app
+from coterie.cli.app import app
 from coterie.net import nodefile, roster
+from coterie.studies import config
 
 DOCS = Path(__file__).resolve().parents[3] / "docs/how-to"
 GUIDE = (DOCS / "deploy-in-three-hospitals.md").read_text()

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from coterie import config
 from coterie.methods.random_gossip import Random
 from coterie.net import doctor, fleet, identity, local, nodefile
 from coterie.net.doctor import examine
 from coterie.net.head import Head
 from coterie.net.node import Node, Patience, Plan
 from coterie.net.transport import Hub, InProcess
+from coterie.studies import config
 from coterie.testing import tiny_federation, tiny_settings
 
 STUDY = """

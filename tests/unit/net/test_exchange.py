@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coterie.errors import ExchangeError, TransportError
-from coterie.exchange import Message, PeersMissing, Reply
+from coterie.exchange.base import Message, PeersMissing, Reply
 from coterie.net import local
 from coterie.net.post import RoundMissed, Terms
 from coterie.rng import Rng

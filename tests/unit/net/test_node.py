@@ -12,9 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from coterie import cost
 from coterie.errors import ConfigError, PeerMismatch
-from coterie.loop import Loop
 from coterie.methods import METHODS
 from coterie.net import local
 from coterie.net.head import study_hash
@@ -23,7 +21,9 @@ from coterie.net.node import Node, Patience, Plan
 from coterie.net.post import Terms
 from coterie.net.replay import replay
 from coterie.net.transport import Hub, InProcess
-from coterie.run import simulate
+from coterie.results import traffic
+from coterie.simulation.loop import Loop
+from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
 
 FEDERATION = tiny_federation()
@@ -299,6 +299,6 @@ def test_counted_bytes_are_within_half_a_percent_of_the_ledgers_prediction(tmp_p
         params = network.nodes[0].task.layout.size
     finally:
         network.close()
-    setting = cost.Setting(population=6, params=params, samples=12, group=3, number_bytes=8)
+    setting = traffic.Setting(population=6, params=params, samples=12, group=3, number_bytes=8)
     away = 6 - plan.method.server  # the client on the server's node needs no network
-    assert counted == pytest.approx(away * cost.between_machines(plan.method, setting, 2), rel=0.005)
+    assert counted == pytest.approx(away * traffic.between_machines(plan.method, setting, 2), rel=0.005)

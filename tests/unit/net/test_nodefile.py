@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from coterie import config
+from coterie.data.arrays import from_arrays
 from coterie.errors import ConfigError, DataError
 from coterie.net import nodefile
-from coterie.own_data import from_arrays
+from coterie.studies import config
 
 STUDY = config.loads(
     'rounds = 2\nseeds = [4]\n[data]\ndataset = "digits"\nnum_clients = 3\n[[methods]]\nkind = "random"\n'

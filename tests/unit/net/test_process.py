@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from coterie import config
 from coterie.net import fleet, process, zenoh_transport
 from coterie.net.engine_log import EngineLog
 from coterie.net.log import Log
+from coterie.studies import config
 
 STUDY = """
 name = "told"

@@ -10,14 +10,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from coterie import analysis, clustering, config, metrics, testing
-from coterie.analysis import Options, analyse
-from coterie.cli import app
+from coterie import testing
+from coterie.cli.app import app
 from coterie.errors import CheckpointError, ConfigError, CoterieError
+from coterie.functional import clustering, metrics
 from coterie.methods.base import Method
 from coterie.methods.fedgwc import FedGwc
 from coterie.methods.sosicfl import SosicFl
-from coterie.study import reopen_run, run_study
+from coterie.papers import analyses
+from coterie.papers.analyses import Options, analyse
+from coterie.studies import config
+from coterie.studies.run import reopen_run, run_study
 
 STUDY = """
 name = "small"
@@ -64,7 +67,7 @@ def follow(method: Method, **settings: Any):
 def test_points_of_a_simplex_are_scored_by_their_models():
     """Each row is the accuracy of theta_f with the mixed head, on one client's test set or on all together."""
     loop = follow(SosicFl(endpoints=3, regions=2))
-    table = analysis.simplex_scores(loop, Options(points=5, clients=[4]))
+    table = analyses.simplex_scores(loop, Options(points=5, clients=[4]))
     assert table["client"].tolist() == [-1] * 6 + [4] * 6
     assert table["point"].tolist() == [-1, 0, 1, 2, 3, 4] * 2
     federation, row = testing.tiny_federation(), loop.state.shared.models[0]
@@ -82,7 +85,7 @@ def test_the_first_row_is_where_models_are_served():
     """The barycentre for everybody, the centre of its region for a client: as in the run's own evaluation."""
     loop = follow(SosicFl(endpoints=3, regions=2), extra_metrics=("global_accuracy",))
     loop.final()
-    table = analysis.simplex_scores(loop, Options(points=1)).query("point == -1").set_index("client")
+    table = analyses.simplex_scores(loop, Options(points=1)).query("point == -1").set_index("client")
     final = loop.record.metrics.query("split == 'test'").pivot(index="client", columns="metric", values="value")
     assert table.accuracy[-1] == pytest.approx(final.global_accuracy[0])
     for client in table.index[1:]:
@@ -95,7 +98,7 @@ def test_the_first_row_is_where_models_are_served():
 def test_interactions_are_the_servers():
     """P, W and N by pairs, with the found clusters."""
     loop = follow(FedGwc(eps=1.0, patience=1, min_pair_updates=0.0, beta=2.0))
-    table, shared = analysis.interactions(loop, Options()), loop.state.shared
+    table, shared = analyses.interactions(loop, Options()), loop.state.shared
     assert len(table) == 36
     pair = table.query("client == 1 and other == 3").iloc[0]
     assert pair.interaction == float(shared.matrix[1, 3])
@@ -111,7 +114,7 @@ def test_beta_on_two_planted_blocks():
     loop.record.clusters = truth.numpy()
     block = (truth[:, None] == truth[None, :]).double()
     loop.state = dataclasses.replace(loop.state, shared=dataclasses.replace(loop.state.shared, matrix=block))
-    table = analysis.beta_sensitivity(loop, Options(betas=[0.5, 4.0]))
+    table = analyses.beta_sensitivity(loop, Options(betas=[0.5, 4.0]))
     assert table[["beta", "n_clusters", "rand", "adjusted_rand"]].to_numpy().tolist() == [
         [0.5, 2, 1, 1],
         [4, 2, 1, 1],
@@ -119,7 +122,7 @@ def test_beta_on_two_planted_blocks():
     assert table.was[0] == pytest.approx(metrics.was(loop.task.class_counts(), truth))
     same = dataclasses.replace(loop.state.shared, matrix=torch.full((6, 6), 0.5, dtype=torch.float64))
     loop.state = dataclasses.replace(loop.state, shared=same)
-    whole = analysis.beta_sensitivity(loop, Options(betas=[1.0]))
+    whole = analyses.beta_sensitivity(loop, Options(betas=[1.0]))
     assert whole.n_clusters.tolist() == [1.0]
     assert np.isnan(whole.was[0])
 

@@ -7,10 +7,12 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from coterie import compare, config, papers, sheets
-from coterie.cli import app
+from coterie.cli import _tables
+from coterie.cli.app import app
 from coterie.errors import ConfigError, DataError
-from coterie.record import write_atomically
+from coterie.papers import compare, numbers
+from coterie.simulation.record import write_atomically
+from coterie.studies import config
 
 STUDY = """
 name = "mine"
@@ -61,7 +63,7 @@ def test_numbers_stand_beside_the_published_ones(tmp_path):
     assert oracle.difference == pytest.approx(0.07)
     assert (alone.paper, alone.within) == (30.26, False)  # 4.74 > 2 sqrt(1 + 1.73^2) = 4.0
     assert lines["Random", "all"].within, "1494.84 ± 1973 is an order of magnitude"
-    assert found.notes == papers.notes("similarity/synthetic_concept_3c")
+    assert found.notes == numbers.notes("similarity/synthetic_concept_3c")
 
 
 def test_the_orderings_of_the_paper_are_checked(tmp_path):
@@ -90,7 +92,7 @@ def test_a_folder_without_a_study_is_refused(tmp_path):
 def test_studies_side_by_side_keep_their_gaps(tmp_path):
     a = compare.read(write_study(tmp_path / "a", Oracle=9, Random=100))
     b = compare.read(write_study(tmp_path / "b", Oracle=8))
-    sheet = sheets.side_by_side([a, b])
+    sheet = _tables.side_by_side([a, b])
     assert sheet.rows[0] == ("Oracle", "9.00 ± 1.00", "8.00 ± 1.00")
     assert sheet.rows[2] == ("Random", "100.00 ± 1.00", "")
     assert str(b.folder) in sheet.head, "two studies of one name are told apart by their folders"
@@ -161,5 +163,5 @@ def test_the_command_prints_tables_and_json(tmp_path):
 
 
 def test_a_markdown_table_has_one_line_a_row():
-    sheet = sheets.Sheet("t", ("a", "b"), [("x|y", "1")], "foot")
-    assert sheets.markdown(sheet) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 |\n\nfoot\n"
+    sheet = _tables.Sheet("t", ("a", "b"), [("x|y", "1")], "foot")
+    assert _tables.markdown(sheet) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 |\n\nfoot\n"

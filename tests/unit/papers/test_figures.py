@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from coterie import figures
-from coterie.drawings_swept import bare
 from coterie.errors import DataError
+from coterie.report import figures
+from coterie.report._plots_swept import bare
 
 
 def numbers(path):

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from coterie.record import EDGE_COLUMNS, METRIC_COLUMNS
+from coterie.simulation.record import EDGE_COLUMNS, METRIC_COLUMNS
 
 
 def write_run(folder: Path, *, kind, label, seed, metrics, edges=(), rounds=2, study="small", done=True, **config):

@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from coterie import drawings
-from coterie.report import asset
+from coterie.report import plots
+from coterie.report.page import asset
 
 # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
 SIGHTS = {
@@ -101,22 +101,22 @@ def test_a_grey_copy_tells_lines_and_points_by_dash_and_shape():
         assert found is not None
         parts = re.findall(r'"[^"]+"|\[[^\]]+\]', found[1])
         assert len(parts) == len(set(parts)) == 8
-    for own in (drawings.DASHES, drawings.MARKS):
+    for own in (plots.DASHES, plots.MARKS):
         assert len(own) == len(set(own)) == 8
 
 
 def test_sixty_four_methods_differ_from_one_another():
     """The ninth has the colour of the first with another dash and another mark."""
-    looks = [tuple(map(str, drawings.look(place).values())) for place in range(64)]
+    looks = [tuple(map(str, plots.look(place).values())) for place in range(64)]
     assert len(set(looks)) == 64
-    assert drawings.look(8)["color"] == drawings.look(0)["color"]
-    assert drawings.look(8)["linestyle"] != drawings.look(0)["linestyle"]
-    assert drawings.look(8)["marker"] != drawings.look(0)["marker"]
+    assert plots.look(8)["color"] == plots.look(0)["color"]
+    assert plots.look(8)["linestyle"] != plots.look(0)["linestyle"]
+    assert plots.look(8)["marker"] != plots.look(0)["marker"]
 
 
 def test_figures_have_the_colours_of_the_page():
     """One palette for methods, so that a figure and the report can be read together."""
-    assert list(drawings.COLOURS) == listed("METHOD_COLOURS")
+    assert list(plots.COLOURS) == listed("METHOD_COLOURS")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -5,10 +5,10 @@ import zlib
 import numpy as np
 import pytest
 
-from coterie.payload import payload
-from coterie.payload.packing import dense, pack, thin
-from coterie.payload.reads import cells
-from coterie.summary import find_runs
+from coterie.report.data import payload
+from coterie.report.data.packing import dense, pack, thin
+from coterie.report.data.reads import cells
+from coterie.results.summary import find_runs
 
 
 def unpack(packed):

@@ -5,10 +5,10 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from coterie import drawings, figures
-from coterie.cli import app
+from coterie.cli.app import app
 from coterie.errors import ConfigError, DataError
-from coterie.summary import find_runs
+from coterie.report import figures, plots
+from coterie.results.summary import find_runs
 
 
 def numbers(path):
@@ -152,7 +152,7 @@ def test_losses_that_lie_far_apart_have_a_logarithmic_axis(tmp_path, write_run, 
         write_run(tmp_path / "s" / label / "seed-0", kind="dac", label=label, seed=0, metrics=rows)
     runs, _ = find_runs([tmp_path / "s"])
     for methods, scale in {("Near", "Far"): "log", ("Near",): "linear"}.items():
-        drawn, _ = drawings.bars([(run.label, run) for run in runs if run.label in methods])
+        drawn, _ = plots.bars([(run.label, run) for run in runs if run.label in methods])
         assert drawn.axes[0].get_yscale() == scale
 
 
@@ -225,7 +225,7 @@ def test_every_result_figure_of_the_papers_has_a_name():
 
 def test_published_figures_name_studies_that_are_there():
     """Each study that the list names is a file of the package, or a family of them."""
-    folder = resources.files("coterie") / "studies"
+    folder = resources.files("coterie.studies") / "builtin"
     for name, published in figures.PAPERS.items():
         study = published.study.split(",")[0]
         assert list(Path(str(folder)).glob(f"{study}.toml")), name

@@ -4,9 +4,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from coterie import report
 from coterie.errors import DataError
-from coterie.summary import find_runs, gains, summarise
+from coterie.report import page
+from coterie.results.summary import find_runs, gains, summarise
 
 HOSTILE = '</script><script>alert("x")</script><b>&'
 
@@ -31,7 +31,7 @@ class Tables(HTMLParser):
 
 def test_numbers_of_the_page_are_those_of_the_summary(population):
     """Every mean, in its row and in the order of the columns, for both metrics."""
-    tables = Tables(report.write_report(population).read_text()).tables
+    tables = Tables(page.write_report(population).read_text()).tables
     for metric in ("accuracy", "loss"):
         expected: dict[str, list[float]] = {}
         for row in summarise(population)["rows"]:
@@ -44,19 +44,19 @@ def test_numbers_of_the_page_are_those_of_the_summary(population):
 
 def test_the_text_of_a_cell_is_its_value_rounded(small):
     """DAC over all clients: 63.75 ± 1.25 per cent."""
-    assert "63.75 <small>± 1.25</small>" in report.write_report(small).read_text()
+    assert "63.75 <small>± 1.25</small>" in page.write_report(small).read_text()
 
 
 def test_one_seed_has_no_deviation(tmp_path, write_run, final_rows):
     """Its mean stands alone, where two seeds that agree show a zero; clusters without names are told by number."""
     rows = final_rows([0.5, 0.5, 0.25, 1.0], [0, 0, 0, 1])
     write_run(tmp_path / "one" / "DAC" / "seed-0", kind="dac", label="DAC", seed=0, metrics=rows)
-    text = report.write_report(tmp_path / "one").read_text()
+    text = page.write_report(tmp_path / "one").read_text()
     assert ">56.25</td>" in text
     assert "<small>±" not in text
     assert "<dd>cluster 0 (3 clients), cluster 1 (1 client)</dd>" in text
     write_run(tmp_path / "one" / "DAC" / "seed-1", kind="dac", label="DAC", seed=1, metrics=rows)
-    assert "56.25 <small>± 0.00</small>" in report.write_report(tmp_path / "one").read_text()
+    assert "56.25 <small>± 0.00</small>" in page.write_report(tmp_path / "one").read_text()
 
 
 def test_names_from_outside_are_escaped_everywhere(small, write_run, final_rows):
@@ -65,7 +65,7 @@ def test_names_from_outside_are_escaped_everywhere(small, write_run, final_rows)
     rows = final_rows([0.5] * 4, [0, 0, 0, 1])
     write_run(small / "x" / "seed-0", kind="dac", label=HOSTILE, seed=0, metrics=rows, study=HOSTILE)
     runs, problems = find_runs([small / "x", small / "Local"])
-    text = report.page(runs, problems, small)
+    text = page.page(runs, problems, small)
     assert "alert(" in text
     assert '<script>alert("x")' not in text
     assert text.count("<script") == 3
@@ -76,7 +76,7 @@ def test_names_from_outside_are_escaped_everywhere(small, write_run, final_rows)
 
 def test_the_page_asks_for_nothing_from_outside(small):
     """One file: no element loads anything, and the content security policy forbids connections."""
-    text = report.write_report(small).read_text()
+    text = page.write_report(small).read_text()
     markup = text[: text.index("<script>")]
     assert not re.search(r"(src|href)=\"(?!#)", markup)
     assert "default-src 'none'" in markup
@@ -86,7 +86,7 @@ def test_the_page_asks_for_nothing_from_outside(small):
 def test_a_broken_run_is_named_in_the_page(small):
     """The rest of the study is still shown."""
     (small / "DAC" / "seed-0" / "metrics.parquet").write_bytes(b"PAR1 cut off")
-    text = report.write_report(small).read_text()
+    text = page.write_report(small).read_text()
     assert "Some run folders could not be read" in text
     assert "<code>DAC/seed-0</code>: a file is damaged" in text
     assert "63.75" not in text
@@ -96,7 +96,7 @@ def test_a_study_of_broken_runs_gets_a_page_that_says_so(small):
     """Nothing could be read: a page all the same."""
     for path in small.rglob("metrics.parquet"):
         path.unlink()
-    text = report.write_report(small).read_text()
+    text = page.write_report(small).read_text()
     assert "There is nothing to show yet" in text
     assert text.count("metrics.parquet is not there (yet)") == 4
 
@@ -105,14 +105,14 @@ def test_a_run_on_its_way_is_named_and_left_out_of_the_tables(small, write_run, 
     """Its test values so far are no result."""
     rows = final_rows([0.1] * 4, [0, 0, 0, 1], model="current")
     write_run(small / "Late" / "seed-0", kind="dac", label="Late", seed=0, metrics=rows, rounds=10, done=False)
-    text = report.write_report(small).read_text()
+    text = page.write_report(small).read_text()
     assert "Not finished, and not in the tables: Late seed 0 (round 2)" in text
 
 
 def test_a_study_without_local_says_that_there_is_nothing_to_compare_with(tmp_path, write_run, final_rows):
     """No gain is invented."""
     write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=final_rows([0.2], [0]))
-    assert "nothing to compare training alone with" in report.write_report(tmp_path / "s").read_text()
+    assert "nothing to compare training alone with" in page.write_report(tmp_path / "s").read_text()
 
 
 def test_the_question_is_said_in_words(small, write_run, final_rows):
@@ -129,7 +129,7 @@ def test_the_question_is_said_in_words(small, write_run, final_rows):
         "local": {"epochs": 1, "optimizer": "adam", "lr": 0.001, "batch_size": 8},
     }
     data = {"cluster": [0, 1], "clusters": [{"name": "up", "size": 1}], "methods": [{"label": "DAC", "kind": "dac"}]}
-    text = report.words(config, data)
+    text = page.words(config, data)
     for said in (
         "rotation: degrees 0, 90",
         "2, each with 60 training and 15 validation samples",
@@ -143,7 +143,7 @@ def test_the_question_is_said_in_words(small, write_run, final_rows):
 def test_a_folder_without_runs_is_refused(tmp_path):
     """Nothing is written."""
     with pytest.raises(DataError, match="holds no run"):
-        report.write_report(tmp_path)
+        page.write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -155,4 +155,4 @@ def test_a_hundred_clients_three_hundred_rounds_four_methods_and_three_seeds_sta
     study = population_study(tmp_path / "hundred", clusters=clusters, rounds=300, seeds=3, reads=5)
     runs, _ = find_runs([study])
     assert [(run.rounds, run.population, run.finished) for run in runs] == [(300, 100, True)] * 12
-    assert report.write_report(study).stat().st_size < 5_000_000
+    assert page.write_report(study).stat().st_size < 5_000_000

@@ -4,11 +4,11 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from coterie import trackers
-from coterie.cli import app
+from coterie.cli.app import app
 from coterie.errors import ConfigError
-from coterie.run import Progress
-from coterie.summary import find_runs
+from coterie.report import trackers
+from coterie.results.summary import find_runs
+from coterie.simulation.run import Progress
 
 
 class Kept:

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from coterie.errors import ConfigError
-from coterie.watch import HOST, Follower, Watch
+from coterie.report.watch import HOST, Follower, Watch
 
 
 def ask(watch, path, *, method="GET", host=None):

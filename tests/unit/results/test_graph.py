@@ -2,8 +2,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from coterie import graph
 from coterie.errors import ConfigError, DataError
+from coterie.results import graph
 
 
 def edges(*rows: tuple[int, int, int]) -> pd.DataFrame:

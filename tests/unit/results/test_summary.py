@@ -4,8 +4,8 @@ import math
 import pandas as pd
 import pytest
 
-from coterie import summary
 from coterie.errors import DataError
+from coterie.results import summary
 
 
 def row(result, **wanted):

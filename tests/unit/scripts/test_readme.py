@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
 
 
@@ -23,7 +23,7 @@ def test_the_examples_of_own_model_and_data_run_in_ten_lines(capsys):
 
 
 def test_the_study_file_of_the_readme_is_valid(tmp_path):
-    from coterie.config import load
+    from coterie.studies.config import load
 
     (text,) = re.findall(r"```toml\n(.*?)```", README, re.S)
     (tmp_path / "mine.toml").write_text(text)

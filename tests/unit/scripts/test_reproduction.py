@@ -4,11 +4,11 @@ import json
 import runpy
 from pathlib import Path
 
-from coterie import config
-from coterie.study import run_study
+from coterie.studies import config
+from coterie.studies.run import run_study
 from coterie.testing import tiny_federation
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_page_is_up_to_date():

@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from coterie import heads, metrics, outcome, testing
+from coterie import testing
+from coterie._util.tables import parse
+from coterie.data.federation import TestSet
+from coterie.engine.task import Task
 from coterie.errors import ConfigError
-from coterie.federation import TestSet
+from coterie.functional import metrics
 from coterie.methods.base import Method, Round
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FedAvg
@@ -23,12 +26,12 @@ from coterie.methods.oneshot import OneShot
 from coterie.methods.random_gossip import Random
 from coterie.methods.server import gradient_variance
 from coterie.methods.sosicfl import SosicFl, SosicFlPlus
-from coterie.models import Layout
+from coterie.models import simplex_layers
+from coterie.models.layout import Layout
 from coterie.rng import Rng
-from coterie.run import simulate
-from coterie.settings import Settings
-from coterie.tables import parse
-from coterie.task import Task
+from coterie.simulation import final_metrics
+from coterie.simulation.run import simulate
+from coterie.simulation.settings import Settings
 
 ALL = ("balanced_accuracy", "train_prior_accuracy", "global_accuracy")
 
@@ -106,8 +109,8 @@ def test_the_best_round_is_that_of_the_mean_over_clients():
     rows = [(t, c, v) for t, pair in enumerate([(0.8, 0.0), (0.6, 0.4), (0.0, 0.6)]) for c, v in enumerate(pair)]
     table = pd.DataFrame(rows, columns=["round", "client", "value"])
     table = table.assign(split="test", model="current", metric="accuracy")
-    assert outcome.maxima(table)["accuracy_max"].tolist() == [0.6, 0.4]
-    assert outcome.maxima(table.assign(model="best")) == {}
+    assert final_metrics.maxima(table)["accuracy_max"].tolist() == [0.6, 0.4]
+    assert final_metrics.maxima(table.assign(model="best")) == {}
 
 
 def test_clusters_are_scored_at_the_end():
@@ -131,17 +134,17 @@ def test_clusters_are_scored_at_the_end():
 
 def test_one_cluster_has_no_was():
     """NaN, not 0, and no warning in the middle of a run; without a truth there is no Rand index."""
-    scores = outcome.cluster_metrics(torch.zeros(4, dtype=torch.int64), None, torch.ones(4, 3, dtype=torch.int64))
+    scores = final_metrics.cluster_metrics(torch.zeros(4, dtype=torch.int64), None, torch.ones(4, 3, dtype=torch.int64))
     assert scores["n_clusters"] == 1.0
     assert math.isnan(scores["was"])
     assert math.isnan(scores["wadb"])
     assert "rand" not in scores
-    _, reasons = outcome.explained_clusters(
+    _, reasons = final_metrics.explained_clusters(
         torch.zeros(4, dtype=torch.int64), None, torch.ones(4, 3, dtype=torch.int64)
     )
     assert set(reasons) == {"was", "wadb"}
     assert "WAS is undefined: it needs at least 2 clusters" in reasons["was"]
-    regression = outcome.cluster_metrics(torch.arange(3), torch.arange(3), torch.zeros(3, 0, dtype=torch.int64))
+    regression = final_metrics.cluster_metrics(torch.arange(3), torch.arange(3), torch.zeros(3, 0, dtype=torch.int64))
     assert regression == {"n_clusters": 3.0, "rand": 1.0, "adjusted_rand": 1.0}
 
 
@@ -171,11 +174,11 @@ def test_the_gradient_variance_is_of_the_last_layer():
     def two() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
 
-    assert int(heads.last_layer(Layout(two())).sum()) == 5 * 3 + 3
-    every = Layout(heads.simplex_all(two, 2)())  # type: ignore[operator]
-    assert int(heads.last_layer(every).sum()) == 2 * (5 * 3 + 3)
-    alone = Layout(heads.simplex_all(lambda: nn.Linear(5, 3), 2)())  # type: ignore[operator]
-    assert bool(heads.last_layer(alone).all())
+    assert int(simplex_layers.last_layer(Layout(two())).sum()) == 5 * 3 + 3
+    every = Layout(simplex_layers.simplex_all(two, 2)())  # type: ignore[operator]
+    assert int(simplex_layers.last_layer(every).sum()) == 2 * (5 * 3 + 3)
+    alone = Layout(simplex_layers.simplex_all(lambda: nn.Linear(5, 3), 2)())  # type: ignore[operator]
+    assert bool(simplex_layers.last_layer(alone).all())
 
 
 def test_diverged_updates_do_not_count():
@@ -197,7 +200,7 @@ def test_diverged_updates_do_not_count():
 @pytest.mark.parametrize(("gain", "bias"), [(1.0, True), (2.0, True), (1.0, False)])
 def test_the_composed_update_is_that_of_the_layer_at_the_barycentre(gain: float, bias: bool):
     """Against the layer that the model computes with before and after, for endpoints of its own or a shared bias."""
-    layout = Layout(heads.simplex_head(lambda: nn.Linear(5, 3), 4, bias=bias, gain=gain)(), torch.float64)
+    layout = Layout(simplex_layers.simplex_head(lambda: nn.Linear(5, 3), 4, bias=bias, gain=gain)(), torch.float64)
     before, after = torch.from_numpy(Rng(0).generator("rows").normal(size=(2, 1, layout.size)))
 
     def outputs(row: torch.Tensor) -> torch.Tensor:
@@ -206,7 +209,7 @@ def test_the_composed_update_is_that_of_the_layer_at_the_barycentre(gain: float,
         weight = layout.call(tensors, torch.eye(5, dtype=torch.float64), training=False) - at_zero
         return torch.cat([weight.T.flatten(), at_zero[0]])
 
-    found = heads.composed_last_layer(layout, after - before)
+    found = simplex_layers.composed_last_layer(layout, after - before)
     torch.testing.assert_close(found[0], outputs(after) - outputs(before))
 
 

@@ -5,16 +5,16 @@ import dataclasses
 import pytest
 import torch
 
-from coterie import checkpoint
+from coterie.engine.task import LocalTraining
 from coterie.errors import CheckpointError, ConfigError, RunExistsError
-from coterie.exchange import InMemory
-from coterie.loop import Loop, Tracker
+from coterie.exchange.base import InMemory
 from coterie.methods.random_gossip import Random
-from coterie.record import Record
 from coterie.rng import Rng
-from coterie.run import simulate
-from coterie.settings import Settings
-from coterie.task import LocalTraining
+from coterie.simulation import checkpoint
+from coterie.simulation.loop import Loop, Tracker
+from coterie.simulation.record import Record
+from coterie.simulation.run import simulate
+from coterie.simulation.settings import Settings
 from coterie.testing import tiny_federation, tiny_settings
 
 
@@ -67,7 +67,7 @@ def test_stopped_clients_rest_their_broadcast_never_changes_and_the_loop_ends_wh
 
 
 def _task(federation, settings):
-    from coterie.task import Task
+    from coterie.engine.task import Task
 
     return Task(federation.host(federation.ids), "linear", dtype=torch.float64)
 
@@ -89,7 +89,7 @@ def test_no_rounds_is_the_warm_up_and_no_peers_is_local_training():
 
 
 def _deaf(federation):
-    from coterie.exchange import Faulty
+    from coterie.exchange.base import Faulty
 
     return Faulty(InMemory(federation.ids, len(federation)), drop=1.0)
 
@@ -128,7 +128,7 @@ def test_mixing_conserves_mean_and_convexity_with_a_learning_rate_of_zero():
     """Spec invariants 1 and 3: with lr = 0 each parameter stays within the first range over the clients."""
     federation = tiny_federation()
     settings = tiny_settings(init="per_client", local=LocalTraining(lr=0.0), rounds=6, evaluate="final")
-    from coterie.task import Task
+    from coterie.engine.task import Task
 
     first = Task(federation.host(federation.ids), "linear", dtype=torch.float64, init="per_client").init(Rng(1))
     result = simulate(federation, Random(2), model="linear", settings=settings, seed=1)
@@ -157,7 +157,7 @@ def test_sequential_schedules_let_later_clients_read_merged_models(schedule):
     settings = tiny_settings(
         schedule=schedule, init="per_client", local=LocalTraining(lr=0.0), rounds=1, evaluate="final", warmup_epochs=0
     )
-    from coterie.task import Task
+    from coterie.engine.task import Task
 
     start = Task(federation.host(federation.ids), "linear", dtype=torch.float64, init="per_client").init(Rng(1))
     result = simulate(federation, Random(5), model="linear", settings=settings, seed=1)
@@ -169,7 +169,7 @@ def test_sequential_schedules_let_later_clients_read_merged_models(schedule):
 
 
 def test_faults_are_masks_and_counted():
-    from coterie.exchange import Faulty
+    from coterie.exchange.base import Faulty
 
     federation = tiny_federation()
     door = Faulty(InMemory(federation.ids, 6), drop=0.3, delay=0.3, duplicate=0.3)

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import torch
 
-from coterie.exchange import Inbox, InMemory, Message
-from coterie.loop import Loop
+from coterie.engine.task import LocalTraining, Task
+from coterie.exchange.base import Inbox, InMemory, Message
+from coterie.functional.selection import uniform
 from coterie.methods import METHODS
 from coterie.methods.base import drawn_uniformly
 from coterie.methods.server import first
-from coterie.record import Record
 from coterie.rng import Rng
-from coterie.run import simulate
-from coterie.selection import uniform
-from coterie.task import LocalTraining, Task
+from coterie.simulation.loop import Loop
+from coterie.simulation.record import Record
+from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
 
 

@@ -2,12 +2,13 @@
 
 import pytest
 
-from coterie import Settings, memory, simulate
+from coterie import Settings, simulate
 from coterie.errors import ConfigError
 from coterie.methods import METHODS
+from coterie.simulation import _memory
 from coterie.testing import tiny_federation
 
-WANTED = memory.forecast(clients=10, params=100, itemsize=4, block=5, data=2048, keeps_best=False)
+WANTED = _memory.forecast(clients=10, params=100, itemsize=4, block=5, data=2048, keeps_best=False)
 
 
 def test_a_forecast_is_worked_out_by_hand():
@@ -18,21 +19,21 @@ def test_a_forecast_is_worked_out_by_hand():
 def test_servers_second_models_and_training_first_take_further_copies():
     """A server that sees everybody: one copy; a second model of each client: two more. Trained models to judge: two."""
     whole = {"whole": True, "tracks": 1, "train_first": False}
-    assert memory.copies(server=False, **whole) == 0
-    assert memory.copies(server=True, **whole) == 1
-    assert memory.copies(server=True, **{**whole, "tracks": 2}) == 3
-    assert memory.copies(server=True, **{**whole, "whole": False}) == 0
-    assert memory.copies(server=False, **{**whole, "train_first": True}) == 2
+    assert _memory.copies(server=False, **whole) == 0
+    assert _memory.copies(server=True, **whole) == 1
+    assert _memory.copies(server=True, **{**whole, "tracks": 2}) == 3
+    assert _memory.copies(server=True, **{**whole, "whole": False}) == 0
+    assert _memory.copies(server=False, **{**whole, "train_first": True}) == 2
 
 
 def test_what_fits_exactly_and_what_cannot_be_told_is_let_through():
     """Of what is refused nothing fits, as far as is known."""
-    memory.check(WANTED, "cpu", 20000)
-    memory.check(WANTED, "cpu", None)
+    _memory.check(WANTED, "cpu", 20000)
+    _memory.check(WANTED, "cpu", None)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
     """Before anything is trained."""
-    monkeypatch.setattr(memory, "available", lambda _device: 100)
+    monkeypatch.setattr(_memory, "available", lambda _device: 100)
     with pytest.raises(ConfigError, match=r"needs about .* on cpu beside its data .* found 100 bytes"):
         simulate(tiny_federation(), METHODS["random"](), model="mlp-c", settings=Settings(rounds=1))

@@ -6,8 +6,8 @@ import gc
 import torch
 from safetensors.torch import load_file
 
-from coterie import checkpoint
-from coterie.record import Record
+from coterie.simulation import checkpoint
+from coterie.simulation.record import Record
 
 
 def filled(rounds: int) -> Record:

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie import sequential
 from coterie.engine.optim import LocalTraining
 from coterie.methods.random_gossip import Random
-from coterie.run import simulate
+from coterie.simulation import _sequential
+from coterie.simulation.run import simulate
 from coterie.testing.tiny import tiny_federation, tiny_settings
 
 
@@ -34,17 +34,17 @@ def test_everybody_sees_in_waves_what_they_see_one_after_another(case):
                 board[row] = text
         return board
 
-    waves = [wave.tolist() for wave in sequential.waves(order, readings)]
+    waves = [wave.tolist() for wave in _sequential.waves(order, readings)]
     assert sorted(row for wave in waves for row in wave) == sorted(order)
     assert play(waves) == play([[row] for row in order])
 
 
 def test_clients_that_read_nobody_act_in_one_wave():
-    assert [wave.tolist() for wave in sequential.waves([2, 0, 1], [[], [], []])] == [[0, 1, 2]]
+    assert [wave.tolist() for wave in _sequential.waves([2, 0, 1], [[], [], []])] == [[0, 1, 2]]
 
 
 def test_a_chain_of_readers_acts_one_by_one():
-    assert [wave.tolist() for wave in sequential.waves([0, 1, 2], [[], [0], [1]])] == [[0], [1], [2]]
+    assert [wave.tolist() for wave in _sequential.waves([0, 1, 2], [[], [0], [1]])] == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "sequential_exchange"])
@@ -55,7 +55,7 @@ def test_a_run_in_waves_is_a_run_one_by_one(schedule, monkeypatch):
         return simulate(tiny_federation(), Random(2), model="linear", settings=settings, seed=3)
 
     in_waves = run()
-    monkeypatch.setattr(sequential, "waves", lambda order, _: [torch.tensor([row]) for row in order])
+    monkeypatch.setattr(_sequential, "waves", lambda order, _: [torch.tensor([row]) for row in order])
     one_by_one = run()
     assert torch.allclose(in_waves.params, one_by_one.params, rtol=1e-12, atol=0)
     assert in_waves.edges.equals(one_by_one.edges)

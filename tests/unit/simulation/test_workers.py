@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coterie.errors import ConfigError
-from coterie.fanout import WorkerDied, cores, fan_out
+from coterie.simulation.workers import WorkerDied, cores, fan_out
 
 
 def square(job, emit):

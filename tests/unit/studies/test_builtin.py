@@ -6,14 +6,15 @@ from functools import lru_cache
 import pytest
 import torch
 
-from coterie import config, papers
-from coterie.data import build_federation, build_from_sources
-from coterie.datasets import Samples, Source, load
+from coterie.data.build import build_federation, build_from_sources
+from coterie.data.datasets import Samples, Source, load
 from coterie.errors import ModelError
-from coterie.models import build
+from coterie.models.layout import build
+from coterie.papers import numbers
 from coterie.rng import Rng
-from coterie.run import make_task
-from coterie.sweep import expand
+from coterie.simulation.run import make_task
+from coterie.studies import config
+from coterie.studies.sweep import expand
 
 FORMS = {
     "cifar10": ((3, 32, 32), 10),
@@ -51,7 +52,7 @@ def test_a_study_can_start(name):
     federation = build_from_sources(data, [source(one) for one in data.names], Rng(0))
     assert len(federation) == (study.data.num_clients or USERS)
     if study.paper is not None:
-        published = {p.cluster for p in papers.published(study.paper) if p.metric in ("accuracy", "mse")}
+        published = {p.cluster for p in numbers.published(study.paper) if p.metric in ("accuracy", "mse")}
         planted = federation.truth.names if federation.truth is not None else ()  # natural users are of no cluster
         assert published - {"all", "clusters"} <= set(planted)
     entry = study.methods[0]
@@ -64,10 +65,10 @@ def test_a_study_says_what_it_is(name):
     study = config.load(name)
     assert study.name == name
     assert study.description.endswith((".", "?"))
-    assert study.paper == papers.EXPERIMENTS.get(name)
+    assert study.paper == numbers.EXPERIMENTS.get(name)
     if study.paper is not None:
         named = {entry.paper for entry in study.methods if entry.paper}
-        assert named == set(papers.rows(study.paper)), "every published row has its method"
+        assert named == set(numbers.rows(study.paper)), "every published row has its method"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if config.load(name).sweep])
@@ -78,7 +79,7 @@ def test_a_sweep_changes_something_at_every_point(name):
 
 
 def test_every_published_experiment_has_its_study():
-    assert set(papers.EXPERIMENTS) <= set(NAMES)
+    assert set(numbers.EXPERIMENTS) <= set(NAMES)
 
 
 def test_the_synthetic_study_is_made_at_full_size():

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from coterie import config, sweep
-from coterie.datasets import BUNDLED, GATHERED, HUB_NAMES
-from coterie.study import run_study
+from coterie.data.datasets import BUNDLED, GATHERED, HUB_NAMES
+from coterie.studies import config, sweep
+from coterie.studies.run import run_study
 
 NAMES = [name for name in config.builtin() if name.startswith(("fedgwc/", "sosicfl/"))]
 

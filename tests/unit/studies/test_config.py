@@ -4,11 +4,11 @@ import tomllib
 
 import pytest
 
-from coterie import config
-from coterie.definition import StudyConfig
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError
 from coterie.methods import METHODS
+from coterie.studies import config
+from coterie.studies.definition import StudyConfig
 
 STUDY = """
 name = "small"

@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from coterie.federation import Federation, TestSet, Truth
-from coterie.gallery import describe
+from coterie.data.federation import Federation, TestSet, Truth
+from coterie.studies.describe import describe
 
 
 def federation(x, y, split, *, classes, cluster=None, **options):

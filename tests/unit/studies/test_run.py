@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from coterie import checkpoint, config
 from coterie.errors import CheckpointError, ConfigError, RunExistsError
-from coterie.fanout import fan_out
-from coterie.study import Job, found_studies, read_study, resume_study, run_folder, run_study, stored
+from coterie.simulation import checkpoint
+from coterie.simulation.workers import fan_out
+from coterie.studies import config
+from coterie.studies.run import Job, found_studies, read_study, resume_study, run_folder, run_study, stored
 from coterie.testing import tiny_federation
 
 STUDY = """
@@ -115,8 +116,8 @@ def test_data_are_shared_with_the_workers_where_the_shared_memory_has_room(free,
         sent.extend(jobs)
         return fan_out(work, sent, 1, emit)
 
-    monkeypatch.setattr("coterie.study.shutil.disk_usage", lambda path: SimpleNamespace(free=free))
-    monkeypatch.setattr("coterie.study.fan_out", alone)
+    monkeypatch.setattr("coterie.studies.run.shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    monkeypatch.setattr("coterie.studies.run.fan_out", alone)
     run_study(study, out=tmp_path, workers=2)
     assert [str(job) for job in sent] == ["random, seed 0", "Alone, seed 0", "random, seed 1", "Alone, seed 1"]
     assert [job.federation is not None for job in sent] == [given] * 4

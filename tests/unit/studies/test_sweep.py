@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from coterie import config
 from coterie.errors import ConfigError, RunExistsError
-from coterie.study import run_study
-from coterie.sweep import expand, read_sweep, run_sweep
+from coterie.studies import config
+from coterie.studies.run import run_study
+from coterie.studies.sweep import expand, read_sweep, run_sweep
 from coterie.testing import tiny_federation
 
 STUDY = """

@@ -6,11 +6,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from coterie import config, tune
-from coterie.cli import app
-from coterie.data import build_federation
+from coterie.cli.app import app
+from coterie.data.build import build_federation
+from coterie.data.federation import TestSet
 from coterie.errors import ConfigError
-from coterie.federation import TestSet
+from coterie.studies import config, tune
 
 STUDY = """
 name = "small"

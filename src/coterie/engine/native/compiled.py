@@ -7,14 +7,14 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from coterie.engine.base import Engine, Objective, cross_entropy, squared_error
-from coterie.engine.loop import LoopEngine
-from coterie.engine.native import NativeProgram
+from coterie.engine._base import Engine, Objective, cross_entropy, squared_error
+from coterie.engine._loop import LoopEngine
+from coterie.engine._vmap import VmapEngine
+from coterie.engine._work import Pairs, Samples, Training
+from coterie.engine.native.library import NativeProgram
+from coterie.engine.native.stack import NotAStackError
 from coterie.engine.optim import LocalTraining
-from coterie.engine.stack import NotAStackError
-from coterie.engine.vmap import VmapEngine
-from coterie.engine.work import Pairs, Samples, Training
-from coterie.models import Layout
+from coterie.models.layout import Layout
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
 

@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie.engine import compiler, program, stack
+from coterie.engine._work import Pairs, Samples, Training
+from coterie.engine.native import compiler, program, stack
 from coterie.engine.noise import Noise
-from coterie.engine.work import Pairs, Samples, Training
-from coterie.models import Layout
+from coterie.models.layout import Layout
 
 _threads = 0
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from coterie.engine.stack import (
+from coterie.engine.native.stack import (
     Activation,
     Convolution,
     Dropout,
@@ -17,7 +17,7 @@ from coterie.engine.stack import (
     NotAStackError,
     Simplex,
 )
-from coterie.models import Layout
+from coterie.models.layout import Layout
 
 SAMPLES = 8
 """How many samples of a batch are worked on at once."""

@@ -14,9 +14,9 @@ from torch import fx, nn
 from torch.fx.proxy import TraceError
 from torch.nn import functional
 
-from coterie.engine.rewrites import strided
-from coterie.heads import SimplexHead
-from coterie.models import KeyedDropout
+from coterie.engine._rewrites import strided
+from coterie.models.layout import KeyedDropout
+from coterie.models.simplex_layers import SimplexHead
 
 
 class NotAStackError(Exception):

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from coterie.payload.cost import cost
-from coterie.payload.curves import clients, curves
-from coterie.payload.reads import labels, reads
-from coterie.summary import (
+from coterie.report.data.cost import cost
+from coterie.report.data.curves import clients, curves
+from coterie.report.data.reads import labels, reads
+from coterie.results.summary import (
     CONFIG,
     FEDERATION,
     HIGHER_IS_BETTER,

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from coterie.cost import traffic
-from coterie.payload.curves import mean_curve
-from coterie.payload.packing import thin
-from coterie.summary import StoredRun
+from coterie.report.data.curves import mean_curve
+from coterie.report.data.packing import thin
+from coterie.results.summary import StoredRun
+from coterie.results.traffic import traffic
 
 MOST_POINTS = 150  # rounds of a curve
 COUNTED = ("passes", "extra_models", "extra_floats")

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from coterie.payload.packing import dense, over_seeds, pack, thin
-from coterie.summary import StoredRun, client_gains
+from coterie.report.data.packing import dense, over_seeds, pack, thin
+from coterie.results.summary import StoredRun, client_gains
 
 NO_CURVE = frozenset(
     {"label", "diverged", "passes", "extra_models", "extra_floats", "extra_bytes", "bytes_down", "bytes_up"}

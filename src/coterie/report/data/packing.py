@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int, Num
 
-from coterie.summary import StoredRun
+from coterie.results.summary import StoredRun
 
 
 def pack(values: Num[np.ndarray, "..."], kind: str) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from coterie import graph
-from coterie.payload.packing import dense, over_seeds, pack, thin
-from coterie.summary import StoredRun
+from coterie.report.data.packing import dense, over_seeds, pack, thin
+from coterie.results import graph
+from coterie.results.summary import StoredRun
 
 MOST_POINTS = 300  # rounds of a curve
 MOST_CELLS = 240  # side of a heatmap

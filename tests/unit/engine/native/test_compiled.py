@@ -11,12 +11,14 @@ from torch import nn
 from torch.nn import functional
 
 from coterie import engine as engines
-from coterie.engine import choice, compiler
-from coterie.engine.augment import CropFlip
-from coterie.engine.base import cross_entropy, squared_error
-from coterie.engine.compiled import CompiledEngine
-from coterie.engine.loop import LoopEngine
-from coterie.engine.stack import (
+from coterie.engine import _choice
+from coterie.engine._augment import CropFlip
+from coterie.engine._base import cross_entropy, squared_error
+from coterie.engine._loop import LoopEngine
+from coterie.engine._work import Pairs, Samples, Training
+from coterie.engine.native import compiler
+from coterie.engine.native.compiled import CompiledEngine
+from coterie.engine.native.stack import (
     Activation,
     Convolution,
     Dropout,
@@ -26,13 +28,12 @@ from coterie.engine.stack import (
     NotAStackError,
     layers,
 )
-from coterie.engine.work import Pairs, Samples, Training
-from coterie.heads import simplex_head
+from coterie.engine.task import LocalTraining
 from coterie.methods import METHODS
-from coterie.models import Layout, build
-from coterie.run import simulate
-from coterie.settings import Settings
-from coterie.task import LocalTraining
+from coterie.models.layout import Layout, build
+from coterie.models.simplex_layers import simplex_head
+from coterie.simulation.run import simulate
+from coterie.simulation.settings import Settings
 from coterie.testing import tiny_federation
 
 
@@ -306,7 +307,7 @@ def test_auto_batches_clients_where_their_products_are_small(batch_size, name):
     """
     layout = Layout(nn.Sequential(nn.Conv2d(1, 2, 3), nn.GELU(), nn.Flatten(), nn.Linear(1352, 4)))
     x, y = torch.zeros(2, 1, 28, 28), torch.tensor([0, 1])
-    assert choice.products(layout, x) == 17_576
+    assert _choice.products(layout, x) == 17_576
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert engines.make("auto", layout, cross_entropy, x, y, batch_size=batch_size).name == name

@@ -1,16 +1,14 @@
-"""The command `coterie bench`."""
+"""The command `python -m benchmarks.engines`."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-
-def register(app: typer.Typer) -> None:
-    """Add this command to the program's."""
-    app.command()(bench)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
+@app.command()
 def bench(
     cells: Annotated[
         str, typer.Option(help="Which cells, as NETWORK/CLIENTS/WORK with * for all; several with commas.")
@@ -37,16 +35,17 @@ def bench(
 
     [bold]Examples[/bold]
 
-      coterie bench --quick                                   is everything well? half a minute
-      coterie bench --cells cnn-a/100/train                   one cell, all engines
-      coterie bench --cells '*/100/*' --engines compiled      a minute or two
-      coterie bench --json results.json                       everything: a quarter of an hour
+      python -m benchmarks.engines --quick                                   is everything well? half a minute
+      python -m benchmarks.engines --cells cnn-a/100/train                   one cell, all engines
+      python -m benchmarks.engines --cells '*/100/*' --engines compiled      a minute or two
+      python -m benchmarks.engines --json results.json                       everything: a quarter of an hour
     """
     import torch
 
-    from coterie.bench import measure
     from coterie.engine import ENGINES
     from coterie.errors import ConfigError, unknown
+
+    from . import measure
 
     for engine in engines.split(","):
         if engine not in ENGINES:
@@ -64,3 +63,7 @@ def bench(
     if json is not None:
         measure.write(rows, json)
         typer.echo(f"written to {json}", err=True)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m benchmarks.engines")

@@ -1,0 +1,1 @@
+"""The page and the figures that show what happened in a study."""

@@ -1,0 +1,1 @@
+"""Stored runs, read again: summaries, graphs of who learned from whom, traffic."""

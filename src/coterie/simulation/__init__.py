@@ -1,0 +1,1 @@
+"""One run: its settings, its rounds, its record and its checkpoints."""
