@@ -171,8 +171,8 @@ def predicted(found: Results) -> str:
     ]  # fmt: skip
     return (
         f"Megabytes that {found[0]['nodes']} nodes received in {found[0]['rounds']} rounds: predicted by the cost "
-        "ledger (`coterie.results.traffic.between_machines`) from the settings, and counted on the wire, both with envelopes.\n\n"
-        + table(("method", "predicted", "counted", "difference"), rows)
+        "ledger (`coterie.results.traffic.between_machines`) from the settings, and counted on the wire, both with "
+        "envelopes.\n\n" + table(("method", "predicted", "counted", "difference"), rows)
     )
 
 

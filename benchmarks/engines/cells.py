@@ -14,7 +14,8 @@ from coterie.engine._batches import plan
 from coterie.engine._choice import products
 from coterie.engine.task import LocalTraining, Task
 from coterie.errors import CoterieError
-from coterie.exchange.base import Inbox, InMemory, Message, read
+from coterie.exchange.base import Inbox, Message, read
+from coterie.exchange.in_memory import InMemory
 from coterie.methods.base import Round, State
 from coterie.methods.dac import Dac
 from coterie.models.layout import NETS

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from coterie._util import pages
+from coterie._util.files import write_atomically
 from coterie.engine import use_threads
 from coterie.errors import ConfigError, unknown
-from coterie.simulation.record import write_atomically
 
 from .cells import SHAPES, WORKS, Cell, Coterie, Usual, compare
 

@@ -1,3 +1,6 @@
+from coterie.data.arrays import from_arrays as from_arrays
+from coterie.data.arrays import from_dataset as from_dataset
+from coterie.data.arrays import from_datasets as from_datasets
 from coterie.data.build import DataConfig as DataConfig
 from coterie.data.build import build_federation as build_federation
 from coterie.data.federation import Federation as Federation
@@ -7,10 +10,10 @@ from coterie.engine.task import LocalTraining as LocalTraining
 from coterie.engine.task import Task as Task
 from coterie.errors import CoterieError as CoterieError
 from coterie.exchange.base import Exchange as Exchange
-from coterie.exchange.base import Faulty as Faulty
 from coterie.exchange.base import Inbox as Inbox
-from coterie.exchange.base import InMemory as InMemory
 from coterie.exchange.base import Message as Message
+from coterie.exchange.faulty import Faulty as Faulty
+from coterie.exchange.in_memory import InMemory as InMemory
 from coterie.methods import METHODS as METHODS
 from coterie.methods.base import Method as Method
 from coterie.methods.base import PeerMethod as PeerMethod
@@ -32,13 +35,14 @@ from coterie.methods.ifca import Ifca as Ifca
 from coterie.methods.local import Local as Local
 from coterie.methods.oneshot import OneShot as OneShot
 from coterie.methods.oracle import Oracle as Oracle
-from coterie.methods.panm_grad import PanmGrad as PanmGrad
-from coterie.methods.panm_loss import PanmLoss as PanmLoss
+from coterie.methods.panm import PanmGrad as PanmGrad
+from coterie.methods.panm import PanmLoss as PanmLoss
 from coterie.methods.pens import Pens as Pens
 from coterie.methods.random_gossip import Random as Random
 from coterie.methods.sosicfl import SosicFl as SosicFl
 from coterie.methods.sosicfl import SosicFlAll as SosicFlAll
 from coterie.methods.sosicfl import SosicFlPlus as SosicFlPlus
+from coterie.papers.figures import plot as plot
 from coterie.report.page import write_report as write_report
 from coterie.rng import Rng as Rng
 from coterie.simulation.run import Run as Run

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from coterie.exchange.base import Faulty, InMemory
+from coterie.exchange.faulty import Faulty
+from coterie.exchange.in_memory import InMemory
 from coterie.exchange.mailbox import Mailbox, PostOffice
 from coterie.net import local
 from coterie.net.desk import Missing

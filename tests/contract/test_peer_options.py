@@ -5,8 +5,7 @@ import warnings
 import pytest
 
 from coterie.methods.dac import Dac
-from coterie.methods.panm_grad import PanmGrad
-from coterie.methods.panm_loss import PanmLoss
+from coterie.methods.panm import PanmGrad, PanmLoss
 from coterie.methods.pens import Pens
 from coterie.testing import check_method, tiny_settings
 

@@ -27,7 +27,7 @@ class MyNet(nn.Module):
 
 
 def own_arrays(out):
-    data = ct.Federation.from_arrays(X, Y, clients=owners, clusters=[0, 1, 0, 1, 0, 1])
+    data = ct.from_arrays(X, Y, clients=owners, clusters=[0, 1, 0, 1, 0, 1])
     methods = {"Gossip": ct.Random(num_peers=2), "Oracle": ct.Oracle(num_peers=2), "Alone": ct.Local()}
     study = ct.make_study(methods, seeds=[0], settings=ct.Settings(rounds=8, local=ct.LocalTraining(lr=0.02)))
     result = ct.run_study(study, federation=data, model=MyNet, out=out)
@@ -37,13 +37,13 @@ def own_arrays(out):
 
 def own_dataset():
     dataset = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
-    data = ct.Federation.from_dataset(dataset, clients=owners)
+    data = ct.from_dataset(dataset, clients=owners)
     return ct.simulate(data, ct.Random(num_peers=2), model=MyNet, settings=ct.Settings(rounds=2))
 
 
 def own_list_of_datasets():
     parts = [TensorDataset(torch.from_numpy(X[owners == i]), torch.from_numpy(Y[owners == i])) for i in range(6)]
-    data = ct.Federation.from_datasets(parts)
+    data = ct.from_datasets(parts)
     return ct.simulate(data, ct.Random(num_peers=2), model=MyNet, settings=ct.Settings(rounds=2))
 
 
@@ -76,7 +76,7 @@ def test_what_was_given_in_python_is_asked_for_again(tmp_path):
     result = own_arrays(tmp_path)
     with pytest.raises(ConfigError, match=r"federation=\.\.\."):
         ct.resume_study(result.folder)
-    data = ct.Federation.from_arrays(X, Y, clients=owners, clusters=[0, 1, 0, 1, 0, 1])
+    data = ct.from_arrays(X, Y, clients=owners, clusters=[0, 1, 0, 1, 0, 1])
     with pytest.raises(ConfigError, match=r"model=\.\.\."):
         ct.resume_study(result.folder, federation=data)
     assert ct.resume_study(result.folder, federation=data, model=MyNet).rows.equals(result.rows)

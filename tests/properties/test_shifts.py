@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from coterie.data._partition import Wish, allocate
 from coterie.data.build import DataConfig, build_from_sources
-from coterie.data.datasets import Samples, Source
 from coterie.data.federation import Federation
+from coterie.data.source import Samples, Source
 from coterie.errors import DataError
 from coterie.rng import Rng
 

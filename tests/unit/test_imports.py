@@ -1,79 +1,101 @@
 """Imports go one way, and importing the package is light."""
 
 import ast
+import graphlib
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
 
 import coterie
 
-LAYERS = (
-    ("errors", "rng", "tables", "pages"),
-    ("nets", "federation", "datasets", "hub", "transforms", "plan", "partition", "label_shifts", "shifts", "assemble",
-     "data", "own_data", "models", "metrics", "similarity", "selection", "mixture", "topology", "aggregation",
-     "clustering", "simplex"),
-    ("exchange", "mailbox"),
-    ("task", "hosted", "engine", "heads"),
-    ("methods",),
-    ("run", "memory", "record", "settings", "checkpoint", "sequential", "outcome", "loop", "testing"),
-    ("overrides", "definition", "config", "catalogue", "fanout", "cost", "ledger", "graph", "cluster", "papers",
-     "histories", "summary"),
-    ("gallery", "payload", "report", "drawings", "drawings_swept", "analysed", "watch", "figures", "trackers"),
-    ("study", "sweep", "compare", "sheets", "tune", "analysis"),
-    ("display", "display_rounds"),
-    ("cli_report", "cli_compare", "net", "bench"),
-    ("cli", "__main__"),
+ORDER = (
+    "errors", "rng", "_util", "data", "models", "functional", "exchange", "engine", "methods", "simulation", "results",
+    "studies", "report", "papers", "net", "testing", "cli", "__main__",
 )  # fmt: skip
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+"""The entries of the package, bottom up: each imports only from those before it."""
+BESIDE = {("report", "studies")}
+"""Entries that import nothing from those before them either."""
 ROOT = Path(coterie.__file__).parent
-MODULES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
+MODULES = {
+    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
 
 
 def top(module: str) -> str:
     return module.split(".")[1] if module.startswith("coterie.") else ""
 
 
-def imported(source: str) -> set[str]:
-    """The top-level modules of the package that a file imports, those for type checkers left out."""
+def imported(source: str, known: Collection[str] = MODULES) -> set[str]:
+    """The modules of the package that a file imports: in functions and for type checkers too."""
     found: set[str] = set()
-
-    def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            return
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found.update(top(alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module == "coterie":
-            found.update(alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(top(node.module))
-        for child in ast.iter_child_nodes(node):
-            visit(child)
-
-    visit(ast.parse(source))
-    return found - {""}
+            assert not node.level, "imports are absolute"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in known else node.module for name in names}
+    return {name for name in found if name in known and name != "coterie"}
 
 
-def test_imports_inside_functions_and_of_names_are_seen_and_those_for_types_are_not():
+IMPORTS = {name: imported(path.read_text()) for name, path in MODULES.items()}
+
+
+def circles(imports: Mapping[str, Collection[str]]) -> list[str]:
+    """One circle of imports, as the names along it; a package and its own modules are one house."""
+    inner = {
+        name: sorted(other for other in found if not name.startswith(f"{other}.")) for name, found in imports.items()
+    }
+    try:
+        tuple(graphlib.TopologicalSorter(inner).static_order())
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_imports_inside_functions_of_names_and_for_types_are_seen():
     source = """
 from coterie import errors
 def f():
     import coterie.rng
 if TYPE_CHECKING:
-    from coterie.cli import main
+    from coterie.cli.app import main
 """
-    assert imported(source) == {"errors", "rng"}
+    assert imported(source) == {"coterie.errors", "coterie.rng", "coterie.cli.app"}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_a_module_imports_only_from_its_own_layer_or_below(path):
-    """The layers of the design: what a module needs never needs the module."""
-    own = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    assert own in LEVEL, f"give {own} a place in LAYERS"
-    upward = {name for name in imported(path.read_text()) if LEVEL.get(name, 0) > LEVEL[own]}
-    assert not upward, f"{own} imports {sorted(upward)}, which stand above it"
+def test_a_circle_is_found():
+    assert set(circles({"a": ["b"], "b": ["c"], "c": ["a"], "d": ["a"]})) == {"a", "b", "c"}
+    assert circles({"a": ["b"], "b": ["c"], "c": [], "a.d": ["a"]}) == []
+
+
+def test_no_two_modules_import_each_other_by_any_way():
+    assert circles(IMPORTS) == []
+
+
+def test_the_order_names_what_is_there():
+    """No entry is missing and none is named that does not exist."""
+    assert {top(name) for name in MODULES} - {""} == set(ORDER)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - {"coterie"}))
+def test_a_module_imports_only_from_its_own_entry_or_those_below(name):
+    """What a module needs never needs the module."""
+    own = top(name)
+    others = {top(other) for other in IMPORTS[name]} - {own}
+    assert not {other for other in others if ORDER.index(other) > ORDER.index(own)}
+    assert not {(own, other) for other in others} & BESIDE
+
+
+@pytest.mark.parametrize("name", sorted(MODULES.keys() - {"coterie"}))
+def test_a_module_with_an_underscore_is_imported_by_its_own_package_alone(name):
+    foreign = {other for other in IMPORTS[name] if "._" in other and not other.startswith("coterie._util")}
+    assert not {other for other in foreign if not f"{name}.".startswith(f"{other.rpartition('.')[0]}.")}
 
 
 def test_importing_the_package_loads_no_heavy_library():

@@ -84,12 +84,13 @@ def plot(
       coterie plot runs/my-sweep --figure sweep --setting num_clusters,rho
       coterie plot runs/my-study --figure heatmap --methods "DAC*,Random"
     """
+    import coterie.papers.figures  # noqa: F401 (adds those of the papers)
     from coterie.report import figures
 
     if not figure:
         for name, kind in figures.FIGURES.items():
             typer.echo(f"{name:<14}{kind.text}")
-        for name, published in figures.PAPERS.items():
+        for name, published in figures.PUBLISHED.items():
             typer.echo(f"{name:<14}{published.figure} of {published.study}")
         for name, reason in figures.NOT_STORED.items():
             typer.echo(f"{name:<14}not from stored runs: {reason}")

@@ -249,7 +249,7 @@ def _run(
 
 
 def _show(studies: Sequence[Any], as_json: bool) -> None:
-    from coterie.cli import _display, _display_rounds
+    from coterie.cli import _display
     from coterie.studies.sweep import joined
 
     if as_json:
@@ -260,7 +260,7 @@ def _show(studies: Sequence[Any], as_json: bool) -> None:
             typer.echo(f"{study.config.name}\n")
         console = Console()
         _display.results(study, console)
-        _display_rounds.rounds(study, console)
+        _display.rounds(study, console)
 
 
 @contextmanager

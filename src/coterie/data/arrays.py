@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from coterie.data.build import DataConfig, build_from_sources
-from coterie.data.datasets import Samples, Source, as_samples
 from coterie.data.federation import Federation
 from coterie.data.plan import Shift
+from coterie.data.source import Samples, Source, as_samples
 from coterie.errors import ConfigError, DataError, require
 from coterie.rng import Rng
 

@@ -10,15 +10,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
 
 from coterie._util.tables import parse, settle
-from coterie.data._assemble import assemble
-from coterie.data.datasets import Source, load
-from coterie.data.federation import Federation
-from coterie.data.plan import Client, Clients, Shift
+from coterie.data._partition import Wish, allocate, share
+from coterie.data.datasets import load
+from coterie.data.federation import PADDING, TRAIN, VALIDATION, Federation, TestSet, Truth
+from coterie.data.plan import Client, Clients, Recipe, Shift
 from coterie.data.shifts import Natural, read_shift, write_shift
+from coterie.data.source import Constants, Samples, Source
+from coterie.data.transforms import noisy
 from coterie.errors import ConfigError, DataError, require
-from coterie.rng import Rng
+from coterie.rng import EVERYONE, Rng
 
 NUM_CLIENTS = 20
 """How many clients there are when neither the settings nor natural groups say it."""
@@ -199,3 +204,262 @@ def _settle_sizes(clients: Clients, sources: Sequence[Source]) -> Clients:
         total = sum(len(source.train) for source in sources)
         raise DataError(f"{len(clients)} clients; the pool has {total:,} samples: lower num_clients")
     return tuple(replace(client, samples=client.samples or each) for client in clients)
+
+
+Rows = Int[np.ndarray, "_"]
+"""Places in a dataset; each list of them has a length of its own."""
+
+
+def assemble(
+    clients: Clients,
+    sources: Sequence[Source],
+    rng: Rng,
+    normalise: str = "half",
+    own_tests: Literal["train", "test"] | None = None,
+    test_samples: int | None = None,
+    test_fraction: float | int = 0.2,
+) -> Federation:
+    """Draw the samples of every client and make the federation.
+
+    Args:
+        clients: what each client is to receive.
+        sources: the datasets.
+        rng: the streams to draw from.
+        normalise: of images: "half", "standard" or "none".
+        own_tests: None: a test set for each kind of client; "train": each client's own held-out samples; "test": for
+            each client, samples of the dataset's test set in the client's class shares.
+        test_samples: size of a client's test set, or the largest size of a shared one.
+        test_fraction: size of a client's test set as a part of its samples, when `test_samples` is not given.
+
+    Raises:
+        DataError: when the data do not suffice.
+    """
+    drawn = _draw_rows(clients, sources, rng)
+    form = Form.of(sources, clients, normalise)
+    maker = _Tests(clients, sources, form, rng)
+    if own_tests is None:
+        tests, test_of = maker.shared(test_samples)
+    elif own_tests == "train":
+        tests, test_of = maker.held_out(drawn)
+    else:
+        tests, test_of = maker.matching(drawn, test_samples, test_fraction)
+    cuts = [client.cut() for client in clients]
+    kept = [own[: train + validation] for own, (train, validation, _) in zip(drawn, cuts, strict=True)]
+    width, first = max(map(len, kept)), sources[0].train
+    x = torch.zeros((len(clients), width, *form.features), dtype=form.dtype)
+    y = torch.zeros((len(clients), width, *first.y.shape[1:]), dtype=first.y.dtype)
+    split, origin = torch.full((len(clients), width), PADDING), torch.full((len(clients), width), -1)
+    starts = np.cumsum([0, *(len(source.train) for source in sources)])
+    for row, (client, own, (train, _, _)) in enumerate(zip(clients, kept, cuts, strict=True)):
+        samples = sources[client.recipe.source].train
+        x[row, : len(own)] = form.inputs(samples, own, client.recipe, rng.generator("data.noise", row))
+        y[row, : len(own)] = form.targets(samples, own, client.recipe, rng.generator("data.targets", row))
+        split[row, : len(own)] = VALIDATION
+        split[row, :train] = TRAIN
+        origin[row, : len(own)] = torch.from_numpy(own + starts[client.recipe.source])
+    classes = [client.recipe.offset + sources[client.recipe.source].classes for client in clients]
+    return Federation(
+        x=x,
+        y=y,
+        split=split,
+        tests=tests,
+        test_of=test_of,
+        ids=torch.arange(len(clients)),
+        population=len(clients),
+        classes=max(classes),
+        mean=form.mean if form.dtype == torch.uint8 else (),
+        std=form.std if form.dtype == torch.uint8 else (),
+        origin=origin,
+        truth=_truth(clients, form),
+        name=" + ".join(source.name for source in sources),
+        class_names=_class_names(clients, sources),
+        noise=torch.tensor([c.noise for c in clients], dtype=torch.float64) if any(c.noise for c in clients) else None,
+    ).validate()
+
+
+def _draw_rows(clients: Clients, sources: Sequence[Source], rng: Rng) -> list[Rows]:
+    """Return the rows of its dataset's pool that each client gets, shuffled."""
+    wishes = [Wish(c.size, c.recipe.labels, c.mixture, c.counts, c.reuse) for c in clients]
+    drawn = _allocate(clients, wishes, [source.train for source in sources], "data.pool", sources, rng)
+    return [rng.generator("data.split", row).permutation(own) for row, own in enumerate(drawn)]
+
+
+def _allocate(
+    clients: Clients,
+    wishes: Sequence[Wish],
+    pools: Sequence[Samples],
+    purpose: str,
+    sources: Sequence[Source],
+    rng: Rng,
+) -> list[Rows]:
+    """Cut every pool (a dataset, or one natural group of it) between the clients that draw from it."""
+    users: dict[tuple[int, tuple[str, int] | None], list[int]] = {}
+    for row, client in enumerate(clients):
+        users.setdefault((client.recipe.source, client.group), []).append(row)
+    out: list[Rows] = [np.zeros(0, np.int64)] * len(clients)
+    for (source, group), rows in users.items():
+        pool = pools[source]
+        labels = pool.y.numpy() if sources[source].classes else np.zeros(len(pool), np.int64)
+        if group is None:
+            place, stream = np.arange(len(pool)), rng.generator(f"{purpose}.{source}", EVERYONE)
+        else:
+            place, stream = np.flatnonzero(pool.columns[group[0]].numpy() == group[1]), rng.generator(purpose, rows[0])
+        parts = allocate([wishes[row] for row in rows], labels[place], stream)
+        for row, part in zip(rows, parts, strict=True):
+            out[row] = place[part]
+    return out
+
+
+@dataclass(frozen=True)
+class Form:
+    """How samples are laid out in the federation."""
+
+    dtype: torch.dtype
+    features: tuple[int, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @staticmethod
+    def of(sources: Sequence[Source], clients: Clients, normalise: str) -> "Form":
+        """Choose the layout: float16, normalised, where noise is fixed in images; otherwise the datasets' own."""
+        x = sources[0].train.x
+        constants: Constants = sources[0].constants(normalise)
+        disturbed = any(client.recipe.noise > 0 and not client.recipe.redrawn for client in clients)
+        dtype = torch.float16 if x.dtype == torch.uint8 and disturbed else x.dtype
+        return Form(dtype, tuple(x.shape[1:]), *constants)
+
+    def inputs(
+        self, samples: Samples, rows: Int[np.ndarray, " samples"], recipe: Recipe, generator: np.random.Generator
+    ) -> Shaped[Tensor, "samples *features"]:
+        """Return the transformed inputs of some samples."""
+        x = samples.x[torch.from_numpy(rows)]
+        for transform in recipe.transforms:
+            x = transform(x)
+        if x.dtype == self.dtype:
+            return x
+        x = x.float() / 255
+        if self.mean:
+            shape = (-1, *[1] * (x.ndim - 2))
+            x = (x - torch.tensor(self.mean).reshape(shape)) / torch.tensor(self.std).reshape(shape)
+        fixed = recipe.noise > 0 and not recipe.redrawn
+        return (noisy(x, recipe.noise, generator) if fixed else x).to(self.dtype)
+
+    def targets(
+        self, samples: Samples, rows: Int[np.ndarray, " samples"], recipe: Recipe, generator: np.random.Generator
+    ) -> Shaped[Tensor, "samples *targets"]:
+        """Return the targets of some samples: exchanged, offset, or made from the inputs."""
+        chosen = torch.from_numpy(rows)
+        if recipe.targets is not None:
+            clean = samples.x[chosen].double() @ torch.tensor(recipe.targets.theta, dtype=torch.float64)
+            noise = recipe.targets.noise * torch.from_numpy(generator.standard_normal(len(rows)))
+            return (clean + noise).to(samples.y.dtype)
+        y = samples.y[chosen]
+        if recipe.relabel is not None:
+            y = torch.tensor(recipe.relabel)[y]
+        return y + recipe.offset if recipe.offset else y
+
+
+@dataclass(frozen=True)
+class _Tests:
+    """Makes test sets: shared ones, or one for each client."""
+
+    clients: Clients
+    sources: Sequence[Source]
+    form: Form
+    rng: Rng
+
+    def shared(self, limit: int | None) -> tuple[tuple[TestSet, ...], Int[Tensor, " clients"]]:
+        """One test set for each kind of client, transformed and restricted like its data; stored once."""
+        recipes = list(dict.fromkeys(c.recipe for c in sorted(self.clients, key=lambda c: c.places)))
+        sets = []
+        for place, recipe in enumerate(recipes):
+            names = {client.cluster_name for client in self.clients if client.recipe == recipe}
+            name = names.pop() if len(names) == 1 else "all clients"
+            rows = self._rows(recipe, limit)
+            if not len(rows):
+                source = self.sources[recipe.source].name
+                raise DataError(f'{source} has no test samples for "{name}"; hold some out: test = "client"')
+            sets.append(self._make(self.sources[recipe.source].test, rows, recipe, name, place))
+        return tuple(sets), torch.tensor([recipes.index(client.recipe) for client in self.clients])
+
+    def held_out(self, drawn: Sequence[Rows]) -> tuple[tuple[TestSet, ...], Int[Tensor, " clients"]]:
+        """The last part of each client's own samples."""
+        sets = []
+        for row, (client, own) in enumerate(zip(self.clients, drawn, strict=True)):
+            train, validation, test = client.cut()
+            if not test:
+                raise DataError("no samples are held out for testing; raise test_samples or test_fraction")
+            samples = self.sources[client.recipe.source].train
+            sets.append(self._make(samples, own[train + validation :], client.recipe, f"client {row}", row))
+        return tuple(sets), torch.arange(len(sets))
+
+    def matching(
+        self, drawn: Sequence[Rows], size: int | None, fraction: float | int
+    ) -> tuple[tuple[TestSet, ...], Int[Tensor, " clients"]]:
+        """For each client, samples of the test set in the class shares of its own; no sample serves two clients."""
+        wishes = []
+        for client, own in zip(self.clients, drawn, strict=True):
+            source = self.sources[client.recipe.source]
+            mixture = None
+            if source.classes:
+                shares = np.bincount(source.train.y.numpy()[own], minlength=source.classes) / len(own)
+                mixture = tuple(shares.tolist())
+            wanted = size or max(1, round(len(own) * fraction / (1 - fraction)))
+            wishes.append(Wish(wanted, client.recipe.labels, mixture))
+        pools = [source.test for source in self.sources]
+        parts = _allocate(self.clients, wishes, pools, "data.test.pool", self.sources, self.rng)
+        sets = [
+            self._make(pools[client.recipe.source], rows, client.recipe, f"client {row}", row)
+            for row, (client, rows) in enumerate(zip(self.clients, parts, strict=True))
+        ]
+        return tuple(sets), torch.arange(len(sets))
+
+    def _rows(self, recipe: Recipe, limit: int | None) -> Rows:
+        """The rows of a test set that fit a recipe, in their own order."""
+        test = self.sources[recipe.source].test
+        keep = np.ones(len(test), dtype=bool)
+        if recipe.labels is not None:
+            keep &= np.isin(test.y.numpy(), recipe.labels)
+        if recipe.where is not None and recipe.where[0] in test.columns:
+            keep &= test.columns[recipe.where[0]].numpy() == recipe.where[1]
+        order = self.rng.generator(f"data.test.order.{recipe.source}").permutation(len(test))
+        order = order[keep[order]]
+        if recipe.mixture is not None:
+            order = _in_shares(order, test.y.numpy()[order], np.array(recipe.mixture), limit)
+        return np.sort(order[:limit])
+
+    def _make(self, samples: Samples, rows: Rows, recipe: Recipe, name: str, place: int) -> TestSet:
+        x = self.form.inputs(samples, rows, recipe, self.rng.generator("data.test.noise", place))
+        y = self.form.targets(samples, rows, recipe, self.rng.generator("data.test.targets", place))
+        return TestSet(x, y, name, recipe.noise if recipe.redrawn else 0.0)
+
+
+def _in_shares(rows: Rows, labels: Rows, shares: Float[np.ndarray, " classes"], limit: int | None) -> Rows:
+    """Return as many rows as there are in the given class shares."""
+    present = np.bincount(labels, minlength=len(shares))
+    most = int((present[shares > 0] / shares[shares > 0]).min())
+    wanted = np.minimum(share(min(most, limit or most), shares), present)
+    return np.concatenate([rows[labels == label][:size] for label, size in enumerate(wanted)])
+
+
+def _truth(clients: Clients, form: Form) -> Truth | None:
+    """What was planted; None for natural groups whose clusters are not known."""
+    if any(client.group is not None and not client.planted for client in clients):
+        return None
+    keys = sorted({client.places for client in clients})
+    normalised = f"; normalised with {form.mean} and {form.std}" if form.dtype == torch.float16 else ""
+    names = {client.places: client.cluster_name for client in clients}
+    return Truth(
+        cluster=torch.tensor([keys.index(client.places) for client in clients]),
+        names=tuple(names[key] for key in keys),
+        shift=tuple(client.describe() + normalised for client in clients),
+    )
+
+
+def _class_names(clients: Clients, sources: Sequence[Source]) -> tuple[str, ...]:
+    """The names of the classes, those of several datasets one after another; empty when they are not known."""
+    if all(client.recipe.offset == 0 for client in clients):
+        return sources[0].class_names if len({source.class_names for source in sources}) == 1 else ()
+    names = [source.class_names for source in sources]
+    known = all(len(own) == source.classes for own, source in zip(names, sources, strict=True))
+    return tuple(name for own in names for name in own) if known else ()

@@ -6,28 +6,21 @@ array; images stay uint8 and are normalised batch by batch. Test sets are stored
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.utils.data import Dataset
 
+from coterie._util.files import replacing
+from coterie.data.source import all_finite
 from coterie.errors import DataError
 
 PADDING, TRAIN, VALIDATION = -1, 0, 1
 SPLITS = {"train": TRAIN, "validation": VALIDATION}
-
-
-def all_finite(values: Shaped[Tensor, "..."]) -> bool:
-    """Whether no value is NaN or infinite: told from the extremes, which is much faster than value by value."""
-    return not values.numel() or all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values))
 
 
 @dataclass(frozen=True)
@@ -196,36 +189,6 @@ class Federation:
             raise DataError(f"client {int(self.ids[empty[0]])} has no training samples; give every client at least one")
         return self
 
-    @staticmethod
-    def from_arrays(x: Any, y: Any, **settings: Any) -> "Federation":
-        """Make a federation from arrays or tensors, with `clients` (whose each sample is) or `num_clients`.
-
-        See `coterie.data.arrays.from_arrays` for all settings.
-        """
-        from coterie.data.arrays import from_arrays
-
-        return from_arrays(x, y, **settings)
-
-    @staticmethod
-    def from_dataset(dataset: Dataset[Any], clients: Any, **settings: Any) -> "Federation":
-        """Make a federation from a PyTorch dataset and whose each of its samples is.
-
-        See `coterie.data.arrays.from_dataset` for all settings.
-        """
-        from coterie.data.arrays import from_dataset
-
-        return from_dataset(dataset, clients, **settings)
-
-    @staticmethod
-    def from_datasets(datasets: Sequence[Dataset[Any]], **settings: Any) -> "Federation":
-        """Make a federation from PyTorch datasets, one for each client.
-
-        See `coterie.data.arrays.from_datasets` for all settings.
-        """
-        from coterie.data.arrays import from_datasets
-
-        return from_datasets(datasets, **settings)
-
     def save(self, path: str | Path) -> None:
         """Write the federation to one safetensors file, atomically."""
         tensors = {"x": self.x, "y": self.y, "split": self.split, "test_of": self.test_of, "ids": self.ids}
@@ -250,11 +213,9 @@ class Federation:
         }
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        os.close(handle)
         contiguous = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-        save_file(contiguous, temporary, metadata={"coterie": json.dumps(meta)})
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            save_file(contiguous, temporary, metadata={"coterie": json.dumps(meta)})
 
     @staticmethod
     def load(path: str | Path) -> "Federation":

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from coterie._util.tables import settle
-from coterie.data.datasets import Source
+from coterie.data.source import Source
 from coterie.data.transforms import Transform
 from coterie.errors import ConfigError, DataError, require
 

@@ -10,23 +10,357 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, final
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from coterie._util.tables import parse
-from coterie.data._label_shifts import (
-    DirichletPerClass,
-    DirichletPerClient,
-    Iid,
-    KFold,
-    Labels,
-    Quantity,
-    require_label,
-)
-from coterie.data.datasets import Source
-from coterie.data.plan import Assign, Client, Clients, Linear, Shift, Streams, members
+from coterie.data._partition import share
+from coterie.data.plan import Assign, Client, Clients, Linear, Shift, Streams, members, spread
+from coterie.data.source import Source
 from coterie.data.transforms import MID_GREY, Blur, Rotate, Transform
 from coterie.errors import ConfigError, DataError, require, unknown
 from coterie.rng import EVERYONE
+
+
+@final
+@dataclass(frozen=True)
+class Iid(Shift):
+    """No shift: every client's samples are drawn from the whole pool."""
+
+    kind: ClassVar[str] = "iid"
+
+    def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
+        """Change nothing."""
+        return clients
+
+
+@final
+@dataclass(frozen=True)
+class Labels(Shift):
+    """Label shift: a cluster has some of the classes only.
+
+    Args:
+        groups: the classes of each cluster, as a list or as text such as "0-9, 35-44". Groups may overlap.
+        sizes: clients of each cluster.
+        assign: which clients.
+    """
+
+    kind: ClassVar[str] = "labels"
+    groups: Sequence[str | Sequence[int]] = ()
+    sizes: Sequence[int] | None = None
+    assign: Assign = "blocks"
+
+    def check(self) -> None:
+        """Check that there are groups, and read those given as text."""
+        require(len(self.groups) > 0, "groups", self.groups, "at least one list of labels")
+        object.__setattr__(self, "groups", tuple(_read_labels(group) for group in self.groups))
+
+    def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
+        """Restrict each cluster to its classes."""
+        _require_free(clients, self.kind)
+        for source in sources:
+            for label in sorted({int(label) for group in self.groups for label in group}):
+                require_label(label, source)
+        place = members(len(self.groups), len(clients), self.sizes, self.assign, streams(EVERYONE))
+        groups = [tuple(int(label) for label in group) for group in self.groups]
+        return tuple(
+            c.plant(p, f"labels {_write_labels(groups[p])}", labels=groups[p])
+            for c, p in zip(clients, place, strict=True)
+        )
+
+
+@final
+@dataclass(frozen=True)
+class DirichletPerClient(Shift):
+    """Label shift: every client draws its own mixture of classes from a Dirichlet distribution.
+
+    Give one of the two concentrations. A class that runs out is replaced by the client's others, in proportion.
+
+    Args:
+        concentration_total: the mixture is Dirichlet(value x class shares of the pool), as in Hsu et al. (2019): the
+            concentrations add to this value. 0 gives one class to each client. A list gives one level to each cluster.
+        concentration_per_class: the mixture is Dirichlet(value, ..., value): the concentration of every class.
+        sizes: clients of each level, when there are several.
+        assign: which clients.
+    """
+
+    kind: ClassVar[str] = "dirichlet-per-client"
+    concentration_total: float | int | Sequence[float | int] | None = None
+    concentration_per_class: float | int | Sequence[float | int] | None = None
+    sizes: Sequence[int] | None = None
+    assign: Assign = "blocks"
+
+    def check(self) -> None:
+        """Check that one of the concentrations is given."""
+        given = [value for value in (self.concentration_total, self.concentration_per_class) if value is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                f"{self.kind} needs one of concentration_total and concentration_per_class; {len(given)} given"
+            )
+        require(
+            len(self.levels) > 0 and min(self.levels) >= 0,
+            "concentration",
+            self.levels,
+            "numbers that are not negative",
+        )
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """The concentration of each level."""
+        value = self.concentration_total if self.concentration_total is not None else self.concentration_per_class
+        return tuple(value) if isinstance(value, Sequence) else (0.0 if value is None else value,)
+
+    def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
+        """Draw every client's mixture."""
+        _require_free(clients, self.kind)
+        meaning = "in total" if self.concentration_total is not None else "per class"
+        place = members(len(self.levels), len(clients), self.sizes, self.assign, streams(EVERYONE))
+        out = []
+        for row, (client, level) in enumerate(zip(clients, place, strict=True)):
+            prior = _prior(client, sources)
+            scale = prior if self.concentration_total is not None else (prior > 0).astype(float)
+            mixture = dirichlet(self.levels[level] * scale, prior, streams(row))
+            name = f"dirichlet {self.levels[level]:g} {meaning}"
+            new = replace(client, mixture=tuple(mixture.tolist()))
+            out.append(new.plant(level, name) if len(self.levels) > 1 else new.note(name))
+        return tuple(out)
+
+
+def dirichlet(
+    concentration: Float[np.ndarray, " classes"], prior: Float[np.ndarray, " classes"], generator: np.random.Generator
+) -> Float[np.ndarray, " classes"]:
+    """Draw from a Dirichlet distribution, also where its concentrations vanish.
+
+    Args:
+        concentration: of each class; classes with 0 get nothing, unless all have 0.
+        prior: decides the one class of the limit, where the concentrations are too small to draw with.
+        generator: the stream.
+    """
+    some = concentration > 0
+    out = np.zeros(len(concentration))
+    if some.any():
+        drawn = generator.dirichlet(concentration[some])
+        if np.isfinite(drawn).all() and abs(drawn.sum() - 1) < 1e-6:
+            out[some] = drawn
+            return out
+    out[generator.choice(len(prior), p=prior / prior.sum())] = 1.0
+    return out
+
+
+def _even_dirichlet(
+    concentration: float, clients: int, generator: np.random.Generator
+) -> Float[np.ndarray, " clients"]:
+    return dirichlet(np.full(clients, concentration), np.full(clients, 1 / clients), generator)
+
+
+@final
+@dataclass(frozen=True)
+class DirichletPerClass(Shift):
+    """Label and quantity shift: the samples of every class are shared between the clients by a Dirichlet draw.
+
+    Clients end up with different classes and different numbers of samples; together they use as many as without
+    the shift, in the class shares of the pool.
+
+    Args:
+        concentration_per_client: the shares of one class are Dirichlet(value, ..., value) over the clients.
+        minimum: samples that every client gets at least; they are taken from the clients that have most.
+    """
+
+    kind: ClassVar[str] = "dirichlet-per-class"
+    concentration_per_client: float | int
+    minimum: int = 10
+
+    def check(self) -> None:
+        """Check the ranges."""
+        require(self.concentration_per_client > 0, "concentration_per_client", self.concentration_per_client, "above 0")
+        require(self.minimum >= 1, "minimum", self.minimum, "at least 1")
+
+    def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
+        """Share every class of every dataset."""
+        _require_free(clients, self.kind)
+        _require_whole_pool(clients, self.kind)
+        out = list(clients)
+        generator = streams(EVERYONE)
+        for place, source in enumerate(sources):
+            rows = [row for row, c in enumerate(clients) if c.recipe.source == place]
+            counts = self._share_classes([clients[row].size for row in rows], source, generator)
+            for row, count in zip(rows, counts, strict=True):
+                new = replace(clients[row], samples=int(count.sum()), counts=tuple(count.tolist()))
+                out[row] = new.note(f"dirichlet {self.concentration_per_client:g} per client of each class")
+        return tuple(out)
+
+    def _share_classes(
+        self, sizes: list[int], source: Source, generator: np.random.Generator
+    ) -> Int[np.ndarray, "clients classes"]:
+        present = _present(source)
+        if sum(sizes) > present.sum():
+            raise DataError(f"the clients ask for {sum(sizes):,} samples; {source.name} has {present.sum():,}")
+        share(sum(sizes), np.ones(len(sizes)), self.minimum)  # the minimum is there for everyone
+        budget = generator.multivariate_hypergeometric(present, sum(sizes), method="marginals")
+        weights = [_even_dirichlet(self.concentration_per_client, len(sizes), generator) for _ in budget]
+        counts = np.stack([generator.multinomial(n, w) for n, w in zip(budget, weights, strict=True)], axis=1)
+        for poor in np.flatnonzero(counts.sum(1) < self.minimum):
+            for _ in range(self.minimum - int(counts[poor].sum())):
+                rich = int(counts.sum(1).argmax())
+                label = int(counts[rich].argmax())
+                counts[rich, label] -= 1
+                counts[poor, label] += 1
+        return counts
+
+
+@final
+@dataclass(frozen=True)
+class KFold(Shift):
+    """Label shift: the classes are cut into blocks, and every client has one block as its main part.
+
+    Client k belongs to fold k mod `folds`; the folds are contiguous blocks of classes. The rest of its samples comes
+    evenly from all classes. Both parts are spread as evenly as whole samples allow, over the clients too.
+
+    Args:
+        folds: number of blocks.
+        primary: part of a client's samples that comes from its block, from 0 to 1.
+        rest: how the other part is spread: "even", or "released" as in the public code of SosicFL, where each class
+            gets the whole number below its share and the last class all that is left, and where samples serve
+            several clients when a class runs out. Where the classes divide the part both are the same.
+    """
+
+    kind: ClassVar[str] = "k-fold"
+    folds: int = 5
+    primary: float | int = 0.8
+    rest: Literal["even", "released"] = "even"
+
+    def check(self) -> None:
+        """Check the ranges."""
+        require(self.folds >= 1, "folds", self.folds, "at least 1")
+        require(0 <= self.primary <= 1, "primary", self.primary, "a share from 0 to 1")
+        require(self.rest in ("even", "released"), "rest", self.rest, "'even' or 'released'")
+
+    def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
+        """Set every client's class counts."""
+        _require_free(clients, self.kind)
+        _require_whole_pool(clients, self.kind)
+        for source in sources:
+            require(self.folds <= source.classes, "folds", self.folds, f"at most the {source.classes} classes")
+        require(self.folds <= len(clients), "folds", self.folds, f"at most the {len(clients)} clients")
+        next_primary, next_rest = [0] * (self.folds * len(sources)), [0] * len(sources)
+        out = []
+        for row, client in enumerate(clients):
+            place = client.recipe.source
+            classes, fold = sources[place].classes, row % self.folds
+            block = np.array_split(np.arange(classes), self.folds)[fold]
+            primary, slot = round(self.primary * client.size), place * self.folds + fold
+            rest = client.size - primary
+            counts = spread(rest, classes, next_rest[place])
+            if self.rest == "released":
+                counts[:] = rest // classes
+                counts[-1] += rest % classes
+            counts[block] += spread(primary, len(block), next_primary[slot])
+            next_rest[place] += rest % classes
+            next_primary[slot] += primary % len(block)
+            mixture = np.full(classes, (1 - self.primary) / classes)
+            mixture[block] += self.primary / len(block)
+            if self.rest == "released":
+                mixture = counts / client.size
+            name = f"fold {block[0]}-{block[-1]}"
+            new = replace(client, counts=tuple(counts.tolist()), reuse=self.rest == "released")
+            out.append(new.plant(fold, name, mixture=tuple(mixture.tolist())))
+        return tuple(out)
+
+
+@final
+@dataclass(frozen=True)
+class Quantity(Shift):
+    """Quantity shift: clients have different numbers of samples; together they have as many as without the shift.
+
+    Args:
+        concentration_per_client: the shares are Dirichlet(value, ..., value) over the clients: small is uneven.
+        minimum: samples that every client gets first.
+    """
+
+    kind: ClassVar[str] = "quantity"
+    concentration_per_client: float | int
+    minimum: int = 10
+
+    def check(self) -> None:
+        """Check the ranges."""
+        require(self.concentration_per_client > 0, "concentration_per_client", self.concentration_per_client, "above 0")
+        require(self.minimum >= 1, "minimum", self.minimum, "at least 1")
+
+    def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
+        """Draw the sizes."""
+        _require_free(clients, self.kind)
+        if any(c.group is not None for c in clients):
+            raise ConfigError(f"{self.kind} cannot change natural groups; leave one of the two shifts out")
+        generator, out = streams(EVERYONE), list(clients)
+        for pool in sorted({(c.recipe.source, c.recipe.labels or ()) for c in clients}):
+            rows = [row for row, c in enumerate(clients) if (c.recipe.source, c.recipe.labels or ()) == pool]
+            weights = _even_dirichlet(self.concentration_per_client, len(rows), generator)
+            sizes = share(sum(clients[row].size for row in rows), weights, self.minimum)
+            for row, size in zip(rows, sizes.tolist(), strict=True):
+                out[row] = replace(clients[row], samples=size).note(f"{size} samples")
+        return tuple(out)
+
+
+def require_label(label: int, source: Source) -> None:
+    """Check that a dataset has a class.
+
+    Raises:
+        ConfigError: when it does not.
+    """
+    if not 0 <= label < source.classes:
+        raise ConfigError(f"label {label} is not in {source.name}; expected 0 to {source.classes - 1}")
+
+
+def _require_free(clients: Clients, kind: str) -> None:
+    if any(c.mixture is not None or c.counts is not None for c in clients):
+        raise ConfigError(
+            f"{kind} comes after a shift that has set every client's classes; put it first or leave it out"
+        )
+
+
+def _require_whole_pool(clients: Clients, kind: str) -> None:
+    if any(c.recipe.labels is not None for c in clients):
+        raise ConfigError(f"{kind} sets every client's classes; leave out the labels shift")
+    if any(c.group is not None for c in clients):
+        raise ConfigError(f"{kind} draws from the whole pool; leave out the natural groups")
+
+
+def _present(source: Source) -> Int[np.ndarray, " classes"]:
+    require(source.classes > 0, "dataset", source.name, "one with classes, for a shift of labels")
+    return np.bincount(source.train.y.numpy(), minlength=source.classes)
+
+
+def _prior(client: Client, sources: Sequence[Source]) -> Float[np.ndarray, " classes"]:
+    """The class shares of the samples a client may get."""
+    present = _present(sources[client.recipe.source]).astype(np.float64)
+    if client.recipe.labels is not None:
+        allowed = np.zeros(len(present))
+        allowed[list(client.recipe.labels)] = 1.0
+        present = present * allowed
+    return present / present.sum()
+
+
+def _read_labels(group: str | Sequence[int]) -> tuple[int, ...]:
+    """Read "0-9, 35" as 0 to 9 and 35; lists stay as they are."""
+    if not isinstance(group, str):
+        return tuple(group)
+    out: list[int] = []
+    for part in group.split(","):
+        first, dash, last = part.strip().partition("-")
+        digits = first.isdigit() and (last.isdigit() or not dash)
+        require(digits, "groups", group, 'labels as a list or as text such as "0-9, 35-44"')
+        out += range(int(first), int(last or first) + 1)
+    return tuple(out)
+
+
+def _write_labels(labels: Sequence[int]) -> str:
+    """Write 0 to 9 and 35 as "0-9,35"."""
+    runs: list[list[int]] = []
+    for label in sorted(set(labels)):
+        if runs and label == runs[-1][-1] + 1:
+            runs[-1].append(label)
+        else:
+            runs.append([label])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 @final

@@ -6,10 +6,11 @@ Longer than other modules: whatever trains or measures asks it, and it alone kno
 import copy
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from coterie import engine as engines
@@ -18,7 +19,6 @@ from coterie.data.federation import SPLITS, Federation
 from coterie.engine._augment import CropFlip
 from coterie.engine._base import Objective, cross_entropy, squared_error
 from coterie.engine._batches import last_epoch_mean, plan, steps
-from coterie.engine._hosted import Shared, going_on, not_finite, positions
 from coterie.engine._work import Pairs, Samples, Training, distinct
 from coterie.engine.noise import Noise
 from coterie.engine.optim import LocalTraining, Moments
@@ -27,6 +27,55 @@ from coterie.errors import ModelError, require
 from coterie.exchange.base import Inbox
 from coterie.models.layout import BUFFER_POLICIES, Layout, ModelSource, initial, source, template
 from coterie.rng import EVERYONE, Rng
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where the samples of one split lie in each client's row, padded with 0."""
+
+    at: Int[Tensor, "clients samples"]
+    count: Int[Tensor, " clients"]
+
+
+@dataclass
+class Shared:
+    """What all views of a task have in common: the data, stored once, and what is computed once."""
+
+    federation: Federation
+    samples: Samples  # every sample of every client, one after another
+    tests: tuple[Samples, ...]
+    positions: dict[str, Positions]
+    origins: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    scored: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by split: models, losses; NaN: not yet
+    train_seconds: float = 0.0
+
+
+def positions(split: Int[Tensor, "clients samples"], wanted: int) -> Positions:
+    """Find the samples of one split.
+
+    Args:
+        split: the split of each sample.
+        wanted: its number.
+    """
+    chosen = split == wanted
+    count = chosen.sum(1)
+    order = torch.argsort((~chosen).to(torch.int8), dim=1, stable=True)[:, : max(1, int(count.max()))]
+    inside = torch.arange(order.shape[1]) < count[:, None]
+    return Positions(torch.where(inside, order, 0), count)
+
+
+def going_on(moments: Float[Tensor, "clients moments trainable"], taken: Int[Tensor, " clients"]) -> dict[str, Tensor]:
+    """Report what clients keep of their optimisers; who diverged starts afresh."""
+    lost = not_finite(moments.flatten(1))
+    moments[lost] = 0
+    return {"moments": moments, "taken": taken.masked_fill(lost.cpu(), 0)}
+
+
+def not_finite(rows: Float[Tensor, "clients params"]) -> Bool[Tensor, " clients"]:
+    """Return which rows hold a NaN or an infinity; where a sum is finite, no entry needs a look of its own."""
+    suspect = ~torch.isfinite(rows.sum(1))
+    return suspect.index_put((suspect.nonzero().flatten(),), ~torch.isfinite(rows[suspect]).all(1))
+
 
 __all__ = ["LocalTraining", "Task"]
 

@@ -6,11 +6,11 @@ by (round, number of the exchange in the round, client id); one that does not ar
 exception. In a simulation all clients are hosted, so `InMemory` is indexing; `mailbox.Mailbox` joins several threads,
 and the network has its own exchange with the same contract.
 
-Longer than other modules: the contract, its plainest form and the one that loses messages are read side by side.
+
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -221,98 +221,6 @@ class Exchange(Protocol):
         ...
 
 
-class InMemory:
-    """All clients of the population in one process: a pull is indexing.
-
-    Args:
-        ids: the ids of the rows of a full message.
-        population: how many clients there are.
-    """
-
-    def __init__(self, ids: Int[Tensor, " clients"], population: int) -> None:
-        self.ids, self.population = ids, population
-        self.last: dict[int, Message] = {}
-        self._stopped: dict[int, Tensor] = {}  # by id: the model
-        self._number = 0
-        self.active = ids
-
-    def begin(self, rng: Rng) -> None:
-        """Start a round."""
-        self._number = 0
-
-    def enter(self, ids: Int[Tensor, " active"]) -> None:
-        """Say which clients take part in this round; their messages have these ids, in this order."""
-        self.active = ids
-
-    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
-        """Choose who takes part: in one process there is nobody to ask."""
-        return compute()
-
-    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
-        """Let stopped clients go on publishing."""
-        self._stopped |= {int(i): row.clone() for i, row in zip(ids, params, strict=True)}
-
-    def idle(self, exchanges: int) -> None:
-        """Pass a round: in one process nobody waits."""
-
-    def board(self, message: Message) -> Message:
-        """Return all that can be read in this exchange: the message, and what stopped clients stand for."""
-        number, self._number = self._number, self._number + 1
-        message = replace(message, ids=self.active)
-        if len(message) != len(self.active):
-            raise ExchangeError(f"a message has {len(message)} rows; expected {len(self.active)}, one a client hosted")
-        here = set(self.active.tolist())
-        if not self._stopped:
-            self.last[number] = message
-            return message
-        previous = self.last.get(number, message)
-        assert previous.ids is not None
-        place = {int(c): row for row, c in enumerate(previous.ids.tolist())}
-        gone = [c for c in sorted(self._stopped) if c not in here and c in place]
-        rows = torch.tensor([place[c] for c in gone], dtype=torch.int64)
-        params = torch.stack([self._stopped[c] for c in gone]) if gone else message.params[:0]
-        params = params[:, : message.params.shape[1]]  # no columns, when this exchange carries no models
-        fields = {name: torch.cat([value, previous.fields[name][rows]]) for name, value in message.fields.items()}
-        board = Message(
-            torch.cat([message.params, params]),
-            fields,
-            torch.cat([self.active, torch.tensor(gone, dtype=torch.int64)]),
-        )
-        self.last[number] = board
-        return board
-
-    def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
-        """Publish and read: see `Exchange.pull`."""
-        own = self.active
-        board = self.board(message)
-        return read(board, own, peers, self.population)
-
-    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
-        """Apply the rule to the whole message, in the order of ids: see `Exchange.serve`."""
-        message = replace(message, ids=self.active)
-        order = torch.argsort(self.active)
-        shared, reply = rule(shared, message.rows(order))
-        return shared, reply.inbox(torch.argsort(order))
-
-    def snapshot(self) -> dict[str, Tensor]:
-        """Return what a later round depends on, for a checkpoint."""
-        out = {f"stopped.{client}": row for client, row in self._stopped.items()}
-        for number, board in self.last.items() if self._stopped else ():
-            assert board.ids is not None
-            out |= {f"last.{number}.params": board.params, f"last.{number}.ids": board.ids}
-            out |= {f"last.{number}.field.{name}": value for name, value in board.fields.items()}
-        return out
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `snapshot` returned."""
-        self._stopped = {int(k.split(".")[1]): v for k, v in tensors.items() if k.startswith("stopped.")}
-        numbers = {int(k.split(".")[1]) for k in tensors if k.startswith("last.")}
-        for n in numbers:
-            head = f"last.{n}.field."
-            fields = {k.removeprefix(head): v for k, v in tensors.items() if k.startswith(head)}
-            self.last[n] = Message(tensors[f"last.{n}.params"], fields, tensors[f"last.{n}.ids"])
-
-
 def check_peers(own: Int[Tensor, " clients"], peers: Int[Tensor, "clients peers"], population: int) -> None:
     """Refuse wishes that no exchange can fulfil.
 
@@ -353,103 +261,4 @@ def read(board: Message, own: Int[Tensor, " clients"], peers: Int[Tensor, "clien
         age=torch.zeros_like(index),
         fields=board.fields,
         bytes=mask * board.row_bytes,
-    )
-
-
-class Faulty:
-    """Another exchange whose messages get lost, late or doubled.
-
-    Args:
-        inner: the exchange underneath.
-        drop: probability that a message does not arrive, in [0, 1].
-        delay: probability that an older message (of the previous round) arrives instead, in [0, 1].
-        duplicate: probability that a message arrives twice: it costs its bytes again and changes nothing else.
-    """
-
-    def __init__(self, inner: "InMemory", *, drop: float = 0.0, delay: float = 0.0, duplicate: float = 0.0) -> None:
-        for name, value in (("drop", drop), ("delay", delay), ("duplicate", duplicate)):
-            if not 0 <= value <= 1:
-                raise ExchangeError(f"{name} is {value}; expected a probability between 0 and 1")
-        self.inner, self.drop, self.delay, self.duplicate = inner, drop, delay, duplicate
-        self._rng, self._number = Rng(0), 0
-        self._old: dict[int, Message] = {}
-
-    def begin(self, rng: Rng) -> None:
-        """Start a round."""
-        self._rng, self._number = rng, 0
-        self.inner.begin(rng)
-
-    def enter(self, ids: Int[Tensor, " active"]) -> None:
-        """Say which clients take part in this round."""
-        self.inner.enter(ids)
-
-    def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
-        """Read through the faults, drawn for each (round, exchange, reader, peer)."""
-        number, self._number = self._number, self._number + 1
-        own = self.inner.active
-        inbox = self.inner.pull(message, peers)
-        column = peers.clamp(min=0)
-
-        def happens(kind: str, chance: float) -> Tensor:
-            if chance == 0:
-                return torch.zeros_like(inbox.mask)
-            draws = self._rng.uniform(f"faults.{kind}.{number}", own, self.inner.population)
-            return (draws.gather(1, column) < chance) & inbox.mask
-
-        late = happens("delay", self.delay)
-        before, self._old[number] = self._old.get(number), replace(message, ids=own)
-        if bool(late.any()):
-            inbox = _replace_late(inbox, late, before, own, self.inner.population)
-        mask = inbox.mask & ~happens("drop", self.drop)
-        twice = happens("duplicate", self.duplicate) & mask
-        return replace(inbox, mask=mask, bytes=inbox.bytes * (mask.to(torch.int64) + twice.to(torch.int64)))
-
-    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
-        """Pass through: faults are between peers."""
-        return self.inner.serve(message, rule, shared)
-
-    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
-        """Pass through."""
-        return self.inner.cohort(compute)
-
-    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
-        """Pass through."""
-        self.inner.retire(ids, params)
-
-    def idle(self, exchanges: int) -> None:
-        """Pass through."""
-        self.inner.idle(exchanges)
-
-    def snapshot(self) -> dict[str, Tensor]:
-        """Return what a later round depends on."""
-        out = self.inner.snapshot()
-        for number, old in self._old.items() if self.delay else ():
-            assert old.ids is not None
-            out |= {f"old.{number}.params": old.params, f"old.{number}.ids": old.ids}
-            out |= {f"old.{number}.field.{name}": value for name, value in old.fields.items()}
-        return out
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `snapshot` returned."""
-        self.inner.restore(tensors)
-        for n in {int(k.split(".")[1]) for k in tensors if k.startswith("old.")}:
-            head = f"old.{n}.field."
-            fields = {k.removeprefix(head): v for k, v in tensors.items() if k.startswith(head)}
-            self._old[n] = Message(tensors[f"old.{n}.params"], fields, tensors[f"old.{n}.ids"])
-
-
-def _replace_late(inbox: Inbox, late: Tensor, before: Message | None, own: Tensor, population: int) -> Inbox:
-    """Show the previous round's message in the late slots; where there was none, nothing arrives."""
-    if before is None:
-        return replace(inbox, mask=inbox.mask & ~late, bytes=inbox.bytes * ~late)
-    old = read(before, own, torch.where(late, inbox.peers, -1), population)
-    offset = len(inbox.table)
-    return replace(
-        inbox,
-        table=torch.cat([inbox.table, old.table]),
-        fields={name: torch.cat([value, old.fields[name]]) for name, value in inbox.fields.items()},
-        index=torch.where(late & old.mask, old.index + offset, inbox.index),
-        mask=torch.where(late, old.mask, inbox.mask),
-        age=torch.where(late & old.mask, 1, inbox.age),
-        bytes=torch.where(late, old.bytes, inbox.bytes),
     )

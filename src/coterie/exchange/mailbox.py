@@ -13,7 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie.errors import ExchangeError
-from coterie.exchange.base import COHORT, Inbox, InMemory, Message, Reply, Rule, check_peers, read
+from coterie.exchange.base import COHORT, Inbox, Message, Reply, Rule, check_peers, read
+from coterie.exchange.in_memory import InMemory
 from coterie.rng import Rng
 
 

@@ -13,8 +13,7 @@ from coterie.methods.ifca import Ifca
 from coterie.methods.local import Local
 from coterie.methods.oneshot import OneShot
 from coterie.methods.oracle import Oracle
-from coterie.methods.panm_grad import PanmGrad
-from coterie.methods.panm_loss import PanmLoss
+from coterie.methods.panm import PanmGrad, PanmLoss
 from coterie.methods.pens import Pens
 from coterie.methods.random_gossip import Random
 from coterie.methods.sosicfl import SosicFl, SosicFlAll, SosicFlPlus

@@ -9,17 +9,252 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from coterie._util import pages
 from coterie.engine.task import Task
 from coterie.errors import require
-from coterie.exchange.base import Message
-from coterie.functional import aggregation, selection
-from coterie.methods import _measuring
-from coterie.methods._acquaintance import Acquaintance
+from coterie.exchange.base import Inbox, Message
+from coterie.functional import aggregation, selection, similarity
 from coterie.methods.base import ROWS, Info, PeerMethod, Round, State, check_choices, check_positive, mixing
 from coterie.rng import Rng
+
+Metric = Literal["inv_loss", "inv_l2", "cos_weight", "cos_grad"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What came of asking peers.
+
+    Args:
+        inbox: what arrived from them.
+        similarity: of each slot, float64; 0 where nothing arrived.
+        cost: for the record.
+    """
+
+    inbox: Inbox
+    similarity: Float[Tensor, "clients peers"]
+    cost: Info
+
+
+def pull(
+    rnd: Round,
+    state: State,
+    message: Message,
+    peers: Int[Tensor, "clients peers"],
+    metric: Metric,
+    eps: float,
+) -> Measured:
+    r"""Read the peers and measure at home: the loss of $w_j$ on the own data, or a product of parameters.
+
+    Args:
+        rnd: the round.
+        state: of the hosted clients, from before the exchange.
+        message: what they publish; with "origin" ($w^0$) where clients start from different models.
+        peers: whom they read.
+        metric: the similarity.
+        eps: $\varepsilon$ of the inverse metrics.
+    """
+    inbox = rnd.exchange.pull(message, peers)
+    mask, arrived = inbox.mask, inbox.mask.sum(1)
+    if metric == "inv_loss":
+        value = similarity.inverse(rnd.task.score(inbox), eps)
+        return Measured(inbox, value, {"passes": arrived * rnd.task.counts("train")})
+    trained = slice(rnd.task.layout.trainable)
+    pair = (state.params[:, trained], inbox.table[:, trained], inbox.index, mask)
+    if metric == "inv_l2":
+        return Measured(inbox, similarity.inverse(similarity.distance(*pair), eps), {})
+    if metric == "cos_weight":
+        return Measured(inbox, similarity.cosine(*pair), {})
+    cost = {"extra_models": arrived} if "origin" in message.fields else {}
+    return Measured(inbox, cosine_since_start(rnd, state, inbox), cost)
+
+
+def cosine_since_start(rnd: Round, state: State, inbox: Inbox) -> Float[Tensor, "clients peers"]:
+    """Return the cosine of the whole way each pair of models has gone since its start.
+
+    Where clients start from different models the memory has `origin`, and messages carry it; else all know it.
+    """
+    trained = slice(rnd.task.layout.trainable)
+    origin: Tensor = state.memory.origin
+    if origin.shape[1]:
+        origins = inbox.fields["origin"]
+    else:
+        origin = rnd.task.origin(rnd.rng)[:, trained]
+        origins = origin[:1].expand(len(inbox.table), -1)
+    own, table = state.params[:, trained], inbox.table[:, trained]
+    return similarity.cosine(own, table, inbox.index, inbox.mask, origin=origin, origins=origins)
+
+
+def push(
+    rnd: Round,
+    state: State,
+    message: Message,
+    peers: Int[Tensor, "clients peers"],
+    metric: Metric,
+    eps: float,
+) -> Measured:
+    r"""Let the peers measure: $\ell(w_i; D_j)$, answered by $j$. Three exchanges.
+
+    First everybody hears, in messages without a model, who asks whom; then models are read, those of the peers by
+    the asking client and its own by the peers; then the answers. An answer to an older question does not count, so
+    that a peer that stopped, or whose message is late, has not arrived.
+
+    Args:
+        rnd: the round.
+        state: of the hosted clients, from before the exchange.
+        message: what they publish.
+        peers: whom they ask.
+        metric: "inv_loss"; parameters are compared at home.
+        eps: $\varepsilon$ of the inverse loss.
+    """
+    ids, count = rnd.ids, peers.shape[1]
+    now = torch.full_like(ids, rnd.index)
+    nothing = state.params[:, :0]
+    everybody = torch.arange(rnd.task.population).expand(len(ids), -1)
+    requests = rnd.exchange.pull(
+        Message(nothing, {"asked": peers, "round": now}), selection.within(everybody, rnd.candidates)
+    )
+    asks = (requests.fields["asked"][:, :, None] == ids).any(1) & (requests.fields["round"] == rnd.index)[:, None]
+    asked_by = asks[requests.index, torch.arange(len(ids))[:, None]] & requests.mask
+    further = selection.listed(asked_by & ~selection.among(peers, rnd.task.population))
+
+    models = rnd.exchange.pull(message, torch.cat([peers, further], dim=1))
+    judged = models.mask & asked_by.gather(1, models.peers.clamp(min=0))
+    loss = rnd.task.score(replace(models, mask=judged)).cpu()
+    answers, given = _spread(models.peers, judged & torch.isfinite(loss), loss, rnd.task.population)
+
+    replies = rnd.exchange.pull(Message(nothing, {"loss": answers, "given": given, "round": now}), peers)
+    column = ids[:, None]
+    valid = replies.fields["given"][replies.index, column] & (replies.field("round") == rnd.index)
+    heard = replies.mask & models.mask[:, :count] & valid
+    value = torch.where(heard, replies.fields["loss"][replies.index, column].double(), torch.inf)
+
+    inbox = replace(
+        models,
+        index=models.index[:, :count],
+        peers=peers,
+        mask=heard,
+        age=models.age[:, :count],
+        bytes=models.bytes[:, :count] + replies.bytes,
+    )
+    cost = {
+        "passes": judged.sum(1) * rnd.task.counts("train"),
+        "extra_models": models.mask[:, count:].sum(1),
+        "extra_floats": requests.mask.sum(1) * count + replies.mask.sum(1) * rnd.task.population,
+        "extra_bytes": requests.bytes.sum(1) + models.bytes[:, count:].sum(1),
+    }
+    return Measured(inbox, similarity.inverse(value, eps), cost)
+
+
+def _spread(peers: Tensor, mask: Tensor, value: Tensor, population: int) -> tuple[Tensor, Tensor]:
+    """Return values of slots as one number for each member of the population, and for whom there is one."""
+    rows, slots = mask.nonzero(as_tuple=True)
+    out = torch.zeros(len(peers), population, dtype=value.dtype)
+    given = torch.zeros(len(peers), population, dtype=torch.bool)
+    out[rows, peers[rows, slots]] = value[rows, slots]
+    given[rows, peers[rows, slots]] = True
+    return out, given
+
+
+UNKNOWN, ESTIMATED, MEASURED = 0, 1, 2
+
+
+@final
+@dataclass(frozen=True)
+class Acquaintance:
+    r"""The memory of each hosted client about the whole population.
+
+    Args:
+        similarity: $s_{ij}$; 0 where unknown.
+        status: $\kappa_{ij}$: 0 unknown, 1 estimated at second hand, 2 measured.
+        count: how often i has read j ($c_{ij}$).
+        origin: $w^0$ of each client where it has to be told to others; else without columns.
+    """
+
+    similarity: Float[Tensor, "clients population"]
+    status: Int[Tensor, "clients population"]
+    count: Int[Tensor, "clients population"]
+    origin: Float[Tensor, "clients origin"]
+
+    @staticmethod
+    def none(population: int, origin: Float[Tensor, "clients origin"]) -> "Acquaintance":
+        """Know nobody."""
+        kinds = (torch.float64, torch.int8, torch.int32)
+        similarity, status, count = (pages.empty(len(origin), population, dtype=kind).zero_() for kind in kinds)
+        return Acquaintance(similarity, status, count, origin)
+
+    def rows(self, rows: slice) -> "Acquaintance":
+        """Return what some of the clients know, not copied."""
+        return Acquaintance(self.similarity[rows], self.status[rows], self.count[rows], self.origin[rows])
+
+    def measured(
+        self,
+        peers: Int[Tensor, "clients peers"],
+        similarity: Float[Tensor, "clients peers"],
+        mask: Bool[Tensor, "clients peers"],
+    ) -> "Acquaintance":
+        """Take note of what was measured, in a copy; of peers that did not answer everything stays as it was."""
+        rows, slots = mask.nonzero(as_tuple=True)
+        at = (rows, peers[rows, slots])
+        values, status, count = map(pages.copy, (self.similarity, self.status, self.count))
+        values[at], status[at] = similarity[rows, slots].double(), MEASURED
+        count[at] += 1
+        return replace(self, similarity=values, status=status, count=count)
+
+    def usable(self, *, drop_nonpositive: bool) -> Bool[Tensor, "clients population"]:
+        """Return whose similarity counts as known."""
+        known = self.status > UNKNOWN
+        return known & (self.similarity > 0) if drop_nonpositive else known
+
+    def vouched(self, relay: str, *, drop_nonpositive: bool, dtype: torch.dtype) -> dict[str, Shaped[Tensor, "..."]]:
+        """Return what a client tells its peers of others, as two extras of a message.
+
+        Args:
+            relay: "direct": what it measured itself; "any": estimates too.
+            drop_nonpositive: leave out similarities of 0 and below.
+            dtype: in which the numbers are sent.
+        """
+        clients, population = self.status.shape
+        values, known = (pages.empty(clients, population, dtype=kind) for kind in (dtype, torch.bool))
+        for first in range(0, clients, ROWS):
+            rows = slice(first, first + ROWS)
+            mine = self.rows(rows)
+            told = mine.usable(drop_nonpositive=drop_nonpositive)
+            if relay == "direct":
+                told &= mine.status == MEASURED
+            known[rows] = told
+            values[rows].copy_(mine.similarity).masked_fill_(~told, 0)
+        return {"similarity": values, "known": known}
+
+    def told(self, ids: Int[Tensor, " clients"], relays: Inbox, pick: str, *, fresh: bool = False) -> "Acquaintance":
+        """Estimate similarities to members never measured from what the chosen relays say.
+
+        Args:
+            ids: the hosted clients.
+            relays: messages with the extras of `vouched`.
+            pick: believe the "most" or the "least" similar relay.
+            fresh: change this memory instead of a copy: nobody else has it yet.
+        """
+        new = self if fresh else replace(self, similarity=pages.copy(self.similarity), status=pages.copy(self.status))
+        for first in range(0, len(ids), ROWS):
+            rows = slice(first, first + ROWS)
+            mine, peers = new.rows(rows), relays.peers[rows]
+            preference = mine.similarity.gather(1, peers.clamp(min=0)) * (1 if pick == "most" else -1)
+            heard = relays.mask[rows] & (peers >= 0)
+            measured = mine.status == MEASURED
+            estimate, found = selection.two_hop(
+                measured.scatter_(1, ids[rows, None], True),
+                peers,
+                torch.where(heard, preference, -torch.inf),
+                relays.index[rows],
+                relays.fields["similarity"],
+                relays.fields["known"],
+            )
+            torch.where(found, estimate, mine.similarity, out=mine.similarity)
+            mine.status.masked_fill_(found, ESTIMATED)
+        return new
 
 
 @dataclass(frozen=True)
@@ -66,7 +301,7 @@ class Dac(PeerMethod):
     )
     num_peers: int = 5
     tau: float = 30.0
-    similarity: _measuring.Metric = "inv_loss"
+    similarity: Metric = "inv_loss"
     aggregation: Literal["fedavg", "fedsim", "fedsim_prior"] = "fedavg"
     two_hop: bool = True
     two_hop_pick: Literal["most", "least"] = "most"
@@ -157,7 +392,7 @@ class Dac(PeerMethod):
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw by similarity, pull, measure, average, remember."""
         peers, prior = self.draw(rnd, state.memory)
-        ask = _measuring.push if self.loss_direction == "push" else _measuring.pull
+        ask = push if self.loss_direction == "push" else pull
         measured = ask(rnd, state, self.message(rnd.task, state), peers, self.similarity, self.eps)
         inbox = measured.inbox
         if self.aggregation == "fedavg":
@@ -170,7 +405,7 @@ class Dac(PeerMethod):
         memory, cost = self.remember(rnd, state, measured)
         return replace(state, params=mixed, memory=memory), {**mixing(inbox, weights, own_weight), **cost}
 
-    def remember(self, rnd: Round, state: State, measured: _measuring.Measured) -> tuple[Acquaintance, Info]:
+    def remember(self, rnd: Round, state: State, measured: Measured) -> tuple[Acquaintance, Info]:
         """Take note of what was measured and what peers said of others; return that and what it all cost."""
         inbox, cost = measured.inbox, dict(measured.cost)
         memory = state.memory.measured(inbox.peers, measured.similarity, inbox.mask)

@@ -15,8 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie.engine._hosted import not_finite
-from coterie.engine.task import Task
+from coterie.engine.task import Task, not_finite
 from coterie.errors import require
 from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import aggregation, metrics

@@ -1,22 +1,280 @@
 r"""SosicFL, its variant with endpoints in all layers (SosicFL-All) and with personal models (SosicFL+)."""
 
+import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, final
+from typing import ClassVar, Literal, final
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie.engine.task import Task
 from coterie.errors import require
-from coterie.exchange.base import Inbox, Message
-from coterie.methods._simplex_server import Regions, SimplexMethod
+from coterie.exchange.base import Inbox, Message, Reply
+from coterie.functional import simplex
+from coterie.methods._presets import Preset, resolve, rules_of
 from coterie.methods.base import Info, Round, State
 from coterie.methods.ditto import personal_info, personal_training
-from coterie.methods.server import Desk, first
+from coterie.methods.fedavg import OneModel
+from coterie.methods.server import Averaging, Clusters, Desk, first, nothing
 from coterie.models import simplex_layers
 from coterie.models.layout import ModelFactory
 from coterie.rng import Rng
+
+
+@dataclass(frozen=True)
+class Regions(Clusters):
+    r"""One simplex model, and the regions that clients train in.
+
+    Args:
+        counts: samples of each class at each member of the population; 0 until it enrolled.
+        region: the region of each member.
+        centres: $\mu_l$.
+        radius: of each region.
+    """
+
+    counts: Int[Tensor, "population classes"]
+    region: Int[Tensor, " population"]
+    centres: Float[Tensor, "regions topics"]
+    radius: Float[Tensor, " regions"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The settings in which the presets differ; see `SimplexMethod`."""
+
+    endpoints: int = 10
+    regions: int = 10
+    warmup_rounds: int = 0
+    assignment: Literal["labels", "gradient"] = "labels"
+    radius_rule: Literal["relative", "absolute"] = "relative"
+    radius: float = 0.3
+    sampler: Literal["exact", "released"] = "exact"
+    simplex_bias: bool = True
+
+
+RELEASED = Rules(
+    warmup_rounds=250, assignment="gradient", radius_rule="absolute", radius=0.1, sampler="released", simplex_bias=False
+)
+PRESETS = {"coterie": Rules(), "paper": Rules(), "released": RELEASED}
+
+
+@dataclass(frozen=True)
+class SimplexMethod(OneModel):
+    r"""A simplex of models $w(\alpha) = (\theta_f, \sum_m \alpha_m \Theta_m)$, averaged as in FedAvg.
+
+    From round `warmup_rounds` on a client draws $\alpha$ in every step uniformly from the region of its group,
+    $\{\alpha : \lVert \alpha - \mu_l \rVert_1 \le r\}$, and is served $w(\mu_l)$; before, from the whole simplex, and
+    is served its centre.
+
+    Args:
+        preset: "coterie" and "paper" (label counts, exact draws) or "released" (gradients, draws as in the public
+            code); a field that is None takes the preset's value.
+        endpoints: $M$; with label counts at most the number of classes.
+        regions: $L$, with label counts.
+        warmup_rounds: $\tau$; as many as the rounds of the run for plain simplex learning.
+        assignment: "labels": each client's label counts, sent once, are described as mixtures of $M$ topics and
+            grouped; "gradient" (Floco): the updates of all clients in round `warmup_rounds` place each client.
+        radius_rule: "relative": $r = \rho \bar d$ with the mean distance of the simplex to the centres; "absolute":
+            $r = \rho$.
+        radius: $\rho$. The paper's values are lost; 0.3 is ours.
+        sampler: uniform draws ("exact"), or those of the public code ("released").
+        simplex_bias: whether the head's bias has endpoints too.
+        topics: mixtures by latent Dirichlet allocation ("lda") or, with as many endpoints as classes, the class
+            frequencies themselves ("classes").
+        metric: distance of mixtures, "l1" or "hilbert".
+        center: of a group, "medoid" or "mean".
+        per_sample: one $\alpha$ for each sample instead of each mini-batch.
+        head_lr_scale: factor of the endpoints' step size under SGD; the composed head moves by
+            $\lVert \alpha \rVert^2$ times a plain head's step.
+        endpoint_start: endpoints from Xavier's normal law with zero bias ("xavier"), or drawn as the model draws its
+            own head ("model").
+        test_samples: predicted probabilities are averaged over so many draws from the region; 1 serves the centre.
+            Divides `endpoints`.
+    """
+
+    scope: ClassVar[Literal["head", "all"]] = "head"
+    preset: Preset = "coterie"
+    endpoints: int | None = None
+    regions: int | None = None
+    warmup_rounds: int | None = None
+    assignment: Literal["labels", "gradient"] | None = None
+    radius_rule: Literal["relative", "absolute"] | None = None
+    radius: float | None = None
+    sampler: Literal["exact", "released"] | None = None
+    simplex_bias: bool | None = None
+    topics: Literal["lda", "classes"] = "lda"
+    metric: simplex.Metric = "l1"
+    center: simplex.Center = "medoid"
+    per_sample: bool = False
+    head_lr_scale: float = 1.0
+    endpoint_start: Literal["xavier", "model"] = "xavier"
+    test_samples: int = 1
+
+    def __post_init__(self) -> None:
+        resolve(self, PRESETS)
+        rules, kind = self.rules, self.kind
+        choices = {
+            "assignment": ("labels", "gradient"), "radius_rule": ("relative", "absolute"),
+            "sampler": ("exact", "released"), "topics": ("lda", "classes"), "metric": ("l1", "hilbert"),
+            "center": ("medoid", "mean"), "endpoint_start": ("xavier", "model"),
+        }  # fmt: skip
+        for name, valid in choices.items():
+            require(getattr(self, name) in valid, f"{kind}.{name}", getattr(self, name), f"one of {', '.join(valid)}")
+        for name in ("endpoints", "regions", "test_samples"):
+            require(getattr(self, name) >= 1, f"{kind}.{name}", getattr(self, name), "at least 1")
+        require(rules.radius >= 0, f"{kind}.radius", rules.radius, "0 or more")
+        require(self.head_lr_scale > 0, f"{kind}.head_lr_scale", self.head_lr_scale, "above 0")
+        divides = rules.endpoints % self.test_samples == 0
+        require(divides, f"{kind}.test_samples", self.test_samples, f"a divisor of endpoints = {rules.endpoints}")
+        first = 1 if rules.assignment == "gradient" else 0
+        expected = f"at least {first} with assignment = {rules.assignment!r}"
+        require(rules.warmup_rounds >= first, f"{kind}.warmup_rounds", rules.warmup_rounds, expected)
+
+    @property
+    def rules(self) -> Rules:
+        """The resolved settings."""
+        return rules_of(self, Rules)
+
+    def model(self, source: ModelFactory) -> ModelFactory:
+        """Give the last layer endpoints."""
+        gain, bias = math.sqrt(self.head_lr_scale), self.rules.simplex_bias
+        return simplex_layers.simplex_head(
+            source, self.rules.endpoints, bias=bias, gain=gain, ensemble=self.test_samples > 1
+        )
+
+    def start(self, task: Task, rng: Rng) -> Float[Tensor, " params"]:
+        """Return the first model, with independently drawn endpoints."""
+        rows, xavier = task.fresh(rng, self.rules.endpoints), self.endpoint_start == "xavier" and self.scope == "head"
+        gain = math.sqrt(self.head_lr_scale)
+        return simplex_layers.independent_endpoints(task.layout, rows, rng, xavier=xavier, gain=gain)
+
+    def shared(self, task: Task, rng: Rng) -> Regions:
+        """Return the first model and one region: the whole simplex."""
+        if self.rules.assignment == "labels":
+            require(task.classes > 0, f"{self.kind} by label counts", "regression data", "classes")
+        begin = Averaging().start(self.start(task, rng)[None], task.population, task.layout)
+        middle = torch.full((1, self.rules.endpoints), 1 / self.rules.endpoints, dtype=torch.float64)
+        counts = torch.zeros(task.population, task.classes, dtype=torch.int64)
+        whole = torch.full((1,), 2.0, dtype=torch.float64)
+        return Regions(begin.models, begin.velocity, begin.label, counts, begin.label, middle, whole)
+
+    # ---------------------------------------------------------------- where the server role is
+
+    def cohort(self, shared: Regions, rng: Rng, population: int, participation: float | int) -> Int[Tensor, " active"]:
+        """Everybody in the round whose updates place the clients."""
+        if self.rules.assignment == "gradient" and rng.round == self.rules.warmup_rounds:
+            return torch.arange(population)
+        return super().cohort(shared, rng, population, participation)
+
+    def offer(self, desk: Desk, shared: Regions, message: Message) -> tuple[Regions, Reply]:
+        """Place the clients when it is time; answer with the model and the client's region."""
+        if self.rules.assignment == "labels" and desk.index == self.rules.warmup_rounds > 0:
+            shared = self._by_labels(desk, shared)
+        return self.deliver(desk, shared, message)
+
+    def deliver(self, desk: Desk, shared: Regions, message: Message) -> tuple[Regions, Reply]:
+        """Answer with the model and the client's region."""
+        assert message.ids is not None
+        table = shared.models.expand(len(shared.centres), -1)
+        fields = {"centre": shared.centres, "radius": shared.radius}
+        return shared, Reply(table, shared.region[message.ids][:, None], fields)
+
+    def merge(self, desk: Desk, shared: Regions, message: Message) -> Regions:
+        """Average; place the clients when their updates do it."""
+        merged = super().merge(desk, shared, message)
+        if self.rules.assignment == "labels" or desk.index != self.rules.warmup_rounds:
+            return merged
+        return self._by_gradients(desk, shared, merged, message)
+
+    def _register(self, desk: Desk, shared: Regions, message: Message) -> tuple[Regions, Reply]:
+        """Take note of label counts."""
+        assert message.ids is not None
+        shared = replace(shared, counts=shared.counts.index_copy(0, message.ids, message.fields["counts"].cpu()))
+        return (self._by_labels(desk, shared) if self.rules.warmup_rounds == 0 else shared), nothing(message)
+
+    def _by_labels(self, desk: Desk, shared: Regions) -> Regions:
+        """Group clients by what their labels are mixed of."""
+        stream, topics = desk.rng.at(-1).generator("regions"), self.rules.endpoints
+        if self.topics == "classes":
+            classes = shared.counts.shape[1]
+            require(topics == classes, f"{self.kind}.topics", "classes", f"endpoints = {classes}, as many as classes")
+            mixtures = shared.counts.double() / shared.counts.sum(1, keepdim=True).clamp(min=1)
+        else:
+            mixtures = simplex.topic_mixtures(shared.counts, topics, seed=int(stream.integers(1 << 31)))
+        region, centres = simplex.cluster_points(
+            mixtures, self.rules.regions, stream, metric=self.metric, center=self.center
+        )
+        return replace(shared, region=region, centres=centres, radius=self._radii(centres))
+
+    def _by_gradients(self, desk: Desk, before: Regions, shared: Regions, message: Message) -> Regions:
+        """Place each client by its head's update; who did not answer keeps the whole simplex."""
+        assert message.ids is not None
+        columns = torch.cat([torch.arange(s.start, s.stop) for s in simplex_layers.endpoint_slots(desk.layout)])
+        updates = (before.models - message.params)[:, columns.to(message.params.device)]
+        centres = shared.centres[:1].expand(desk.population, -1).clone()
+        centres[message.ids] = simplex.gradient_points(updates.cpu(), self.rules.endpoints)
+        radius = torch.full((desk.population,), 2.0, dtype=torch.float64)
+        radius[message.ids] = self._radii(centres)[message.ids]
+        return replace(shared, region=torch.arange(desk.population), centres=centres, radius=radius)
+
+    def _radii(self, centres: Float[Tensor, "regions topics"]) -> Float[Tensor, " regions"]:
+        scale = simplex.mean_distance(centres).mean() if self.rules.radius_rule == "relative" else 1.0
+        return torch.full((len(centres),), float(self.rules.radius * scale), dtype=torch.float64)
+
+    # ---------------------------------------------------------------- where the clients are
+
+    def enrol(self, rnd: Round, state: State) -> State:
+        """Tell the server how many samples of each class each client has."""
+        if self.rules.assignment == "gradient":
+            return state
+        message = Message(state.params[:, :0], {"counts": rnd.task.class_counts()})
+        return replace(state, shared=self.ask(rnd, self._register, message, state.shared)[0])
+
+    def draw(self, rnd: Round, offer: Inbox, purpose: str, count: int) -> Float[Tensor, "clients count topics"]:
+        """Draw points from each client's region, from the client's own stream."""
+        sample = simplex.sample_region if self.rules.sampler == "exact" else simplex.sample_released
+        centre, radius = offer.field("centre")[:, 0].cpu(), offer.field("radius")[:, 0].tolist()
+        out = torch.empty(len(centre), count, self.rules.endpoints, dtype=torch.float64)
+        for row, client in enumerate(rnd.ids.tolist()):
+            out[row] = sample(rnd.rng.generator(purpose, client), centre[row], radius[row], count)
+        return out
+
+    def mixtures(self, rnd: Round, offer: Inbox, purpose: str, steps: int) -> dict[str, Tensor]:
+        """Return the input buffers of a local training: one mixture a step, or one a sample."""
+        each = rnd.local.batch_size if self.per_sample else 1
+        alpha = self.draw(rnd, offer, purpose, steps * each).to(rnd.task.device, rnd.task.dtype)
+        return simplex_layers.alpha_inputs(
+            rnd.task.layout, alpha.unflatten(1, (steps, each)) if self.per_sample else alpha
+        )
+
+    def train(self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox) -> tuple[Tensor, Info]:
+        """Train the simplex, each step at another of its points."""
+        inputs = self.mixtures(rnd, offer, "alpha", rnd.task.steps(rnd.local))
+        return rnd.task.train(start, rnd.rng, rnd.local, inputs=inputs)
+
+    def placed(
+        self, rnd: Round, rows: Float[Tensor, "clients params"], offer: Inbox
+    ) -> Float[Tensor, "clients params"]:
+        """Return models at the centres of their clients' regions, or at draws from them."""
+        alpha = (
+            offer.field("centre") if self.test_samples == 1 else self.draw(rnd, offer, "alpha.test", self.test_samples)
+        )
+        return simplex_layers.compose(rnd.task.layout, rows, alpha)
+
+    def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
+        """Fetch the simplex and stand at one's centre."""
+        _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
+        rows = rnd.task.settle(state.params, first(offer))
+        return self.placed(rnd, rows, offer), {"label": offer.peers[:, 0]}
+
+    def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
+        """Fetch the simplex and stand at its barycentre."""
+        _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
+        rows = rnd.task.settle(state.params, first(offer))
+        middle = torch.full((len(rows), 1, self.rules.endpoints), 1 / self.rules.endpoints, dtype=torch.float64)
+        return simplex_layers.compose(rnd.task.layout, rows, middle)
+
 
 REFERENCES = (
     "Grinwald, Wiesner, Nakajima, Federated learning over connected modes, 2024, https://arxiv.org/abs/2403.03333",

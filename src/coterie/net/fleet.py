@@ -16,12 +16,12 @@ from typing import Any
 import pandas as pd
 import torch
 
+from coterie._util.files import write_atomically
 from coterie.data.build import build_federation
 from coterie.errors import ConfigError, TransportError
 from coterie.net import head, local, nodefile
 from coterie.net.roster import Member, Roster
 from coterie.results import summary
-from coterie.simulation.record import write_atomically
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
 from coterie.studies.run import run_study

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from coterie._util.files import write_atomically
 from coterie.errors import ConfigError, TransportError
 from coterie.net.wire import NAME, SIGNATURE
 
@@ -188,16 +189,9 @@ def certificate_key(certificate: x509.Certificate | x509.CertificateSigningReque
     return key
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file that a crash leaves as it was or as it shall be."""
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
-
-
 def write_certificate(path: Path, certificate: x509.Certificate) -> None:
     """Write a certificate in PEM, atomically."""
-    write_file(path, certificate.public_bytes(serialization.Encoding.PEM))
+    write_atomically(path, certificate.public_bytes(serialization.Encoding.PEM))
 
 
 def _alternative(host: str) -> x509.SubjectAlternativeName:
@@ -250,7 +244,7 @@ def make_authority(folder: Path, run: str, *, days: float = 365.0, now: datetime
     )
     write_certificate(folder / "ca.pem", certificate)
     organiser = new_key(folder / "organiser.key")
-    write_file(folder / "organiser.pub", (public_text(organiser.public_key()) + "\n").encode())
+    write_atomically(folder / "organiser.pub", (public_text(organiser.public_key()) + "\n").encode())
     return certificate
 
 
@@ -265,7 +259,7 @@ def make_request(folder: Path, name: str, address: str) -> Path:
         .sign(key, hashes.SHA256())
     )
     path = folder / f"{name}.csr"
-    write_file(path, request.public_bytes(serialization.Encoding.PEM))
+    write_atomically(path, request.public_bytes(serialization.Encoding.PEM))
     return path
 
 

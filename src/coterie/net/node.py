@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie._util.files import write_atomically
 from coterie.data.federation import Federation, Truth
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, TransportError
@@ -39,7 +40,7 @@ from coterie.net.wire import VERSION
 from coterie.rng import Rng
 from coterie.simulation import checkpoint
 from coterie.simulation.loop import Loop
-from coterie.simulation.record import Record, write_atomically
+from coterie.simulation.record import Record
 from coterie.simulation.run import make_task
 from coterie.simulation.settings import Settings
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from coterie._util import tables
-from coterie.data import _hub
+from coterie.data import hub
 from coterie.data.arrays import from_arrays
 from coterie.data.build import build_federation
 from coterie.data.federation import Federation
@@ -227,7 +227,7 @@ def own_rows(file: NodeFile, study: StudyConfig, clients: tuple[int, ...], popul
     elif source.arrays:
         pair, test = _arrays(file.path(source.arrays))
     else:
-        read = _hub.read_folder(file.path(source.folder), source.label or None)
+        read = hub.read_folder(file.path(source.folder), source.label or None)
         pair, test = (read.train.x, read.train.y), (read.test.x, read.test.y) if len(read.test) else None
     if source.classes is None:
         raise ConfigError("data.classes is missing; every node must name the same number of classes (0: regression)")

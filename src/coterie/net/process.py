@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from coterie._util.files import write_atomically
 from coterie.errors import ConfigError, TransportError
 from coterie.net import nodefile
 from coterie.net import roster as rosters
@@ -22,7 +23,6 @@ from coterie.net.nodefile import NodeFile
 from coterie.net.roster import Roster
 from coterie.results import summary
 from coterie.simulation import checkpoint
-from coterie.simulation.record import write_atomically
 from coterie.studies import config
 from coterie.studies.describe import describe
 

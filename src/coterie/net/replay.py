@@ -16,7 +16,8 @@ from torch import Tensor
 
 from coterie.data.federation import Federation
 from coterie.errors import DataError
-from coterie.exchange.base import Inbox, InMemory, Message
+from coterie.exchange.base import Inbox, Message
+from coterie.exchange.in_memory import InMemory
 from coterie.methods.base import Round
 from coterie.net.node import ARRIVALS, Plan
 from coterie.rng import Rng

@@ -15,6 +15,7 @@ from typing import Any
 
 from cryptography import x509
 
+from coterie._util.files import write_atomically
 from coterie.errors import PeerMismatch, TransportError
 from coterie.net import identity
 from coterie.net.wire import NAME, VERSION
@@ -201,8 +202,8 @@ def write(path: Path, roster: Roster, organiser: Path) -> None:
     """
     text = dumps(roster).encode()
     signature = identity.sign(identity.load_key(organiser), _DOMAIN + text)
-    identity.write_file(path, text)
-    identity.write_file(path.with_name(path.name + ".sig"), (signature.hex() + "\n").encode())
+    write_atomically(path, text)
+    write_atomically(path.with_name(path.name + ".sig"), (signature.hex() + "\n").encode())
 
 
 def load(path: Path, organiser: Path) -> Roster:

@@ -4,11 +4,12 @@ import json
 from datetime import UTC, datetime
 from pathlib import Path
 
+from coterie._util.files import write_atomically
 from coterie.errors import ConfigError, TransportError
 from coterie.models.layout import Layout, source, template
 from coterie.net import head, nodefile
 from coterie.net import roster as rosters
-from coterie.net.identity import Identity, certificate_name, read_certificate, write_file
+from coterie.net.identity import Identity, certificate_name, read_certificate
 from coterie.net.roster import Member, Roster
 from coterie.simulation.settings import DTYPES
 from coterie.studies import config
@@ -21,7 +22,7 @@ def note_member(folder: Path, name: str, address: str) -> None:
     path = folder / MEMBERS
     known = json.loads(path.read_text()) if path.exists() else {}
     known[name] = address
-    write_file(path, (json.dumps(known, indent=1) + "\n").encode())
+    write_atomically(path, (json.dumps(known, indent=1) + "\n").encode())
 
 
 def run_of(folder: Path) -> str:

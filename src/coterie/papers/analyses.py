@@ -23,16 +23,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from coterie._util.files import write_atomically
 from coterie.errors import ConfigError, require, unknown
 from coterie.functional import clustering, simplex
 from coterie.methods import METHODS
-from coterie.methods._simplex_server import SimplexMethod
 from coterie.methods.fedgwc import FedGwc
+from coterie.methods.sosicfl import SimplexMethod
 from coterie.models import simplex_layers
 from coterie.results.summary import find_runs
 from coterie.simulation import final_metrics
 from coterie.simulation.loop import Loop
-from coterie.simulation.record import write_atomically
 from coterie.studies.run import reopen_run
 
 FOLDER = "analyses"

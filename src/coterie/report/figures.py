@@ -1,6 +1,6 @@
 """Static figures for papers, from stored runs: vector graphics, with the numbers behind each as a CSV file.
 
-`FIGURES` names the kinds of figure; `PAPERS` says which kind each published figure is. Colours are those of the report,
+`FIGURES` names the kinds of figure; `PUBLISHED` says which kind each published figure is. Colours are the report's,
 chosen for contrast and for every kind of colour blindness; every line has a dash and every point a shape of its own, so
 that a figure survives a grey copy.
 """
@@ -16,8 +16,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from coterie.errors import ConfigError, DataError, unknown
-from coterie.papers import _figures
-from coterie.report import _plots_swept, plots
+from coterie.report import plots
 from coterie.results.summary import StoredRun, find_runs
 
 FORMATS = ("pdf", "svg", "png")
@@ -58,35 +57,22 @@ class Kind:
 
 
 def _swept(setting: str, text: str) -> Kind:
-    return Kind(_plots_swept.sweep, text, {"setting": setting})
+    return Kind(plots.sweep, text, {"setting": setting})
 
 
-FIGURES: dict[str, Kind] = {
+FIGURES: dict[str, Kind] = {  # `coterie.papers` adds those that only its papers have
     "curves": Kind(plots.curves, "learning curves with bands over seeds", {}),
     "heatmap": Kind(plots.heatmaps, "who read whom, a panel a method", {}),
     "bars": Kind(plots.bars, "final test metric of each method, between Random and Oracle", {}),
     "clients": Kind(plots.strips, "final test metric of each client", {}),
     "graph": Kind(plots.graphs, "clients and the peers they read most", {}),
     "labels": Kind(plots.labels, "found clusters against planted ones", {}),
-    "classes": Kind(_figures.distributions, "classes of the data in each found cluster", {}),
-    "interaction": Kind(_figures.interactions, "FedGWC's interaction matrix, of `coterie analyse`", {}),
-    "simplex": Kind(_figures.simplexes, "accuracy all over SosicFL's simplex, of `coterie analyse`", {}),
-    "variance": Kind(
-        plots.curves,
-        "variance of updates over rounds",
-        {"metric": "gradient_variance", "split": "train", "log": True},
-    ),
-    "change": Kind(
-        plots.curves,
-        "change of FedGWC's interaction matrix over rounds",
-        {"metric": "interaction_change", "split": "train", "log": True},
-    ),
-    "sensitivity": Kind(_plots_swept.sensitivities, "a setting, a panel for each study", {"setting": "tau"}),
+    "sensitivity": Kind(plots.sensitivities, "a setting, a panel for each study", {"setting": "tau"}),
     "tau": _swept("tau", "sensitivity to tau"),
     "samples": _swept("train", "training samples per client"),
     "peers": _swept("num_peers", "sampled peers"),
     "population": _swept("num_clients", "number of clients"),
-    "sweep": Kind(_plots_swept.sweep, "any setting, with --setting; two make a grid", {}),
+    "sweep": Kind(plots.sweep, "any setting, with --setting; two make a grid", {}),
 }
 
 
@@ -105,62 +91,10 @@ class Published:
     study: str
 
 
-def _of(figure: str, study: str, **options: Any) -> Published:
-    return Published(figure, options, study)
-
-
-SIMILARITIES = ("Inverse loss", "Cosine of updates", "Cosine of weights", "L2")
-ROWS = (*SIMILARITIES, *(f"{name} FedSim" for name in SIMILARITIES), "Random", "Oracle", "Local")
-PAPERS: dict[str, Published] = {
-    "similarity-2a": _of("heatmap", "similarity/synthetic", methods=SIMILARITIES),
-    "similarity-2b": _of("heatmap", "similarity/cifar100-pretrained", methods=SIMILARITIES),
-    "similarity-3a": _of("bars", "similarity/synthetic", methods=ROWS),
-    "similarity-3b": _of("samples", "similarity/samples"),
-    "similarity-4a": _of("bars", "similarity/domain-mlp", methods=ROWS),
-    "similarity-4b": _of("bars", "similarity/domain-cnn", methods=ROWS),
-    "similarity-5a": _of("bars", "similarity/fmnist-covariate-4", methods=ROWS),
-    "similarity-5b": _of("bars", "similarity/cifar100-pretrained", methods=ROWS),
-    "similarity-5c": _of("bars", "similarity/cifar10-label-2", methods=ROWS),
-    "similarity-5d": _of("bars", "similarity/cifar10-label-5", methods=ROWS),
-    "similarity-6": _of("peers", "similarity/peers"),
-    "similarity-7": _of(
-        "heatmap",
-        "similarity/cifar10-label-2, similarity/cifar10-label-5, similarity/fmnist-covariate-4",
-        methods=SIMILARITIES,
-    ),
-    "similarity-8": _of("sensitivity", "similarity/tau-cifar10-*", studies=("*tau-cifar10-label-[25]",)),
-    "similarity-9": _of(
-        "sensitivity",
-        "similarity/tau-domain-cnn, similarity/tau-fmnist-covariate-4",
-        studies=("*tau-domain-cnn", "*tau-fmnist-covariate-4"),
-    ),
-    "similarity-10": _of("tau", "similarity/tau-cifar100"),
-    "dac-2": _of("samples", "dac/samples"),
-    "dac-3": _of("tau", "dac/tau"),
-    "dac-4": _of("heatmap", "dac/cifar10-label-40-60"),
-    "panm-4": _of("graph", "panm/cifar10-4", after="stage_one_rounds"),
-    "panm-5-left": _of("samples", "panm/samples"),
-    "panm-5-right": _of("population", "panm/population"),
-    "sosicfl-4": _of("curves", "sosicfl/cifar10-squeezenet-2-fold", split="test", metric="global_accuracy,accuracy"),
-    "sosicfl-5": _of("simplex", "sosicfl/cifar10-squeezenet-dirichlet"),
-    "sosicfl-7a": _of("variance", "sosicfl/cifar10-squeezenet-dirichlet"),
-    "sosicfl-7b": _of("sweep", "sosicfl/regions", setting="regions,radius"),
-    "sosicfl-8": _of("curves", "sosicfl/late-start", split="test", metric="accuracy"),
-    "fedgwc-2": _of(
-        "curves",
-        "fedgwc/cifar100-dirichlet",
-        split="test",
-        metric="accuracy",
-        splits=True,
-        methods=("FedAvg", "FedGWC"),
-    ),
-    "fedgwc-4": _of("change", "fedgwc/cifar10-hom-het"),
-    "fedgwc-5": _of("interaction", "fedgwc/cifar10-hom-het"),
-    "fedgwc-6": _of("interaction", "fedgwc/cifar10-hom-xhet"),
-    "fedgwc-7": _of("classes", "fedgwc/cifar100-dirichlet"),
-    "fedgwc-8": _of("labels", "fedgwc/cifar100-clean-noise-blur"),
-}
-NOT_STORED = {"sosicfl-6": "the text of the paper does not say what it shows"}
+PUBLISHED: dict[str, Published] = {}
+"""Published figures by their name, such as "dac-3"; `coterie.papers` adds those of its papers."""
+NOT_STORED: dict[str, str] = {}
+"""Published figures that stored runs cannot give, and why."""
 
 
 def plot(
@@ -175,7 +109,7 @@ def plot(
 
     Args:
         runs: folders of studies or runs; for a sweep, the folders of its points or the folder above them.
-        figure: a name of FIGURES, or a published figure of PAPERS such as "dac-3".
+        figure: a name of FIGURES, or a published figure of PUBLISHED such as "dac-3".
         out: the file; default the figure's name in the current folder.
         format: "pdf", "svg" or "png"; what the name of `out` ends with has precedence.
         options: `methods` (labels to show, a list or a text with commas; `*` stands for anything), `metric`,
@@ -190,9 +124,9 @@ def plot(
     """
     if figure in NOT_STORED:
         raise ConfigError(f"figure {figure} cannot be drawn from stored runs: {NOT_STORED[figure]}")
-    if figure not in FIGURES and figure not in PAPERS:
-        raise ConfigError(unknown("figure", figure, [*FIGURES, *PAPERS]))
-    published = PAPERS.get(figure)
+    if figure not in FIGURES and figure not in PUBLISHED:
+        raise ConfigError(unknown("figure", figure, [*FIGURES, *PUBLISHED]))
+    published = PUBLISHED.get(figure)
     kind = FIGURES[published.figure if published else figure]
     chosen = {**kind.options, **(published.options if published else {}), **options}
     path = Path(out) if out is not None else Path(f"{figure}.{format}")

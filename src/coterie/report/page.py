@@ -15,9 +15,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from coterie._util.files import write_atomically
 from coterie.report.data import payload
 from coterie.results.summary import HIGHER_IS_BETTER, Problem, StoredRun, find_runs
-from coterie.simulation.record import write_atomically
 
 SCRIPTS = ("core.js", "curves.js", "reads.js", "graph.js", "clients.js", "cost.js", "data.js", "main.js")
 

@@ -13,7 +13,6 @@ import pandas as pd
 from jaxtyping import Float
 
 from coterie.errors import ConfigError
-from coterie.methods._simplex_server import SimplexMethod
 from coterie.methods.base import Method
 from coterie.methods.dac import Dac
 from coterie.methods.ditto import Ditto
@@ -21,11 +20,10 @@ from coterie.methods.fix_topology import FixTopology
 from coterie.methods.ifca import Ifca
 from coterie.methods.local import Local
 from coterie.methods.oracle import Oracle
-from coterie.methods.panm import Panm
-from coterie.methods.panm_grad import PanmGrad
-from coterie.methods.panm_loss import PanmLoss
+from coterie.methods.panm import Panm, PanmGrad, PanmLoss
 from coterie.methods.pens import Pens
 from coterie.methods.random_gossip import Random
+from coterie.methods.sosicfl import SimplexMethod
 
 ENVELOPE = 523
 """Bytes of a message between machines beside its numbers: manifest, signature, header (see docs/reference/wire.md)."""

@@ -10,7 +10,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +20,11 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from torch import Tensor
 
+from coterie._util.files import replacing, write_atomically
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError
 from coterie.methods.base import Method, State
-from coterie.simulation.record import write_atomically
 
 if TYPE_CHECKING:
     from coterie.simulation.loop import Loop
@@ -212,18 +211,10 @@ def _filled(like: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _write(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    os.close(handle)
+    # safetensors' torch variant keeps a ctypes type for each size
+    arrays = {k: v.cpu().contiguous().numpy() for k, v in tensors.items()}
     try:
-        # safetensors' torch variant keeps a ctypes type for each size
-        arrays = {k: v.cpu().contiguous().numpy() for k, v in tensors.items()}
-        save_file(arrays, temporary, metadata={"coterie": json.dumps(meta)})
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, SafetensorError):  # the library hides what the system said in its text
-            raise OSError(f"{path}: {error}") from error
-        raise
+        with replacing(path) as temporary:
+            save_file(arrays, temporary, metadata={"coterie": json.dumps(meta)})
+    except SafetensorError as error:  # the library hides what the system said in its text
+        raise OSError(f"{path}: {error}") from error

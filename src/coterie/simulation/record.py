@@ -5,8 +5,6 @@ Columns are kept as chunks of arrays, so that adding a round is cheap and a chec
 """
 
 import io
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,8 @@ import pyarrow.parquet as pq
 import torch
 from jaxtyping import Int
 from torch import Tensor
+
+from coterie._util.files import write_atomically
 
 METRIC_COLUMNS = ("round", "client", "cluster", "split", "model", "metric", "value")
 EDGE_COLUMNS = ("round", "reader", "read", "purpose", "weight", "bytes")
@@ -171,20 +171,3 @@ class Record:
         for prefix, table in (("metrics", self._metrics), ("edges", self._edges)):
             arrays = {name: tensors[f"{prefix}.{name}"].numpy() for name in table.columns}
             table.chunks = [arrays] if len(arrays["round"]) else []
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that a reader, or a crash, finds the old one or the new one and nothing between."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            error.filename = error.filename or str(path)
-        raise

@@ -15,7 +15,8 @@ from coterie._util import pages
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
-from coterie.exchange.base import Exchange, InMemory
+from coterie.exchange.base import Exchange
+from coterie.exchange.in_memory import InMemory
 from coterie.methods.base import Method
 from coterie.models.layout import ModelSource, source
 from coterie.rng import Rng

@@ -19,6 +19,7 @@ from typing import Any
 
 import pandas as pd
 
+from coterie._util.files import write_atomically
 from coterie.data.build import build_federation
 from coterie.data.federation import Federation
 from coterie.engine import ENGINES
@@ -27,7 +28,6 @@ from coterie.models.layout import ModelSource
 from coterie.results import summary
 from coterie.simulation import checkpoint
 from coterie.simulation.loop import Loop
-from coterie.simulation.record import write_atomically
 from coterie.simulation.run import Observer, Progress, make_task, reopen, simulate
 from coterie.simulation.workers import fan_out
 from coterie.studies import config

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coterie._util.files import write_atomically
 from coterie.errors import ConfigError, RunExistsError, unknown
-from coterie.simulation.record import write_atomically
 from coterie.studies import config
-from coterie.studies._overrides import keys, put
+from coterie.studies.config import keys, put
 from coterie.studies.definition import StudyConfig
 from coterie.studies.run import CONFIG, Study, read_study, run_study, stored
 

@@ -16,16 +16,16 @@ import numpy as np
 import pandas as pd
 import torch
 
+from coterie._util.files import write_atomically
 from coterie.data.build import build_federation
 from coterie.data.federation import SPLITS, Federation, TestSet
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, require, unknown
 from coterie.results.summary import HIGHER_IS_BETTER
-from coterie.simulation.record import write_atomically
 from coterie.simulation.run import simulate
 from coterie.simulation.settings import Settings
 from coterie.simulation.workers import fan_out
-from coterie.studies import _overrides, config
+from coterie.studies import config
 from coterie.studies.config import StudyConfig
 from coterie.studies.definition import MethodConfig
 
@@ -231,7 +231,7 @@ def _validation(metrics: pd.DataFrame, model: str) -> tuple[str, pd.Series]:
 def _with_point(study: StudyConfig, label: str, point: Point) -> StudyConfig:
     content = config.table(study)
     for key, value in point:
-        _overrides.put(content, f"methods.{json.dumps(label)}.{key}", value)
+        config.put(content, f"methods.{json.dumps(label)}.{key}", value)
     return config.parse(content)
 
 

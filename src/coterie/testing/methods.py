@@ -15,7 +15,9 @@ from torch import Tensor
 
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
-from coterie.exchange.base import Exchange, Faulty, Inbox, InMemory, Message
+from coterie.exchange.base import Exchange, Inbox, Message
+from coterie.exchange.faulty import Faulty
+from coterie.exchange.in_memory import InMemory
 from coterie.exchange.mailbox import Mailbox, PostOffice
 from coterie.methods.base import Method, PeerMethod
 from coterie.models.layout import ModelSource, source

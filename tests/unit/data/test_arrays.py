@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, TensorDataset
 
-from coterie import Federation
+from coterie import Federation, from_arrays, from_dataset, from_datasets
 from coterie.errors import ConfigError, DataError
 
 
@@ -36,7 +36,7 @@ def held(federation: Federation, client: int) -> set[int]:
 def test_arrays_with_client_ids_keep_every_sample_at_its_client():
     x, y = arrays()
     owner = np.array(["b"] * 10 + ["a"] * 25 + ["c"] * 5)
-    federation = Federation.from_arrays(x, y, clients=owner)
+    federation = from_arrays(x, y, clients=owner)
     assert held(federation, 0) == set(range(10, 35))  # "a" is the first in sorted order
     assert held(federation, 1) == set(range(10))
     assert held(federation, 2) == set(range(35, 40))
@@ -49,7 +49,7 @@ def test_arrays_with_client_ids_keep_every_sample_at_its_client():
 
 
 def test_labels_stay_with_their_inputs():
-    federation = Federation.from_arrays(*arrays(), num_clients=4)
+    federation = from_arrays(*arrays(), num_clients=4)
     used = federation.split >= 0
     assert torch.equal(federation.x[used][:, 0].long() % 10, federation.y[used])
     assert all(torch.equal(test.x[:, 0].long() % 10, test.y) for test in federation.tests)
@@ -57,7 +57,7 @@ def test_labels_stay_with_their_inputs():
 
 def test_a_given_test_set_serves_everyone_and_nothing_is_held_out():
     x, y = arrays()
-    federation = Federation.from_arrays(x, y, num_clients=4, test=(x[:6], y[:6]))
+    federation = from_arrays(x, y, num_clients=4, test=(x[:6], y[:6]))
     assert len(federation.tests) == 1
     assert federation.tests[0].x[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
     assert int((federation.split >= 0).sum()) == 40
@@ -66,22 +66,22 @@ def test_a_given_test_set_serves_everyone_and_nothing_is_held_out():
 def test_known_clusters_become_the_truth():
     x, y = arrays()
     owner = np.repeat([7, 3, 5, 9], 10)
-    by_value = Federation.from_arrays(x, y, clients=owner, clusters={3: 1, 5: 0, 7: 1, 9: 2})
+    by_value = from_arrays(x, y, clients=owner, clusters={3: 1, 5: 0, 7: 1, 9: 2})
     assert by_value.truth is not None
     assert by_value.truth.cluster.tolist() == [1, 0, 1, 2]  # clients 3, 5, 7, 9
-    by_order = Federation.from_arrays(x, y, clients=owner, clusters=[1, 0, 1, 2])
+    by_order = from_arrays(x, y, clients=owner, clusters=[1, 0, 1, 2])
     assert by_order.fingerprint() == by_value.fingerprint()
     with pytest.raises(DataError, match="clusters has nothing for client 9"):
-        Federation.from_arrays(x, y, clients=owner, clusters={3: 1, 5: 0, 7: 1})
+        from_arrays(x, y, clients=owner, clusters={3: 1, 5: 0, 7: 1})
     with pytest.raises(DataError, match="clusters has 3 values; expected one for each of the 4 clients"):
-        Federation.from_arrays(x, y, clients=owner, clusters=[0, 1, 1])
+        from_arrays(x, y, clients=owner, clusters=[0, 1, 1])
     with pytest.raises(ConfigError, match="clusters is given without clients"):
-        Federation.from_arrays(x, y, num_clients=2, clusters=[0, 1])
+        from_arrays(x, y, num_clients=2, clusters=[0, 1])
 
 
 def test_a_shift_can_be_planted_in_ones_own_images():
     x = np.random.Generator(np.random.Philox(0)).integers(0, 256, (40, 6, 6), dtype=np.uint8)
-    federation = Federation.from_arrays(
+    federation = from_arrays(
         x, np.arange(40) % 2, num_clients=4, shift=[{"kind": "rotation", "degrees": [0, 90]}], normalise="standard"
     )
     assert federation.truth is not None
@@ -94,23 +94,23 @@ def test_a_shift_can_be_planted_in_ones_own_images():
 
 def test_float_targets_make_a_regression():
     x, y = arrays()
-    federation = Federation.from_arrays(x, y / 3, num_clients=4)
+    federation = from_arrays(x, y / 3, num_clients=4)
     assert federation.classes == 0
     assert federation.outputs == 1
-    several = Federation.from_arrays(x, np.stack([y / 3, y / 2, y], axis=1), num_clients=4)
+    several = from_arrays(x, np.stack([y / 3, y / 2, y], axis=1), num_clients=4)
     assert several.outputs == 3
     assert several.y.shape[2:] == (3,)
 
 
 def test_a_list_of_datasets_has_one_client_each():
     x, y = (torch.from_numpy(part) for part in arrays())
-    federation = Federation.from_datasets([TensorDataset(x[:10], y[:10]), TensorDataset(x[10:], y[10:])])
+    federation = from_datasets([TensorDataset(x[:10], y[:10]), TensorDataset(x[10:], y[10:])])
     assert [held(federation, client) for client in (0, 1)] == [set(range(10)), set(range(10, 40))]
 
 
 def test_a_dataset_with_ids_may_hold_pictures():
     pictures = [(Image.new("RGB", (4, 4), (place, 0, 200)), place % 3) for place in range(12)]
-    federation = Federation.from_dataset(Pairs(pictures), [place // 6 for place in range(12)], classes=3)
+    federation = from_dataset(Pairs(pictures), [place // 6 for place in range(12)], classes=3)
     assert federation.features == (3, 4, 4)
     assert federation.x.dtype == torch.uint8
     assert set(federation.x[0][federation.split[0] >= 0][:, 0, 0, 0].tolist()) <= set(range(6))
@@ -118,7 +118,7 @@ def test_a_dataset_with_ids_may_hold_pictures():
 
 
 def test_numbers_as_inputs_are_vectors_of_no_axis():
-    federation = Federation.from_datasets([Pairs([(float(i), 2.0 * i) for i in range(8)])])
+    federation = from_datasets([Pairs([(float(i), 2.0 * i) for i in range(8)])])
     assert federation.features == ()
     assert federation.classes == 0
 
@@ -135,7 +135,7 @@ def test_numbers_as_inputs_are_vectors_of_no_axis():
 )
 def test_datasets_that_cannot_be_used_are_refused(datasets, message):
     with pytest.raises(DataError, match=message):
-        Federation.from_datasets(datasets)
+        from_datasets(datasets)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_datasets_that_cannot_be_used_are_refused(datasets, message):
 )
 def test_arguments_that_do_not_fit_are_refused(change, error, message):
     with pytest.raises(error, match=message) as caught:
-        Federation.from_arrays(*arrays(), **change)
+        from_arrays(*arrays(), **change)
     assert "\n" not in str(caught.value)
 
 
@@ -165,9 +165,9 @@ def test_nan_in_the_data_is_found():
     x, y = arrays()
     x[7, 1] = np.nan
     with pytest.raises(DataError, match="first in sample 7"):
-        Federation.from_arrays(x, y, num_clients=4)
+        from_arrays(x, y, num_clients=4)
 
 
 def test_empty_arrays_are_refused():
     with pytest.raises(DataError, match="the pool has 0 samples"):
-        Federation.from_arrays(np.zeros((0, 2)), np.zeros(0, int), num_clients=2)
+        from_arrays(np.zeros((0, 2)), np.zeros(0, int), num_clients=2)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.data.datasets import GATHERED, Samples, Source, as_samples, digits, load, synthetic_regression
+from coterie.data.datasets import GATHERED, digits, load, synthetic_regression
+from coterie.data.source import Samples, Source, as_samples
 from coterie.errors import ConfigError, DataError
 from coterie.rng import Rng
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from coterie.data import _hub
+from coterie.data import hub
 from coterie.data.build import DataConfig, build_federation
 from coterie.data.datasets import load
 from coterie.errors import ConfigError, DataError
@@ -97,10 +97,10 @@ def test_without_a_cache_folder_it_works_and_says_so(folder, cache):
 def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):
     monkeypatch.delenv("COTERIE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert _hub.cache_folder() == tmp_path / "coterie"
+    assert hub.cache_folder() == tmp_path / "coterie"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert _hub.cache_folder() == tmp_path / ".cache" / "coterie"
+    assert hub.cache_folder() == tmp_path / ".cache" / "coterie"
 
 
 def test_grey_images_among_coloured_ones_become_coloured(folder):
@@ -247,7 +247,7 @@ def test_the_real_library_reads_the_same_as_the_folder(folder, cache, monkeypatc
     monkeypatch.setattr(
         datasets, "load_dataset", lambda _: original("parquet", data_files=files, cache_dir=str(cache / "hub"))
     )
-    expected, found = load("flowers", data_dir=folder.parent), _hub.download("someone/flowers", "flowers")
+    expected, found = load("flowers", data_dir=folder.parent), hub.download("someone/flowers", "flowers")
     assert torch.equal(found.train.x, expected.train.x)
     assert torch.equal(found.test.y, expected.test.y)
     assert found.class_names == expected.class_names

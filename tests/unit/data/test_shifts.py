@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.data._label_shifts import DirichletPerClient, dirichlet
 from coterie.data.build import DataConfig, build_federation, build_from_sources
-from coterie.data.datasets import Samples, Source
 from coterie.data.federation import Federation
 from coterie.data.plan import members, spread
-from coterie.data.shifts import SHIFTS, Rotation, read_shift, write_shift
+from coterie.data.shifts import SHIFTS, DirichletPerClient, Rotation, dirichlet, read_shift, write_shift
+from coterie.data.source import Samples, Source
 from coterie.errors import ConfigError, DataError
 from coterie.rng import Rng
 

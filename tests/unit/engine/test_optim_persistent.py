@@ -7,7 +7,7 @@ import torch
 
 from coterie.engine.task import LocalTraining
 from coterie.errors import ConfigError
-from coterie.exchange.base import InMemory
+from coterie.exchange.in_memory import InMemory
 from coterie.methods.base import Method
 from coterie.methods.dac import Dac
 from coterie.methods.ditto import Ditto

@@ -8,7 +8,7 @@ import torch
 from coterie.engine._work import Samples, distinct
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.task import Task
-from coterie.exchange.base import InMemory
+from coterie.exchange.in_memory import InMemory
 from coterie.methods import METHODS
 from coterie.rng import Rng
 from coterie.simulation.loop import Loop

@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from coterie.exchange.base import InMemory
+from coterie.exchange.in_memory import InMemory
 from coterie.exchange.mailbox import Mailbox, PostOffice
 from coterie.functional import selection
 from coterie.rng import Rng

@@ -8,7 +8,8 @@ import torch
 
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
-from coterie.exchange.base import Exchange, InMemory
+from coterie.exchange.base import Exchange
+from coterie.exchange.in_memory import InMemory
 from coterie.methods.base import Info, Method, State
 from coterie.rng import Rng
 from coterie.simulation.loop import Loop

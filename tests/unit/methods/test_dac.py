@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from coterie.errors import ConfigError
-from coterie.exchange.base import Faulty, InMemory
+from coterie.exchange.faulty import Faulty
+from coterie.exchange.in_memory import InMemory
 from coterie.functional import similarity
-from coterie.methods._acquaintance import Acquaintance
 from coterie.methods.base import check_choices
-from coterie.methods.dac import Dac, DacNoTwoHop, DacVar
+from coterie.methods.dac import Acquaintance, Dac, DacNoTwoHop, DacVar
 from coterie.testing import tiny_federation
 
 IDS = torch.arange(4)

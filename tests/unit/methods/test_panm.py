@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from coterie.errors import ConfigError
-from coterie.exchange.base import Faulty, InMemory
+from coterie.exchange.faulty import Faulty
+from coterie.exchange.in_memory import InMemory
 from coterie.functional import similarity
-from coterie.methods.panm_grad import PanmGrad
-from coterie.methods.panm_loss import PanmLoss
+from coterie.methods.panm import PanmGrad, PanmLoss
 from coterie.testing import tiny_federation
 
 SHORT = {"num_peers": 2, "num_candidates": 3, "stage_one_rounds": 3, "interval": 2}

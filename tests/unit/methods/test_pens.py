@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from coterie.errors import ConfigError
-from coterie.exchange.base import Faulty, InMemory
+from coterie.exchange.faulty import Faulty
+from coterie.exchange.in_memory import InMemory
 from coterie.methods.pens import Pens
 from coterie.testing import tiny_federation
 

@@ -7,11 +7,11 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
+from coterie._util.files import write_atomically
 from coterie.cli import _tables
 from coterie.cli.app import app
 from coterie.errors import ConfigError, DataError
 from coterie.papers import compare, numbers
-from coterie.simulation.record import write_atomically
 from coterie.studies import config
 
 STUDY = """

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 
 from coterie.errors import DataError
-from coterie.report import figures
-from coterie.report._plots_swept import bare
+from coterie.papers import figures
+from coterie.report.plots import bare
 
 
 def numbers(path):

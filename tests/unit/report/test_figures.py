@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from coterie.cli.app import app
 from coterie.errors import ConfigError, DataError
+from coterie.papers import figures as _published  # noqa: F401 (adds those of the papers)
 from coterie.report import figures, plots
 from coterie.results.summary import find_runs
 
@@ -87,7 +88,7 @@ def test_two_settings_make_a_grid(swept, tmp_path):
 def test_published_figures_are_kinds_with_options(swept, tmp_path):
     """DAC's figure 3 is the sensitivity to tau."""
     assert len(numbers(figures.plot([swept], "dac-3", out=tmp_path / "d.svg"))) == 3
-    assert {published.figure for published in figures.PAPERS.values()} <= set(figures.FIGURES)
+    assert {published.figure for published in figures.PUBLISHED.values()} <= set(figures.FIGURES)
 
 
 def test_a_figure_shows_the_methods_that_were_asked_for(population, tmp_path):
@@ -209,7 +210,7 @@ def test_plot_without_a_figure_lists_them(small):
     lines = CliRunner().invoke(app, ["plot", str(small)]).output.splitlines()
     assert lines[0].split()[0] == "curves"
     assert any(line.startswith("dac-3") and "tau of dac/tau" in line for line in lines)
-    assert {line.split()[0] for line in lines} == {*figures.FIGURES, *figures.PAPERS, *figures.NOT_STORED}
+    assert {line.split()[0] for line in lines} == {*figures.FIGURES, *figures.PUBLISHED, *figures.NOT_STORED}
 
 
 def test_every_result_figure_of_the_papers_has_a_name():
@@ -218,7 +219,7 @@ def test_every_result_figure_of_the_papers_has_a_name():
         "similarity": range(2, 11), "dac": range(2, 5), "panm": (4, 5), "sosicfl": range(4, 9),
         "fedgwc": (2, *range(4, 9)),
     }  # fmt: skip
-    names = [*figures.PAPERS, *figures.NOT_STORED]
+    names = [*figures.PUBLISHED, *figures.NOT_STORED]
     numbered = {(name.split("-")[0], int(name.split("-")[1].rstrip("abcd"))) for name in names}
     assert numbered == {(paper, number) for paper, some in wanted.items() for number in some}
 
@@ -226,7 +227,7 @@ def test_every_result_figure_of_the_papers_has_a_name():
 def test_published_figures_name_studies_that_are_there():
     """Each study that the list names is a file of the package, or a family of them."""
     folder = resources.files("coterie.studies") / "builtin"
-    for name, published in figures.PAPERS.items():
+    for name, published in figures.PUBLISHED.items():
         study = published.study.split(",")[0]
         assert list(Path(str(folder)).glob(f"{study}.toml")), name
 

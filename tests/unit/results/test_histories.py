@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from coterie.cli import _display_rounds
+from coterie.cli import _display
 from coterie.methods import METHODS
-from coterie.results import _histories
+from coterie.results import summary
 from coterie.simulation.record import METRIC_COLUMNS
 from coterie.studies.definition import make_study
 from coterie.studies.run import Study
@@ -32,7 +32,7 @@ BASE = {9: (0.2, 0.4), 19: (0.5, 0.7), 29: (0.4, 0.6)}  # means 0.3, 0.6, 0.5: t
 
 def test_total_participation_counts_local_trainings():
     """Rounds in which a client trained; neither the warm-up nor other reports."""
-    assert _histories.participation([run("fedavg", BASE, trained=7)]) == [  # type: ignore[list-item]
+    assert summary.participation([run("fedavg", BASE, trained=7)]) == [  # type: ignore[list-item]
         {"label": "fedavg", "seed": 0, "client_rounds": 7}
     ]
 
@@ -45,7 +45,7 @@ def test_time_to_accuracy_by_hand():
         run("sosicfl", {9: (0.6, 0.6), 19: (0.1, 0.1)}),
         run("sosicfl", {9: (0.5, 0.6), 19: (0.1, 0.1)}, seed=1),
     ]
-    (row,) = _histories.time_to_accuracy(runs)  # type: ignore[arg-type]
+    (row,) = summary.time_to_accuracy(runs)  # type: ignore[arg-type]
     assert (row["label"], row["base"], row["metric"]) == ("sosicfl", "fedavg", "accuracy")
     assert row["ratio"] == pytest.approx(19 / 9 / 2)
     assert (row["seeds"], row["reached"], row["tta"], row["reason"]) == (2, 1, 9.0, "")
@@ -54,7 +54,7 @@ def test_time_to_accuracy_by_hand():
 def test_sosicfl_plus_is_timed_against_ditto():
     """Ditto's best mean is 0.3 in round 9, reached at once; Ditto itself is timed against FedAvg, and never arrives."""
     ditto = run("ditto", {9: (0.3, 0.3), 19: (0.2, 0.2)})
-    rows = _histories.time_to_accuracy([run("fedavg", BASE), ditto, run("sosicfl-plus", BASE)])  # type: ignore[list-item]
+    rows = summary.time_to_accuracy([run("fedavg", BASE), ditto, run("sosicfl-plus", BASE)])  # type: ignore[list-item]
     found = {row["label"]: row for row in rows}
     assert (found["sosicfl-plus"]["base"], found["sosicfl-plus"]["ratio"]) == ("ditto", 1.0)
     assert (found["ditto"]["ratio"], found["ditto"]["reached"], found["ditto"]["tta"]) == (0.0, 0, math.inf)
@@ -62,17 +62,17 @@ def test_sosicfl_plus_is_timed_against_ditto():
 
 def test_no_ratio_has_a_reason():
     """Who is there in round 0 has no ratio; without evaluations, or without the baseline, there is no row at all."""
-    (row,) = _histories.time_to_accuracy([run("fedavg", BASE), run("ifca", {0: (0.9, 0.9)})])  # type: ignore[list-item]
+    (row,) = summary.time_to_accuracy([run("fedavg", BASE), run("ifca", {0: (0.9, 0.9)})])  # type: ignore[list-item]
     assert math.isnan(row["ratio"])
     assert "round 0" in row["reason"]
-    assert _histories.time_to_accuracy([run("fedavg", BASE), run("ifca", {})]) == []  # type: ignore[list-item]
-    assert _histories.time_to_accuracy([run("ifca", BASE)]) == []  # type: ignore[list-item]
+    assert summary.time_to_accuracy([run("fedavg", BASE), run("ifca", {})]) == []  # type: ignore[list-item]
+    assert summary.time_to_accuracy([run("ifca", BASE)]) == []  # type: ignore[list-item]
 
 
 def test_reasons_are_told_once():
     """Two seeds with the same reason are one line."""
     runs = [run("cfl", BASE, seed=s, undefined={"was": "WAS is undefined: one cluster"}) for s in range(2)]
-    assert _histories.undefined(runs) == [  # type: ignore[arg-type]
+    assert summary.undefined(runs) == [  # type: ignore[arg-type]
         {"label": "cfl", "metric": "was", "reason": "WAS is undefined: one cluster"}
     ]
 
@@ -96,7 +96,7 @@ def test_what_the_command_line_shows():
     def shown(kind: str) -> str:
         study = Study(Path(), make_study([METHODS[kind]()]), summary, {})
         out = io.StringIO()
-        _display_rounds.rounds(study, Console(file=out, width=80))
+        _display.rounds(study, Console(file=out, width=80))
         return out.getvalue()
 
     text = [" ".join(line.split()) for line in shown("cfl").splitlines()]

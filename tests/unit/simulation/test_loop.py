@@ -7,7 +7,7 @@ import torch
 
 from coterie.engine.task import LocalTraining
 from coterie.errors import CheckpointError, ConfigError, RunExistsError
-from coterie.exchange.base import InMemory
+from coterie.exchange.in_memory import InMemory
 from coterie.methods.random_gossip import Random
 from coterie.rng import Rng
 from coterie.simulation import checkpoint
@@ -89,7 +89,7 @@ def test_no_rounds_is_the_warm_up_and_no_peers_is_local_training():
 
 
 def _deaf(federation):
-    from coterie.exchange.base import Faulty
+    from coterie.exchange.faulty import Faulty
 
     return Faulty(InMemory(federation.ids, len(federation)), drop=1.0)
 
@@ -169,7 +169,7 @@ def test_sequential_schedules_let_later_clients_read_merged_models(schedule):
 
 
 def test_faults_are_masks_and_counted():
-    from coterie.exchange.base import Faulty
+    from coterie.exchange.faulty import Faulty
 
     federation = tiny_federation()
     door = Faulty(InMemory(federation.ids, 6), drop=0.3, delay=0.3, duplicate=0.3)

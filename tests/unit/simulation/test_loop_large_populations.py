@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 
 from coterie.engine.task import LocalTraining, Task
-from coterie.exchange.base import Inbox, InMemory, Message
+from coterie.exchange.base import Inbox, Message
+from coterie.exchange.in_memory import InMemory
 from coterie.functional.selection import uniform
 from coterie.methods import METHODS
 from coterie.methods.base import drawn_uniformly

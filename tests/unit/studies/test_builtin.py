@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from coterie.data.build import build_federation, build_from_sources
-from coterie.data.datasets import Samples, Source, load
+from coterie.data.datasets import load
+from coterie.data.source import Samples, Source
 from coterie.errors import ModelError
 from coterie.models.layout import build
 from coterie.papers import numbers

@@ -11,7 +11,7 @@ import time
 from functools import lru_cache
 from pathlib import Path
 
-from coterie.data._hub import cache_folder
+from coterie._util.files import cache_folder
 
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC", "-w")
 _SECONDS = 300

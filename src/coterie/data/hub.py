@@ -8,8 +8,6 @@ import hashlib
 import importlib
 import io
 import json
-import os
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from coterie.data.datasets import Constants, Samples, Source
+from coterie._util.files import cache_folder, replacing
+from coterie.data.source import Constants, Samples, Source
 from coterie.errors import ConfigError, DataError, unknown
 
 TEST_SPLITS = ("test", "validation", "valid")
@@ -45,15 +44,6 @@ class Decoded:
 
     images: UInt8[Tensor, "samples channels height width"]
     columns: Mapping[str, Int[Tensor, " samples"]]
-
-
-def cache_folder() -> Path:
-    """Return where decoded images are kept: `COTERIE_CACHE`, or coterie's folder in the user's cache."""
-    chosen = os.environ.get("COTERIE_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "coterie"
 
 
 def read_folder(folder: Path, label: str | None = None, standard: Constants | None = None) -> Source:
@@ -255,16 +245,11 @@ def _save_cache(place: Path, splits: Mapping[str, Decoded], names: Mapping[str, 
     for split, decoded in splits.items():
         tensors |= {f"{split}.columns.{column}": values for column, values in decoded.columns.items()}
     meta = {"splits": {split: list(decoded.columns) for split, decoded in splits.items()}, "names": names}
-    temporary = None
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=place.parent, suffix=".tmp")
-        os.close(handle)
-        save_file(tensors, temporary, metadata={"coterie": json.dumps(meta)})
-        os.replace(temporary, place)
+        with replacing(place) as temporary:
+            save_file(tensors, temporary, metadata={"coterie": json.dumps(meta)})
     except (OSError, SafetensorError) as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         warnings.warn(f"decoded images are not kept: {error}; set COTERIE_CACHE to a folder with room", stacklevel=2)
         return
     for old in place.parent.glob(f"{place.name.rsplit('-', 1)[0]}-*.safetensors"):

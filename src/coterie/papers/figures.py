@@ -1,4 +1,9 @@
-"""Figures of papers that need more than a table of results: what `coterie analyse` measured, and small multiples."""
+"""The figures of the papers: what each published one is, and those that need what `coterie analyse` measured.
+
+Importing this module adds them to `report.figures`, whose `plot` draws them.
+"""
+
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -8,9 +13,13 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from coterie.errors import DataError
+from coterie.report import plots
 from coterie.report.data.packing import dense
+from coterie.report.figures import FIGURES, NOT_STORED, PUBLISHED, Kind, Published, plot
 from coterie.report.plots import COLOURS, PERCENT, WIDTH, Drawn, Named, content_of, groups_of, panels_of
 from coterie.results.summary import StoredRun
+
+__all__ = ["distributions", "interactions", "plot", "simplexes"]
 
 ANALYSES = "analyses"
 EVERYBODY = -1  # the client of rows about all test sets together
@@ -119,3 +128,82 @@ def distributions(runs: Named, *, most: int = 12) -> Drawn:
     panels[-1].set_xlabel("class")
     figure.supylabel("share of training samples (%)", fontsize=8)
     return figure, pd.DataFrame(rows, columns=["method", "found", "of", "count"])
+
+
+def _of(figure: str, study: str, **options: Any) -> Published:
+    return Published(figure, options, study)
+
+
+SIMILARITIES = ("Inverse loss", "Cosine of updates", "Cosine of weights", "L2")
+ROWS = (*SIMILARITIES, *(f"{name} FedSim" for name in SIMILARITIES), "Random", "Oracle", "Local")
+PUBLISHED.update(
+    {
+        "similarity-2a": _of("heatmap", "similarity/synthetic", methods=SIMILARITIES),
+        "similarity-2b": _of("heatmap", "similarity/cifar100-pretrained", methods=SIMILARITIES),
+        "similarity-3a": _of("bars", "similarity/synthetic", methods=ROWS),
+        "similarity-3b": _of("samples", "similarity/samples"),
+        "similarity-4a": _of("bars", "similarity/domain-mlp", methods=ROWS),
+        "similarity-4b": _of("bars", "similarity/domain-cnn", methods=ROWS),
+        "similarity-5a": _of("bars", "similarity/fmnist-covariate-4", methods=ROWS),
+        "similarity-5b": _of("bars", "similarity/cifar100-pretrained", methods=ROWS),
+        "similarity-5c": _of("bars", "similarity/cifar10-label-2", methods=ROWS),
+        "similarity-5d": _of("bars", "similarity/cifar10-label-5", methods=ROWS),
+        "similarity-6": _of("peers", "similarity/peers"),
+        "similarity-7": _of(
+            "heatmap",
+            "similarity/cifar10-label-2, similarity/cifar10-label-5, similarity/fmnist-covariate-4",
+            methods=SIMILARITIES,
+        ),
+        "similarity-8": _of("sensitivity", "similarity/tau-cifar10-*", studies=("*tau-cifar10-label-[25]",)),
+        "similarity-9": _of(
+            "sensitivity",
+            "similarity/tau-domain-cnn, similarity/tau-fmnist-covariate-4",
+            studies=("*tau-domain-cnn", "*tau-fmnist-covariate-4"),
+        ),
+        "similarity-10": _of("tau", "similarity/tau-cifar100"),
+        "dac-2": _of("samples", "dac/samples"),
+        "dac-3": _of("tau", "dac/tau"),
+        "dac-4": _of("heatmap", "dac/cifar10-label-40-60"),
+        "panm-4": _of("graph", "panm/cifar10-4", after="stage_one_rounds"),
+        "panm-5-left": _of("samples", "panm/samples"),
+        "panm-5-right": _of("population", "panm/population"),
+        "sosicfl-4": _of(
+            "curves", "sosicfl/cifar10-squeezenet-2-fold", split="test", metric="global_accuracy,accuracy"
+        ),
+        "sosicfl-5": _of("simplex", "sosicfl/cifar10-squeezenet-dirichlet"),
+        "sosicfl-7a": _of("variance", "sosicfl/cifar10-squeezenet-dirichlet"),
+        "sosicfl-7b": _of("sweep", "sosicfl/regions", setting="regions,radius"),
+        "sosicfl-8": _of("curves", "sosicfl/late-start", split="test", metric="accuracy"),
+        "fedgwc-2": _of(
+            "curves",
+            "fedgwc/cifar100-dirichlet",
+            split="test",
+            metric="accuracy",
+            splits=True,
+            methods=("FedAvg", "FedGWC"),
+        ),
+        "fedgwc-4": _of("change", "fedgwc/cifar10-hom-het"),
+        "fedgwc-5": _of("interaction", "fedgwc/cifar10-hom-het"),
+        "fedgwc-6": _of("interaction", "fedgwc/cifar10-hom-xhet"),
+        "fedgwc-7": _of("classes", "fedgwc/cifar100-dirichlet"),
+        "fedgwc-8": _of("labels", "fedgwc/cifar100-clean-noise-blur"),
+    }
+)
+NOT_STORED["sosicfl-6"] = "the text of the paper does not say what it shows"
+FIGURES.update(
+    {
+        "classes": Kind(distributions, "classes of the data in each found cluster", {}),
+        "interaction": Kind(interactions, "FedGWC's interaction matrix, of `coterie analyse`", {}),
+        "simplex": Kind(simplexes, "accuracy all over SosicFL's simplex, of `coterie analyse`", {}),
+        "variance": Kind(
+            plots.curves,
+            "variance of updates over rounds",
+            {"metric": "gradient_variance", "split": "train", "log": True},
+        ),
+        "change": Kind(
+            plots.curves,
+            "change of FedGWC's interaction matrix over rounds",
+            {"metric": "interaction_change", "split": "train", "log": True},
+        ),
+    }
+)

@@ -1,0 +1,50 @@
+"""Files: the only writer of files that must be whole, and the folder of what can be made again."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give the path of a new file, which replaces `path` when the block ends without an error.
+
+    A reader, or a crash at any moment, finds the old file or the new one and nothing between.
+
+    Args:
+        path: what to write; its folder must exist.
+
+    Raises:
+        OSError: when the system refuses; it names `path`.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        os.replace(temporary, path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, name):
+            error.filename = str(path)
+        raise
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file whole; see `replacing`."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def cache_folder() -> Path:
+    """Return where decoded images and compiled programs are kept: `COTERIE_CACHE`, or coterie's in the user's cache."""
+    chosen = os.environ.get("COTERIE_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "coterie"

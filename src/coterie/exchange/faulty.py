@@ -1,0 +1,118 @@
+"""Faulty: an exchange that loses and delays messages, for experiments and tests."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coterie.errors import ExchangeError
+from coterie.exchange.base import (
+    Inbox,
+    Message,
+    Rule,
+    read,
+)
+from coterie.exchange.in_memory import InMemory
+from coterie.rng import Rng
+
+
+class Faulty:
+    """Another exchange whose messages get lost, late or doubled.
+
+    Args:
+        inner: the exchange underneath.
+        drop: probability that a message does not arrive, in [0, 1].
+        delay: probability that an older message (of the previous round) arrives instead, in [0, 1].
+        duplicate: probability that a message arrives twice: it costs its bytes again and changes nothing else.
+    """
+
+    def __init__(self, inner: "InMemory", *, drop: float = 0.0, delay: float = 0.0, duplicate: float = 0.0) -> None:
+        for name, value in (("drop", drop), ("delay", delay), ("duplicate", duplicate)):
+            if not 0 <= value <= 1:
+                raise ExchangeError(f"{name} is {value}; expected a probability between 0 and 1")
+        self.inner, self.drop, self.delay, self.duplicate = inner, drop, delay, duplicate
+        self._rng, self._number = Rng(0), 0
+        self._old: dict[int, Message] = {}
+
+    def begin(self, rng: Rng) -> None:
+        """Start a round."""
+        self._rng, self._number = rng, 0
+        self.inner.begin(rng)
+
+    def enter(self, ids: Int[Tensor, " active"]) -> None:
+        """Say which clients take part in this round."""
+        self.inner.enter(ids)
+
+    def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
+        """Read through the faults, drawn for each (round, exchange, reader, peer)."""
+        number, self._number = self._number, self._number + 1
+        own = self.inner.active
+        inbox = self.inner.pull(message, peers)
+        column = peers.clamp(min=0)
+
+        def happens(kind: str, chance: float) -> Tensor:
+            if chance == 0:
+                return torch.zeros_like(inbox.mask)
+            draws = self._rng.uniform(f"faults.{kind}.{number}", own, self.inner.population)
+            return (draws.gather(1, column) < chance) & inbox.mask
+
+        late = happens("delay", self.delay)
+        before, self._old[number] = self._old.get(number), replace(message, ids=own)
+        if bool(late.any()):
+            inbox = _replace_late(inbox, late, before, own, self.inner.population)
+        mask = inbox.mask & ~happens("drop", self.drop)
+        twice = happens("duplicate", self.duplicate) & mask
+        return replace(inbox, mask=mask, bytes=inbox.bytes * (mask.to(torch.int64) + twice.to(torch.int64)))
+
+    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+        """Pass through: faults are between peers."""
+        return self.inner.serve(message, rule, shared)
+
+    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
+        """Pass through."""
+        return self.inner.cohort(compute)
+
+    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+        """Pass through."""
+        self.inner.retire(ids, params)
+
+    def idle(self, exchanges: int) -> None:
+        """Pass through."""
+        self.inner.idle(exchanges)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return what a later round depends on."""
+        out = self.inner.snapshot()
+        for number, old in self._old.items() if self.delay else ():
+            assert old.ids is not None
+            out |= {f"old.{number}.params": old.params, f"old.{number}.ids": old.ids}
+            out |= {f"old.{number}.field.{name}": value for name, value in old.fields.items()}
+        return out
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `snapshot` returned."""
+        self.inner.restore(tensors)
+        for n in {int(k.split(".")[1]) for k in tensors if k.startswith("old.")}:
+            head = f"old.{n}.field."
+            fields = {k.removeprefix(head): v for k, v in tensors.items() if k.startswith(head)}
+            self._old[n] = Message(tensors[f"old.{n}.params"], fields, tensors[f"old.{n}.ids"])
+
+
+def _replace_late(inbox: Inbox, late: Tensor, before: Message | None, own: Tensor, population: int) -> Inbox:
+    """Show the previous round's message in the late slots; where there was none, nothing arrives."""
+    if before is None:
+        return replace(inbox, mask=inbox.mask & ~late, bytes=inbox.bytes * ~late)
+    old = read(before, own, torch.where(late, inbox.peers, -1), population)
+    offset = len(inbox.table)
+    return replace(
+        inbox,
+        table=torch.cat([inbox.table, old.table]),
+        fields={name: torch.cat([value, old.fields[name]]) for name, value in inbox.fields.items()},
+        index=torch.where(late & old.mask, old.index + offset, inbox.index),
+        mask=torch.where(late, old.mask, inbox.mask),
+        age=torch.where(late & old.mask, 1, inbox.age),
+        bytes=torch.where(late, old.bytes, inbox.bytes),
+    )

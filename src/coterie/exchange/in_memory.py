@@ -1,0 +1,110 @@
+"""InMemory: the exchange of a simulation, where all clients are hosted and reading is indexing."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coterie.errors import ExchangeError
+from coterie.exchange.base import (
+    Inbox,
+    Message,
+    Rule,
+    read,
+)
+from coterie.rng import Rng
+
+
+class InMemory:
+    """All clients of the population in one process: a pull is indexing.
+
+    Args:
+        ids: the ids of the rows of a full message.
+        population: how many clients there are.
+    """
+
+    def __init__(self, ids: Int[Tensor, " clients"], population: int) -> None:
+        self.ids, self.population = ids, population
+        self.last: dict[int, Message] = {}
+        self._stopped: dict[int, Tensor] = {}  # by id: the model
+        self._number = 0
+        self.active = ids
+
+    def begin(self, rng: Rng) -> None:
+        """Start a round."""
+        self._number = 0
+
+    def enter(self, ids: Int[Tensor, " active"]) -> None:
+        """Say which clients take part in this round; their messages have these ids, in this order."""
+        self.active = ids
+
+    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
+        """Choose who takes part: in one process there is nobody to ask."""
+        return compute()
+
+    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+        """Let stopped clients go on publishing."""
+        self._stopped |= {int(i): row.clone() for i, row in zip(ids, params, strict=True)}
+
+    def idle(self, exchanges: int) -> None:
+        """Pass a round: in one process nobody waits."""
+
+    def board(self, message: Message) -> Message:
+        """Return all that can be read in this exchange: the message, and what stopped clients stand for."""
+        number, self._number = self._number, self._number + 1
+        message = replace(message, ids=self.active)
+        if len(message) != len(self.active):
+            raise ExchangeError(f"a message has {len(message)} rows; expected {len(self.active)}, one a client hosted")
+        here = set(self.active.tolist())
+        if not self._stopped:
+            self.last[number] = message
+            return message
+        previous = self.last.get(number, message)
+        assert previous.ids is not None
+        place = {int(c): row for row, c in enumerate(previous.ids.tolist())}
+        gone = [c for c in sorted(self._stopped) if c not in here and c in place]
+        rows = torch.tensor([place[c] for c in gone], dtype=torch.int64)
+        params = torch.stack([self._stopped[c] for c in gone]) if gone else message.params[:0]
+        params = params[:, : message.params.shape[1]]  # no columns, when this exchange carries no models
+        fields = {name: torch.cat([value, previous.fields[name][rows]]) for name, value in message.fields.items()}
+        board = Message(
+            torch.cat([message.params, params]),
+            fields,
+            torch.cat([self.active, torch.tensor(gone, dtype=torch.int64)]),
+        )
+        self.last[number] = board
+        return board
+
+    def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
+        """Publish and read: see `Exchange.pull`."""
+        own = self.active
+        board = self.board(message)
+        return read(board, own, peers, self.population)
+
+    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+        """Apply the rule to the whole message, in the order of ids: see `Exchange.serve`."""
+        message = replace(message, ids=self.active)
+        order = torch.argsort(self.active)
+        shared, reply = rule(shared, message.rows(order))
+        return shared, reply.inbox(torch.argsort(order))
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return what a later round depends on, for a checkpoint."""
+        out = {f"stopped.{client}": row for client, row in self._stopped.items()}
+        for number, board in self.last.items() if self._stopped else ():
+            assert board.ids is not None
+            out |= {f"last.{number}.params": board.params, f"last.{number}.ids": board.ids}
+            out |= {f"last.{number}.field.{name}": value for name, value in board.fields.items()}
+        return out
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `snapshot` returned."""
+        self._stopped = {int(k.split(".")[1]): v for k, v in tensors.items() if k.startswith("stopped.")}
+        numbers = {int(k.split(".")[1]) for k in tensors if k.startswith("last.")}
+        for n in numbers:
+            head = f"last.{n}.field."
+            fields = {k.removeprefix(head): v for k, v in tensors.items() if k.startswith(head)}
+            self.last[n] = Message(tensors[f"last.{n}.params"], fields, tensors[f"last.{n}.ids"])
