@@ -105,7 +105,7 @@ def growth(values: list[float]) -> float:
 
 def credentials(folder: Path, number: int) -> tuple[Roster, str, Identity]:
     """Return the roster, the name and the identity of one member of a provisioned folder."""
-    who = roster.load(folder / "roster.toml", folder / "organiser.pub")
+    who = roster.load(folder / "roster.toml", folder / "organizer.pub")
     name = who.members[number].name
     own = Identity.load(folder / f"{name}.key", folder / "members" / f"{name}.pem", folder / "ca.pem")
     return who, name, own

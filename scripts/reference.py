@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from coterie.cli import _catalogue
+from coterie.cli import _catalog
 from coterie.cli.app import app
 from coterie.data.build import DataConfig
 from coterie.data.shifts import SHIFTS
@@ -29,15 +29,15 @@ MADE = "<!-- made by scripts/reference.py; do not edit -->\n"
 def rows(cls: type) -> list[str]:
     """Return the fields of a configuration class as a Markdown table."""
     lines = ["| name | default | meaning |", "|---|---|---|"]
-    for p in _catalogue.parameters(cls):
+    for p in _catalog.parameters(cls):
         text = p.text.replace("|", "\\|")
         lines.append(f"| `{p.name}` | {code(p)} | {text} |")
     return lines if len(lines) > 2 else ["It has no settings."]
 
 
-def code(parameter: _catalogue.Parameter) -> str:
+def code(parameter: _catalog.Parameter) -> str:
     """Return a default as code; nothing for a setting that must be given, or whose default is made up of others."""
-    shown = _catalogue.default(parameter.default)
+    shown = _catalog.default(parameter.default)
     return f"`{shown}`" if len(shown) <= 40 else ""
 
 
@@ -50,7 +50,7 @@ def methods() -> str:
         "",
     ]
     for kind, method in METHODS.items():
-        lines += [f"## {kind}", "", _catalogue.description(method), "", *rows(method), ""]
+        lines += [f"## {kind}", "", _catalog.description(method), "", *rows(method), ""]
         lines += [f"- {reference}" for reference in method.references] + [""] * bool(method.references)
     return "\n".join(lines)
 
@@ -85,7 +85,7 @@ def settings() -> str:
     lines += ["`patience` is written in `[stopping]`, `local` is the table `[local]`.", ""]
     lines += ["## [local]", "", *rows(LocalTraining), "", "## [data]", "", *rows(DataConfig), ""]
     for kind, shift in sorted(SHIFTS.items()):
-        lines += [f"### shift: {kind}", "", _catalogue.description(shift), "", *rows(shift), ""]
+        lines += [f"### shift: {kind}", "", _catalog.description(shift), "", *rows(shift), ""]
     return "\n".join(lines)
 
 

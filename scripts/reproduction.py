@@ -39,7 +39,7 @@ that they explain, and say so in their names.
 
 def store(run: Path, command: str, *, in_one_go: bool = True) -> Path:
     """Keep what a study came to: summary, settings, and where it comes from; its duration if it ran in one go."""
-    content = summary.summarise(run)
+    content = summary.summarize(run)
     content["rows"] += _left_out(run, content["rows"])
     target = STORED / content["study"]
     target.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from coterie.report.page import write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "docs/reference/runs/rotated-digits"
-PICTURES = {  # view of the report, height in pixels, colours
+PICTURES = {  # view of the report, height in pixels, colors
     "docs/assets/report-light.png": ("overview", 1760, "light"),
     "docs/assets/report-dark.png": ("overview", 1760, "dark"),
     "docs/images/report-reads.png": ("reads", 1180, "light"),
@@ -24,11 +24,11 @@ PICTURES = {  # view of the report, height in pixels, colours
 SCHEMES = {"dark": 0, "light": 1}  # as Chromium numbers what a page is told that its reader prefers
 
 
-def picture(browser: str, path: Path, view: str, height: int, colours: str) -> None:
+def picture(browser: str, path: Path, view: str, height: int, colors: str) -> None:
     """Open a view of the stored report once and keep what it shows."""
     with tempfile.TemporaryDirectory() as profile:
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        options += [f"--user-data-dir={profile}", f"--blink-settings=preferredColorScheme={SCHEMES[colours]}"]
+        options += [f"--user-data-dir={profile}", f"--blink-settings=preferredColorScheme={SCHEMES[colors]}"]
         options += [f"--window-size=1200,{height}", "--virtual-time-budget=8000", f"--screenshot={path}"]
         page = f"{(STORED / 'report.html').as_uri()}#{view}"
         subprocess.run([browser, *options, page], check=True, capture_output=True)
@@ -44,9 +44,9 @@ def main() -> int:
         STORED.mkdir(parents=True, exist_ok=True)
         write_report(run, STORED / "report.html")
         shutil.copy(Path(run) / "summary.json", STORED)
-    for name, (view, height, colours) in PICTURES.items():
+    for name, (view, height, colors) in PICTURES.items():
         (ROOT / name).parent.mkdir(parents=True, exist_ok=True)
-        picture(browser, ROOT / name, view, height, colours)
+        picture(browser, ROOT / name, view, height, colors)
         print(name)
     return 0
 

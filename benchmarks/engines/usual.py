@@ -1,7 +1,7 @@
 """The usual loop of research code: one module, one DataLoader and one torch.optim.Adam per client.
 
 Nothing of the engines is used here. It is what one finds in published code, with its costs kept low: samples are
-normalised beforehand, scores are taken with large batches, and a module is made once per client.
+normalized beforehand, scores are taken with large batches, and a module is made once per client.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ _SCORE_BATCH = 128
 
 
 class UsualClient:
-    """One client with its module, data and optimiser.
+    """One client with its module, data and optimizer.
 
     Args:
         module: its own network.
-        x: its training inputs, normalised.
+        x: its training inputs, normalized.
         y: its classes.
     """
 

@@ -1,4 +1,4 @@
-"""Coterie: personalised decentralised and clustered federated learning under distribution shift.
+"""Coterie: personalized decentralized and clustered federated learning under distribution shift.
 
 The public names, and nothing else. Each is loaded when it is first used, so that importing the package stays light;
 `__init__.pyi` says the same to type checkers.

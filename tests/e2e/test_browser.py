@@ -1,7 +1,7 @@
 """The report and the live page in a real browser: headless Chromium, driven by its own driver.
 
 Skipped where Chromium is not installed (Debian: `apt-get install chromium chromium-driver`). Screenshots are kept in
-the folder that COTERIE_ARTEFACTS names, else in pytest's own.
+the folder that COTERIE_ARTIFACTS names, else in pytest's own.
 """
 
 import json
@@ -15,7 +15,7 @@ import pytest
 import coterie
 from coterie.report.page import write_report
 from coterie.report.watch import Watch
-from coterie.results.summary import summarise
+from coterie.results.summary import summarize
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
 from selenium import webdriver  # noqa: E402 (after the check that it is there)
@@ -112,8 +112,8 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def artefacts(tmp_path_factory):
-    named = os.environ.get("COTERIE_ARTEFACTS")
+def artifacts(tmp_path_factory):
+    named = os.environ.get("COTERIE_ARTIFACTS")
     folder = Path(named) if named else tmp_path_factory.mktemp("screenshots")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -156,12 +156,12 @@ def screenshot(browser, path):
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("view", VIEWS)
-def test_every_view_draws_without_an_error_or_a_request(browser, study, artefacts, view, theme):
+def test_every_view_draws_without_an_error_or_a_request(browser, study, artifacts, view, theme):
     """From disk: something is drawn in every chart, the console is silent, and only the file itself was asked for."""
     load(browser, write_report(study).as_uri(), view)
     if browser.execute_script("return document.documentElement.dataset.theme") != theme:
         browser.find_element(By.ID, "theme").click()
-    screenshot(browser, artefacts / f"report-{view}-{theme}.png")
+    screenshot(browser, artifacts / f"report-{view}-{theme}.png")
     panel = f"#view-{view}"
     assert len(visible(browser, ".view")) == 1
     assert len(browser.find_element(By.CSS_SELECTOR, panel).text) > 100
@@ -187,7 +187,7 @@ def test_every_view_draws_without_an_error_or_a_request(browser, study, artefact
 def test_the_numbers_in_the_page_are_those_of_the_summary(browser, study):
     """Read out of the page as drawn, exact value and text, and compared with summary.json."""
     load(browser, write_report(study).as_uri())
-    expected = [row for row in summarise(study)["rows"] if row["metric"] == "accuracy"]
+    expected = [row for row in summarize(study)["rows"] if row["metric"] == "accuracy"]
     stored = json.loads((study / "summary.json").read_text())["rows"]
     assert [row for row in stored if row["metric"] == "accuracy"] == expected
     table = browser.find_element(By.CSS_SELECTOR, "table.results[data-metric=accuracy]")
@@ -368,7 +368,7 @@ def test_a_broken_run_folder_gets_a_page_that_says_so(browser, study, tmp_path):
     assert logs(browser)[0] == []
 
 
-def test_the_live_page_follows_a_run_without_reloading(browser, tmp_path, artefacts):
+def test_the_live_page_follows_a_run_without_reloading(browser, tmp_path, artifacts):
     """A real run, held until the page has seen it; what the reader chose stays; the run ends and starts again."""
     (tmp_path / "browser.toml").write_text(STUDY)
     go_on = threading.Semaphore(0)
@@ -395,7 +395,7 @@ def test_the_live_page_follows_a_run_without_reloading(browser, tmp_path, artefa
         wait(browser, f"{rounds} >= 4 && document.body.dataset.open === 'curves'")
         chosen = Select(browser.find_element(By.CSS_SELECTOR, "#view-curves select")).first_selected_option.text
         assert chosen == "train loss"
-        screenshot(browser, artefacts / "live-curves.png")
+        screenshot(browser, artifacts / "live-curves.png")
         go_on.release(100)
         worker.join(timeout=60)
         wait(browser, "document.getElementById('live').textContent.includes('every run here has finished')")
@@ -432,11 +432,11 @@ def spent(browser):
     return next(one["value"] for one in metrics if one["name"] == "TaskDuration")
 
 
-def test_a_thousand_clients_open_and_react_within_two_seconds(browser, tmp_path, artefacts):
+def test_a_thousand_clients_open_and_react_within_two_seconds(browser, tmp_path, artifacts):
     """A real run of 1,000 clients: the page opens, and every view, the slider, sorting and a client answer in time.
 
     Measured in processor time of the page's thread, which is the time a reader waits, less what other programs take
-    meanwhile: the tests beside this one do not change it. The artefact holds the time on the clock too.
+    meanwhile: the tests beside this one do not change it. The artifact holds the time on the clock too.
     """
     (tmp_path / "thousand.toml").write_text(THOUSAND)
     folder = coterie.run_study(tmp_path / "thousand.toml", out=tmp_path).folder
@@ -459,7 +459,7 @@ def test_a_thousand_clients_open_and_react_within_two_seconds(browser, tmp_path,
         clock[name] = browser.execute_async_script(REACTION.replace("ACTION", action))
         thread[name] = 1000 * (spent(browser) - before)
     assert logs(browser)[0] == []
-    screenshot(browser, artefacts / "thousand-clients.png")
-    (artefacts / "thousand-clients.json").write_text(json.dumps({"thread": thread, "clock": clock}, indent=1))
+    screenshot(browser, artifacts / "thousand-clients.png")
+    (artifacts / "thousand-clients.json").write_text(json.dumps({"thread": thread, "clock": clock}, indent=1))
     assert all(took > 0 for took in thread.values())
     assert {name: took for name, took in thread.items() if took > 2000} == {}

@@ -97,26 +97,26 @@ def coterie(*arguments: str | Path) -> str:
     )
 
 
-def test_an_organiser_and_two_members_set_up_a_run_and_the_doctor_finds_what_is_missing(tmp_path):
+def test_an_organizer_and_two_members_set_up_a_run_and_the_doctor_finds_what_is_missing(tmp_path):
     """Keys are made where they are used; the roster is signed; the doctor says who is away and what is wrong."""
-    organiser, north, study = tmp_path / "organiser", tmp_path / "north", tmp_path / "study.toml"
+    organizer, north, study = tmp_path / "organizer", tmp_path / "north", tmp_path / "study.toml"
     north.mkdir()
     study.write_text(STUDY.split('[[methods]]\nkind = "fedavg"')[0])
-    assert "ca.key and organiser.key stay here" in coterie("net", "init", organiser, "--run", "two")
+    assert "ca.key and organizer.key stay here" in coterie("net", "init", organizer, "--run", "two")
     for name, number in (("north", 20), ("south", 21)):
         address = f"127.0.0.1:{port(number)}"
         assert "stays on this machine" in coterie("net", "join", name, address, "--folder", north)
-        assert "fingerprint" in coterie("net", "sign", organiser, north / f"{name}.csr", address)
+        assert "fingerprint" in coterie("net", "sign", organizer, north / f"{name}.csr", address)
     assert "never overwritten" in coterie("net", "join", "north", f"127.0.0.1:{port(20)}", "--folder", north)
-    written = coterie("net", "roster", organiser, "--study", study, "--features", "1,8,8", "--classes", "10")
+    written = coterie("net", "roster", organizer, "--study", study, "--features", "1,8,8", "--classes", "10")
     assert "version 1" in written
     file = north / "node.toml"
     file.write_text(
-        'study = "../study.toml"\nroster = "../organiser/roster.toml"\norganiser = "../organiser/organiser.pub"\n'
-        'key = "north.key"\ncertificate = "../organiser/members/north.pem"\nca = "../organiser/ca.pem"\n'
+        'study = "../study.toml"\nroster = "../organizer/roster.toml"\norganizer = "../organizer/organizer.pub"\n'
+        'key = "north.key"\ncertificate = "../organizer/members/north.pem"\nca = "../organizer/ca.pem"\n'
         '[data]\narrays = "data.npz"\nclasses = 10\n'
     )
-    check = coterie("net", "roster", organiser / "roster.toml", "--check", "--node", file)
+    check = coterie("net", "roster", organizer / "roster.toml", "--check", "--node", file)
     assert check == "the roster is in order\n"
     draw = np.random.default_rng(0)
     np.savez(north / "data.npz", x=draw.integers(0, 255, (40, 1, 8, 8), dtype=np.uint8), y=draw.integers(0, 10, 40))

@@ -47,7 +47,7 @@ class Victim:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.events = folder, list[Mapping[str, Any]]()
-        self.who = roster.load(folder / "keys/roster.toml", folder / "keys/organiser.pub")
+        self.who = roster.load(folder / "keys/roster.toml", folder / "keys/organizer.pub")
 
     def member(self, name: str) -> Identity:
         keys = self.folder / "keys"

@@ -15,7 +15,7 @@ from coterie.exchange.base import Message
 from coterie.methods.base import Method
 from coterie.methods.cfl import Cfl
 from coterie.methods.fedavg import FairAvg, FedAvg
-from coterie.methods.fesem import Centres, FeSem
+from coterie.methods.fesem import Centers, FeSem
 from coterie.methods.ifca import Ifca, Models, _choose_candidates
 from coterie.methods.oneshot import OneShot
 from coterie.methods.server import Desk
@@ -150,7 +150,7 @@ def test_ifca_can_start_with_random_groups():
 # ---------------------------------------------------------------- FeSEM
 
 
-def test_fesem_with_one_centre_averages():
+def test_fesem_with_one_center_averages():
     """C = 1 is FairAvg, or FedAvg with weights by samples."""
     assert torch.equal(follow(FeSem(clusters=1)).state.shared.models, follow(FairAvg()).state.shared.models)
     assert torch.equal(
@@ -160,29 +160,29 @@ def test_fesem_with_one_centre_averages():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_both_steps_of_fesem_lower_the_objective(seed: int):
-    """The mean squared distance to one's centre never rises, in the E-step and in the M-step."""
+    """The mean squared distance to one's center never rises, in the E-step and in the M-step."""
     layout = Layout(nn.Linear(3, 1), torch.float64)
     points = torch.from_numpy(Rng(seed).generator("points").normal(size=(12, 4)))
     label = torch.from_numpy(Rng(seed).generator("label").integers(0, 3, 12))
-    centres = torch.from_numpy(Rng(seed).generator("centres").normal(size=(3, 4)))
+    centers = torch.from_numpy(Rng(seed).generator("centers").normal(size=(3, 4)))
 
-    def objective(centres: Tensor, label: Tensor) -> float:
-        return float((points - centres[label]).square().sum(1).mean())
+    def objective(centers: Tensor, label: Tensor) -> float:
+        return float((points - centers[label]).square().sum(1).mean())
 
-    shared = Centres(centres, centres[:, :0], label, torch.zeros(12, dtype=torch.bool))
+    shared = Centers(centers, centers[:, :0], label, torch.zeros(12, dtype=torch.bool))
     message = Message(points, {"samples": torch.ones(12, dtype=torch.float64)}, torch.arange(12))
     merged = FeSem(clusters=3).merge(Desk(0, Rng(0), layout, 12), shared, message)
-    before, between = objective(centres, label), objective(centres, merged.label)
+    before, between = objective(centers, label), objective(centers, merged.label)
     assert objective(merged.models, merged.label) <= between <= before
     frozen = FeSem(clusters=3, recluster_every=2).merge(Desk(1, Rng(0), layout, 12), shared, message)
     assert torch.equal(frozen.label, label)
 
 
 def test_fesem_can_compare_last_layers():
-    """The first layer says centre 1, the last one centre 0."""
+    """The first layer says center 1, the last one center 0."""
     layout = Layout(nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)), torch.float64)
-    centres = torch.tensor([[0.0, 0.0], [10.0, 5.0]], dtype=torch.float64)
-    shared = Centres(centres, centres[:, :0], torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool))
+    centers = torch.tensor([[0.0, 0.0], [10.0, 5.0]], dtype=torch.float64)
+    shared = Centers(centers, centers[:, :0], torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool))
     message = Message(
         torch.tensor([[9.0, 1.0]], dtype=torch.float64),
         {"samples": torch.ones(1, dtype=torch.float64)},
@@ -197,7 +197,7 @@ def test_strangers_are_served_by_the_largest_cluster():
     """Clients 0 to 2 were seen in cluster 1, client 3 in cluster 0; client 4 was not: it is served cluster 1."""
     models = torch.tensor([[0.0], [1.0]])
     seen = torch.tensor([True, True, True, True, False])
-    shared = Centres(models, models[:, :0].double(), torch.tensor([1, 1, 1, 0, 0]), seen)
+    shared = Centers(models, models[:, :0].double(), torch.tensor([1, 1, 1, 0, 0]), seen)
     message = Message(torch.zeros(5, 0), {}, torch.arange(5))
     method, desk = FeSem(clusters=2), Desk(0, Rng(0), Layout(nn.Linear(1, 1)), 5)
     assert method.deliver(desk, shared, message)[1].index[:, 0].tolist() == [1, 1, 1, 0, 1]

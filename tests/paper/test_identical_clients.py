@@ -1,4 +1,4 @@
-"""Clients with identical data who average with everybody are one centralised learner."""
+"""Clients with identical data who average with everybody are one centralized learner."""
 
 import dataclasses
 
@@ -49,7 +49,7 @@ def gradient_descent(start, x, y, steps):
     "method",
     [Random(num_peers=CLIENTS - 1), Dac(num_peers=CLIENTS - 1), Dac(num_peers=CLIENTS - 1, aggregation="fedsim")],
 )
-def test_gossip_with_everybody_is_centralised_gradient_descent(method):
+def test_gossip_with_everybody_is_centralized_gradient_descent(method):
     """Item 42: shared start, full-batch SGD, m = K - 1: after the warm-up and T rounds, T + 1 steps of descent."""
     federation = identical()
     local = LocalTraining(optimizer="sgd", lr=LR, batch_size=SAMPLES)

@@ -36,7 +36,7 @@ def follow(method: Method, federation: Federation | None = None, model: Any = "l
 
 
 def mlp() -> nn.Module:
-    """Two layers with a batch normalisation between."""
+    """Two layers with a batch normalization between."""
     return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
 
 
@@ -151,7 +151,7 @@ def test_a_shared_bias_is_one_tensor():
 
 
 def test_endpoints_of_all_layers():
-    """Every trained tensor has endpoints, the affine part of the normalisation too; running statistics do not."""
+    """Every trained tensor has endpoints, the affine part of the normalization too; running statistics do not."""
     layout = Layout(simplex_layers.simplex_all(mlp, 2)())
     trained = [slot for slot in layout.slots if slot.stop <= layout.trainable]
     assert {slot.name for slot in trained} == {slot.name for slot in simplex_layers.endpoint_slots(layout)}
@@ -244,12 +244,12 @@ def test_warmup_rounds_never_is_plain_simplex_learning():
         endpoints, bias = (torch.stack(parts).mean(0) for parts in zip(*returned, strict=True))
     expected = torch.cat([endpoints.flatten(), bias.flatten()])
     torch.testing.assert_close(loop.state.shared.models[0], expected, rtol=0, atol=1e-12)
-    middle = torch.full((6, 1, 2), 0.5, dtype=torch.float64)  # every client is served the barycentre, to the end
+    middle = torch.full((6, 1, 2), 0.5, dtype=torch.float64)  # every client is served the barycenter, to the end
     torch.testing.assert_close(loop.final(), simplex_layers.compose(loop.task.layout, expected.expand(6, -1), middle))
 
 
 def test_the_head_step_is_scaled():
-    """One SGD step at the barycentre moves the composed head by 1/M of a plain head's step; scale M undoes that."""
+    """One SGD step at the barycenter moves the composed head by 1/M of a plain head's step; scale M undoes that."""
     moves = {}
     for scale in (1.0, 4.0):
         method = SosicFl(endpoints=4, regions=1, warmup_rounds=9, head_lr_scale=scale, endpoint_start="model")
@@ -327,25 +327,25 @@ def test_regions_fit_groups_that_one_model_cannot():
 
 
 def test_regions_follow_the_counts_and_the_radius():
-    """Relative: rho times the mean distance of the simplex to the centres; absolute: rho. Centres sum to 1."""
+    """Relative: rho times the mean distance of the simplex to the centers; absolute: rho. Centers sum to 1."""
     relative = follow(SosicFl(endpoints=2, regions=2, radius=0.5), label_skewed(), rounds=0).state.shared
-    scale = simplex.mean_distance(relative.centres).mean()
+    scale = simplex.mean_distance(relative.centers).mean()
     torch.testing.assert_close(relative.radius, (0.5 * scale).expand(2).double())
     absolute = follow(SosicFl(endpoints=2, regions=2, radius=0.5, radius_rule="absolute"), label_skewed(), rounds=0)
     assert absolute.state.shared.radius.tolist() == [0.5, 0.5]
     classes = SosicFl(endpoints=4, regions=2, topics="classes", center="mean", metric="hilbert")
-    centres = follow(classes, label_skewed(), rounds=0).state.shared.centres
+    centers = follow(classes, label_skewed(), rounds=0).state.shared.centers
     counts = relative.counts.double()
     for group in range(2):
         expected = (counts / counts.sum(1, keepdim=True))[torch.arange(12) % 2 == group].mean(0)
-        assert float((centres - expected).abs().sum(1).min()) < 1e-12
+        assert float((centers - expected).abs().sum(1).min()) < 1e-12
 
 
 def test_regions_wait_for_the_warmup_rounds():
     """Before round tau = 2 there is one region, the whole simplex, after a run of tau rounds too; then the groups'."""
     for rounds, regions in ((1, 1), (2, 1), (3, 2)):
         shared = follow(SosicFl(endpoints=2, regions=2, warmup_rounds=2), label_skewed(), rounds=rounds).state.shared
-        assert len(shared.centres) == regions
+        assert len(shared.centers) == regions
         assert (float(shared.radius[0]) == 2.0) == (regions == 1)
 
 
@@ -354,11 +354,11 @@ def test_floco_places_each_client_by_its_gradient():
     method = SosicFl(endpoints=2, assignment="gradient", warmup_rounds=1, radius_rule="absolute", radius=0.1)
     loop = follow(method, label_skewed(), local=SGD, rounds=3, participation=0.5)
     shared, truth = loop.state.shared, torch.arange(12) % 2
-    assert shared.centres.shape == (12, 2)
+    assert shared.centers.shape == (12, 2)
     assert torch.equal(shared.region, torch.arange(12))
     assert shared.radius.tolist() == [0.1] * 12
-    assert (shared.centres[truth == 0, 0] > 0.5).unique().numel() == 1
-    assert float(shared.centres[truth == 0, 0].mean() - shared.centres[truth == 1, 0].mean()) ** 2 > 0.1
+    assert (shared.centers[truth == 0, 0] > 0.5).unique().numel() == 1
+    assert float(shared.centers[truth == 0, 0].mean() - shared.centers[truth == 1, 0].mean()) ** 2 > 0.1
     sizes = loop.record.metrics.query("metric == 'bytes_up'").groupby("round").size()
     assert sizes.tolist() == [6, 12, 6]
 
@@ -373,7 +373,7 @@ def test_updates_have_the_sign_of_the_model_sent_minus_returned():
     merged = method.merge(Desk(1, Rng(0).at(1), loop.task.layout, 12), shared, message)
     slots = simplex_layers.endpoint_slots(loop.task.layout)
     columns = torch.cat([torch.arange(s.start, s.stop) for s in slots])
-    torch.testing.assert_close(merged.centres, simplex.gradient_points(-noise[:, columns], 2))
+    torch.testing.assert_close(merged.centers, simplex.gradient_points(-noise[:, columns], 2))
 
 
 def test_traffic_of_a_simplex():

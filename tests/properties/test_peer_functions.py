@@ -80,7 +80,7 @@ def test_probabilities_are_a_distribution_over_the_others(seed, population, tau,
 
 @few
 @given(seed=seeds, population=st.integers(2, 8), count=st.integers(1, 4))
-def test_relabelling_the_clients_relabels_the_choice(seed, population, count):
+def test_relabeling_the_clients_relabels_the_choice(seed, population, count):
     """Invariant 4: permute who is who, draws included, and the same clients are chosen."""
     ids = torch.arange(population)
     order = torch.from_numpy(stream(seed).permutation(population))

@@ -1,4 +1,4 @@
-"""The commands that judge: compare, analyse and tune. `cli` registers them with `add`."""
+"""The commands that judge: compare, analyze and tune. `cli` registers them with `add`."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from coterie.errors import ConfigError
 
 def add(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    for command in (compare, analyse, tune):
+    for command in (compare, analyze, tune):
         app.command()(command)
 
 
@@ -68,7 +68,7 @@ def _print_sheet(console: Console, sheet: Any) -> None:
     console.print()
 
 
-def analyse(
+def analyze(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a study, or of one of its runs.")],
     what: Annotated[str, typer.Option("--what", help="simplex, interaction or beta.")] = "",
     points: Annotated[int, typer.Option(help="Of simplex: how many points.")] = 2000,
@@ -82,9 +82,9 @@ def analyse(
 
     [bold]Examples[/bold]
 
-      coterie analyse runs/my-study --what interaction
-      coterie analyse runs/my-study/SosicFL/seed-0 --what simplex --points 500 --clients 0,7
-      coterie analyse runs/my-study --what beta --betas 0.5,4
+      coterie analyze runs/my-study --what interaction
+      coterie analyze runs/my-study/SosicFL/seed-0 --what simplex --points 500 --clients 0,7
+      coterie analyze runs/my-study --what beta --betas 0.5,4
     """
     from coterie.papers import analyses
 
@@ -93,7 +93,7 @@ def analyse(
             typer.echo(f"{name:<14}{one.text}")
         return
     options = analyses.Options(points, _numbers("--clients", clients, int), _numbers("--betas", betas, float))
-    for path in analyses.analyse(folder, what, options, data_dir=data_dir):
+    for path in analyses.analyze(folder, what, options, data_dir=data_dir):
         typer.echo(f"Table: {path}")
 
 

@@ -31,7 +31,7 @@ MEANS = {"all": "mean over clients", "clusters": "mean over clusters"}
 
 
 def lively(console: Console) -> bool:
-    """Whether a live line can be drawn: on a terminal with colours and cursor, and nobody asked for plain text.
+    """Whether a live line can be drawn: on a terminal with colors and cursor, and nobody asked for plain text.
 
     Not in a pipe, where TERM is "dumb", with NO_COLOR, in continuous integration (CI), or in a console of old Windows.
     """

@@ -12,7 +12,7 @@ from coterie.errors import ConfigError, TransportError
 net = typer.Typer(
     no_args_is_help=True, help="Set up a network of real peers: authority, members, roster; and a demonstration."
 )
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The organiser's folder.")]
+Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The organizer's folder.")]
 Insecure = Annotated[
     bool, typer.Option("--insecure-loopback", help="No TLS. On 127.0.0.1 only; for debugging.", show_default=False)
 ]
@@ -42,11 +42,11 @@ def init(
     ] = None,
     days: Annotated[float, typer.Option(help="How long the authority is valid.")] = 365.0,
 ) -> None:
-    """Make the organiser's key and a private authority for one run.
+    """Make the organizer's key and a private authority for one run.
 
     [bold]Example[/bold]
 
-      coterie net init organiser --run three-hospitals
+      coterie net init organizer --run three-hospitals
     """
     _need()
     from coterie.net import identity
@@ -57,7 +57,7 @@ def init(
         request = identity.make_request(folder, name, address)
         identity.sign_request(folder, request, address)
         _note_member(folder, name, address)
-    typer.echo(f"{folder}: ca.key and organiser.key stay here; give every member ca.pem and organiser.pub")
+    typer.echo(f"{folder}: ca.key and organizer.key stay here; give every member ca.pem and organizer.pub")
 
 
 @net.command()
@@ -66,7 +66,7 @@ def join(
     address: Annotated[str, typer.Argument(help="host:port where the others will reach it.")],
     folder: Annotated[Path, typer.Option(help="Where to put key and request.")] = Path("."),
 ) -> None:
-    """Make a member's key on its own machine, and the request to send to the organiser. The key never travels.
+    """Make a member's key on its own machine, and the request to send to the organizer. The key never travels.
 
     [bold]Example[/bold]
 
@@ -76,7 +76,7 @@ def join(
     from coterie.net import identity
 
     request = identity.make_request(folder, name, address)
-    typer.echo(f"{folder / (name + '.key')} stays on this machine; send {request} to the organiser")
+    typer.echo(f"{folder / (name + '.key')} stays on this machine; send {request} to the organizer")
 
 
 @net.command()
@@ -92,7 +92,7 @@ def sign(
 
     [bold]Example[/bold]
 
-      coterie net sign organiser north.csr 192.0.2.7:7447
+      coterie net sign organizer north.csr 192.0.2.7:7447
     """
     _need()
     from coterie.net import identity
@@ -108,14 +108,14 @@ def sign(
 @net.command()
 def roster(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER|ROSTER", help="The organiser's folder; with --check, a roster.")
+        Path, typer.Argument(metavar="FOLDER|ROSTER", help="The organizer's folder; with --check, a roster.")
     ],
     study: Annotated[Path | None, typer.Option(help="The study file that all members run.")] = None,
     features: Annotated[str, typer.Option(help="Shape of one input, as in 1,8,8.")] = "",
     classes: Annotated[int | None, typer.Option(min=0, help="Number of classes; 0 for regression.")] = None,
     server: Annotated[str, typer.Option(help="The member in the server role, for methods that need one.")] = "",
     check: Annotated[bool, typer.Option("--check", help="Explain what is wrong with a roster.")] = False,
-    organiser: Annotated[Path, typer.Option(help="The organiser's public key, with --check.")] = Path("organiser.pub"),
+    organizer: Annotated[Path, typer.Option(help="The organizer's public key, with --check.")] = Path("organizer.pub"),
     node_file: Annotated[Path | None, typer.Option("--node", help="With --check: also check this node.toml.")] = None,
 ) -> None:
     """Write and sign the roster of all members that have a certificate, or check one.
@@ -124,14 +124,14 @@ def roster(
 
     [bold]Examples[/bold]
 
-      coterie net roster organiser --study study.toml --features 1,8,8 --classes 10
+      coterie net roster organizer --study study.toml --features 1,8,8 --classes 10
       coterie net roster roster.toml --check --node node.toml
     """
     _need()
     from coterie.net import setup
 
     if check:
-        problems = setup.check_roster(folder, organiser, node_file)
+        problems = setup.check_roster(folder, organizer, node_file)
         for problem in problems:
             typer.echo(problem)
         if problems:

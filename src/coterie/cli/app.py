@@ -131,7 +131,7 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method, in deta
       coterie methods
       coterie methods dac
     """
-    from coterie.cli import _catalogue
+    from coterie.cli import _catalog
     from coterie.methods import METHODS
 
     console = Console(soft_wrap=False)
@@ -139,20 +139,20 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method, in deta
         raise ConfigError(unknown("method", name, METHODS))
     if name is None:
         for kind, method in sorted(METHODS.items()):
-            settings = ", ".join(f"{p.name} = {_catalogue.default(p.default)}" for p in _catalogue.parameters(method))
+            settings = ", ".join(f"{p.name} = {_catalog.default(p.default)}" for p in _catalog.parameters(method))
             console.print(f"[bold]{kind}[/bold]: {escape(method.summary)}")
             console.print(f"    {escape(settings or 'no parameters')}", style="dim", highlight=False)
             for reference in method.references:
                 console.print(f"    {escape(reference)}", highlight=False)
         return
     method = METHODS[name]
-    paragraphs = re.sub(r"(?<!\n)\n(?=\w)", " ", _catalogue.description(method))
+    paragraphs = re.sub(r"(?<!\n)\n(?=\w)", " ", _catalog.description(method))
     console.print(f"[bold]{name}[/bold]: {escape(method.summary)}\n\n{escape(paragraphs)}\n")
     table = Table(box=None, pad_edge=False, header_style="dim")
     for head in ("parameter", "default", "meaning"):
         table.add_column(head, overflow="fold")
-    for p in _catalogue.parameters(method):
-        table.add_row(p.name, _catalogue.default(p.default), escape(f"{p.text} ({p.expects})"))
+    for p in _catalog.parameters(method):
+        table.add_row(p.name, _catalog.default(p.default), escape(f"{p.text} ({p.expects})"))
     console.print(table)
     for reference in method.references:
         console.print(f"\n{escape(reference)}", highlight=False)

@@ -32,7 +32,7 @@ def from_arrays(
     validation: int | None = None,
     validation_fraction: float | int = 0.2,
     test_fraction: float | int = 0.2,
-    normalise: Literal["half", "standard", "none"] = "half",
+    normalize: Literal["half", "standard", "none"] = "half",
     seed: int = 0,
     name: str = "arrays",
 ) -> Federation:
@@ -53,7 +53,7 @@ def from_arrays(
         validation: validation samples of each client.
         validation_fraction: part for validation, when `validation` is not given.
         test_fraction: part held out for testing, when `test` is not given.
-        normalise: of images: "half", "standard" or "none".
+        normalize: of images: "half", "standard" or "none".
         seed: decides who gets which samples, and the splits.
         name: a name for the data.
 
@@ -90,7 +90,7 @@ def from_arrays(
         train=train,
         validation=validation,
         shift=shifts,
-        normalise=normalise,
+        normalize=normalize,
         test="cluster" if test is not None else "client",
         validation_fraction=validation_fraction,
         test_fraction=test_fraction,
@@ -179,6 +179,6 @@ def _as_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     array = np.array(value)
-    if hasattr(value, "getbands") and array.ndim == 3:  # a colour image of Pillow
+    if hasattr(value, "getbands") and array.ndim == 3:  # a color image of Pillow
         array = np.moveaxis(array, -1, 0)
     return torch.from_numpy(np.ascontiguousarray(array)) if array.ndim else torch.tensor(array.item())

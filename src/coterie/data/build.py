@@ -40,7 +40,7 @@ class DataConfig:
         validation: validation samples of each client.
         shift: tables with `kind` and the fields of that kind (or `Shift` objects), applied in order; kept as tables
             with every field.
-        normalise: of images: "half" (mean and deviation 0.5), "standard" (the dataset's own; the first one's when
+        normalize: of images: "half" (mean and deviation 0.5), "standard" (the dataset's own; the first one's when
             there are several) or "none" (only scaled to [0, 1]).
         test: "cluster": one test set for each planted cluster, transformed like it; "client": one for each client.
         test_samples: samples of each client's test set; with "cluster", the largest size of a test set.
@@ -59,7 +59,7 @@ class DataConfig:
     train: int | None = None
     validation: int | None = None
     shift: Sequence[Mapping[str, Any] | Shift] = ()
-    normalise: Literal["half", "standard", "none"] = "half"
+    normalize: Literal["half", "standard", "none"] = "half"
     test: Literal["cluster", "client"] = "cluster"
     test_samples: int | None = None
     test_source: Literal["train", "test"] = "train"
@@ -170,7 +170,7 @@ def build_from_sources(data: DataConfig, sources: Sequence[Source], rng: Rng) ->
             )
     clients = _plan(data, sources, rng)
     own_tests = None if data.test == "cluster" else data.test_source
-    return assemble(clients, sources, rng, data.normalise, own_tests, data.test_samples, data.test_fraction)
+    return assemble(clients, sources, rng, data.normalize, own_tests, data.test_samples, data.test_fraction)
 
 
 def _plan(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clients:
@@ -214,7 +214,7 @@ def assemble(
     clients: Clients,
     sources: Sequence[Source],
     rng: Rng,
-    normalise: str = "half",
+    normalize: str = "half",
     own_tests: Literal["train", "test"] | None = None,
     test_samples: int | None = None,
     test_fraction: float | int = 0.2,
@@ -225,7 +225,7 @@ def assemble(
         clients: what each client is to receive.
         sources: the datasets.
         rng: the streams to draw from.
-        normalise: of images: "half", "standard" or "none".
+        normalize: of images: "half", "standard" or "none".
         own_tests: None: a test set for each kind of client; "train": each client's own held-out samples; "test": for
             each client, samples of the dataset's test set in the client's class shares.
         test_samples: size of a client's test set, or the largest size of a shared one.
@@ -235,7 +235,7 @@ def assemble(
         DataError: when the data do not suffice.
     """
     drawn = _draw_rows(clients, sources, rng)
-    form = Form.of(sources, clients, normalise)
+    form = Form.of(sources, clients, normalize)
     maker = _Tests(clients, sources, form, rng)
     if own_tests is None:
         tests, test_of = maker.shared(test_samples)
@@ -320,10 +320,10 @@ class Form:
     std: tuple[float, ...]
 
     @staticmethod
-    def of(sources: Sequence[Source], clients: Clients, normalise: str) -> "Form":
-        """Choose the layout: float16, normalised, where noise is fixed in images; otherwise the datasets' own."""
+    def of(sources: Sequence[Source], clients: Clients, normalize: str) -> "Form":
+        """Choose the layout: float16, normalized, where noise is fixed in images; otherwise the datasets' own."""
         x = sources[0].train.x
-        constants: Constants = sources[0].constants(normalise)
+        constants: Constants = sources[0].constants(normalize)
         disturbed = any(client.recipe.noise > 0 and not client.recipe.redrawn for client in clients)
         dtype = torch.float16 if x.dtype == torch.uint8 and disturbed else x.dtype
         return Form(dtype, tuple(x.shape[1:]), *constants)
@@ -447,12 +447,12 @@ def _truth(clients: Clients, form: Form) -> Truth | None:
     if any(client.group is not None and not client.planted for client in clients):
         return None
     keys = sorted({client.places for client in clients})
-    normalised = f"; normalised with {form.mean} and {form.std}" if form.dtype == torch.float16 else ""
+    normalized = f"; normalized with {form.mean} and {form.std}" if form.dtype == torch.float16 else ""
     names = {client.places: client.cluster_name for client in clients}
     return Truth(
         cluster=torch.tensor([keys.index(client.places) for client in clients]),
         names=tuple(names[key] for key in keys),
-        shift=tuple(client.describe() + normalised for client in clients),
+        shift=tuple(client.describe() + normalized for client in clients),
     )
 
 

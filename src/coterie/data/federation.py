@@ -1,7 +1,7 @@
 """Federation: every client's data and splits, the test sets that serve them, and the planted truth.
 
 A federation is plain tensors. Clients are rows, padded to the largest client, so that a whole population is one
-array; images stay uint8 and are normalised batch by batch. Test sets are stored once and shared by index.
+array; images stay uint8 and are normalized batch by batch. Test sets are stored once and shared by index.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ class Federation:
     """The data of a population of clients.
 
     Args:
-        x: inputs of every client, padded to the largest client. uint8 images are scaled to [0, 1] and normalised
+        x: inputs of every client, padded to the largest client. uint8 images are scaled to [0, 1] and normalized
             with `mean` and `std` per batch; floats are used as they are (float16 is widened).
         y: integer classes, or float targets for regression.
         split: -1 padding, 0 train, 1 validation.
@@ -71,7 +71,7 @@ class Federation:
         ids: the stable id of each client, its place in the population.
         population: how many clients there are in all; more than the rows here when only some are hosted.
         classes: number of classes; 0 for regression.
-        mean: per channel, for uint8 images; empty for "do not normalise".
+        mean: per channel, for uint8 images; empty for "do not normalize".
         std: per channel.
         origin: which sample of the source each row is (-1 for padding); part of the fingerprint.
         truth: the planted clusters, or None when unknown or not to be seen.

@@ -30,7 +30,7 @@ from coterie.errors import ConfigError, DataError, unknown
 
 TEST_SPLITS = ("test", "validation", "valid")
 """What serves as test set: the first of these that is there."""
-_GREY = ("1", "L", "I", "I;16", "F")
+_GRAY = ("1", "L", "I", "I;16", "F")
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _decode_table(table: pa.Table, where: str) -> Decoded:
 
 
 def _decode(encoded: Sequence[bytes | None], where: str) -> UInt8[Tensor, "samples channels height width"]:
-    """Decode images of one size. They become grey if all of them are, and RGB otherwise."""
+    """Decode images of one size. They become gray if all of them are, and RGB otherwise."""
     mode, images = "L", []
     for place, one in enumerate(encoded):
         if one is None:
@@ -203,7 +203,7 @@ def _decode(encoded: Sequence[bytes | None], where: str) -> UInt8[Tensor, "sampl
             image.load()
         except (UnidentifiedImageError, OSError) as error:
             raise DataError(f"{where}: image {place} cannot be decoded ({error}); fetch the data again") from error
-        mode = mode if image.mode in _GREY else "RGB"
+        mode = mode if image.mode in _GRAY else "RGB"
         images.append(image)
     sizes = {image.size for image in images}
     if len(sizes) != 1:

@@ -45,7 +45,7 @@ class Recipe:
         labels: the classes it has; None for all. Labels are those of the dataset, before `relabel` and any offset.
         relabel: the new label of each label; None to keep them.
         transforms: applied to the images, in this order.
-        noise: standard deviation of the noise added after normalisation.
+        noise: standard deviation of the noise added after normalization.
         redrawn: whether that noise is drawn anew at every access; once, when the federation is made, otherwise.
         targets: makes the targets, in place of the dataset's.
         where: (column, value) that test samples must have.

@@ -16,7 +16,7 @@ from coterie._util.tables import parse
 from coterie.data._partition import share
 from coterie.data.plan import Assign, Client, Clients, Linear, Shift, Streams, members, spread
 from coterie.data.source import Source
-from coterie.data.transforms import MID_GREY, Blur, Rotate, Transform
+from coterie.data.transforms import MID_GRAY, Blur, Rotate, Transform
 from coterie.errors import ConfigError, DataError, require, unknown
 from coterie.rng import EVERYONE
 
@@ -372,14 +372,14 @@ class Rotation(Shift):
         degrees: the angle of each cluster. Quarter turns are exact; other angles take the nearest pixel.
         sizes: clients of each cluster; as even as possible when not given.
         assign: which clients: "blocks", "interleaved" or "shuffled".
-        fill: value (0 to 255) of pixels from outside a turned image; 128 is zero after normalisation with 0.5.
+        fill: value (0 to 255) of pixels from outside a turned image; 128 is zero after normalization with 0.5.
     """
 
     kind: ClassVar[str] = "rotation"
     degrees: Sequence[float | int] = (0.0, 90.0, 180.0, 270.0)
     sizes: Sequence[int] | None = None
     assign: Assign = "blocks"
-    fill: int = MID_GREY
+    fill: int = MID_GRAY
 
     def check(self) -> None:
         """Check the angles and the fill."""
@@ -395,7 +395,7 @@ class Rotation(Shift):
                 raise DataError(f"{source.name} has images of {height}x{width}; a quarter turn needs square images")
         place = members(len(self.degrees), len(clients), self.sizes, self.assign, streams(EVERYONE))
         turns = [() if angle % 360 == 0 else (Rotate(angle, self.fill),) for angle in self.degrees]
-        filled = [f"fill {self.fill}"] if self.fill != MID_GREY else []
+        filled = [f"fill {self.fill}"] if self.fill != MID_GRAY else []
         return tuple(
             c.plant(p, f"rotation {self.degrees[p]:g}", transforms=(*c.recipe.transforms, *turns[p])).note(*filled)
             for c, p in zip(clients, place, strict=True)
@@ -407,16 +407,16 @@ class Rotation(Shift):
 class Visual(Shift):
     """Covariate shift: the images of a cluster are clean, noisy or blurred.
 
-    Noise is added after normalisation (and augmentation). Blur is Pillow's Gaussian filter.
+    Noise is added after normalization (and augmentation). Blur is Pillow's Gaussian filter.
 
     Args:
         domains: the domain of each cluster: "clean", "noise" or "blur".
         sizes: clients of each cluster.
         assign: which clients.
-        sigma: standard deviation of the noise, in normalised units.
+        sigma: standard deviation of the noise, in normalized units.
         radius: radius of the blur, in pixels.
         noise: "redrawn": at every access, in training and in testing: in every step, and whenever a round measures
-            models; or "fixed": once for each sample, so that the federation holds normalised float16 images.
+            models; or "fixed": once for each sample, so that the federation holds normalized float16 images.
     """
 
     kind: ClassVar[str] = "visual"

@@ -72,17 +72,17 @@ class Source:
         shape = "x".join(map(str, self.train.x.shape[1:])) or "scalar"
         return f"{shape} {str(self.train.x.dtype).removeprefix('torch.')} inputs"
 
-    def constants(self, normalise: str) -> Constants:
+    def constants(self, normalize: str) -> Constants:
         """Return mean and standard deviation of each channel for images; empty for "none" and for other inputs.
 
         Args:
-            normalise: "half" (0.5 and 0.5), "standard" (the dataset's own) or "none".
+            normalize: "half" (0.5 and 0.5), "standard" (the dataset's own) or "none".
         """
-        require(normalise in ("half", "standard", "none"), "normalise", normalise, "'half', 'standard' or 'none'")
-        if normalise == "none" or not self.is_images:
+        require(normalize in ("half", "standard", "none"), "normalize", normalize, "'half', 'standard' or 'none'")
+        if normalize == "none" or not self.is_images:
             return (), ()
         channels = self.train.x.shape[1]
-        if normalise == "half":
+        if normalize == "half":
             return (0.5,) * channels, (0.5,) * channels
         return self.standard or _moments(self.train.x)
 
@@ -109,9 +109,9 @@ def _moments(x: Shaped[Tensor, "samples *features"]) -> Constants:
     for channel in range(x.shape[1]):
         weight = torch.bincount(x[:, channel].flatten(), minlength=256).to(torch.float64)
         weight = weight / weight.sum()
-        centre = float((weight * values).sum())
-        mean.append(round(centre, 4))
-        std.append(round(max(1e-4, float((weight * (values - centre) ** 2).sum()) ** 0.5), 4))
+        center = float((weight * values).sum())
+        mean.append(round(center, 4))
+        std.append(round(max(1e-4, float((weight * (values - center) ** 2).sum()) ** 0.5), 4))
     return tuple(mean), tuple(std)
 
 

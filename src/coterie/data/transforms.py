@@ -10,14 +10,14 @@ from jaxtyping import Float, Shaped
 from PIL import Image, ImageFilter
 from torch import Tensor
 
-MID_GREY = 128
-"""The fill of turned uint8 images: zero after the papers' normalisation with mean 0.5."""
+MID_GRAY = 128
+"""The fill of turned uint8 images: zero after the papers' normalization with mean 0.5."""
 
 
 def rotate(
-    x: Shaped[Tensor, "samples *features"], degrees: float | int, fill: int = MID_GREY
+    x: Shaped[Tensor, "samples *features"], degrees: float | int, fill: int = MID_GRAY
 ) -> Shaped[Tensor, "samples *features"]:
-    """Turn square images counter-clockwise about their centre.
+    """Turn square images counter-clockwise about their center.
 
     Multiples of 90 degrees are exact (they move whole pixels); other angles take the nearest pixel, and what comes
     from outside the image is filled, as the papers do.
@@ -25,7 +25,7 @@ def rotate(
     Args:
         x: images, channels first.
         degrees: the angle.
-        fill: value of pixels from outside a uint8 image; 0 is used for float images, which are normalised already.
+        fill: value of pixels from outside a uint8 image; 0 is used for float images, which are normalized already.
 
     Example:
         >>> rotate(torch.tensor([[[[1, 2], [3, 4]]]]), 90)
@@ -65,11 +65,11 @@ def blur(x: Shaped[Tensor, "samples *features"], radius: float) -> Shaped[Tensor
 def noisy(
     x: Float[Tensor, "samples *features"], sigma: float, generator: np.random.Generator
 ) -> Float[Tensor, "samples *features"]:
-    """Add Gaussian noise, drawn once for each value, to normalised inputs.
+    """Add Gaussian noise, drawn once for each value, to normalized inputs.
 
     Args:
-        x: inputs after normalisation.
-        sigma: standard deviation of the noise, in units of the normalised inputs.
+        x: inputs after normalization.
+        sigma: standard deviation of the noise, in units of the normalized inputs.
         generator: where the noise comes from.
     """
     noise = torch.from_numpy(generator.standard_normal(tuple(x.shape), dtype=np.float32))
@@ -82,7 +82,7 @@ class Rotate:
     """`rotate` with its angle and fill."""
 
     degrees: float
-    fill: int = MID_GREY
+    fill: int = MID_GRAY
 
     def __call__(self, x: Shaped[Tensor, "samples *features"]) -> Shaped[Tensor, "samples *features"]:
         """Turn a batch."""

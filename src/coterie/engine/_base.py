@@ -99,7 +99,7 @@ class Engine(ABC):
 
         Args:
             rows: the models, changed in place.
-            work: batches, optimiser and the rest.
+            work: batches, optimizer and the rest.
             block: how many to train at once.
 
         Returns:

@@ -80,7 +80,7 @@ def _one(local: LocalTraining, samples: int, stream: np.random.Generator) -> tup
 
 
 def steps(local: LocalTraining, samples: int) -> int:
-    """Return how many optimiser steps a client with so many samples takes.
+    """Return how many optimizer steps a client with so many samples takes.
 
     Example:
         >>> steps(LocalTraining(epochs=2, batch_size=4), 9)

@@ -23,11 +23,11 @@ class Samples:
     """Samples as they are stored; they are prepared batch by batch.
 
     Args:
-        x: the inputs. uint8 images are scaled to [0, 1] and normalised.
+        x: the inputs. uint8 images are scaled to [0, 1] and normalized.
         y: the targets.
         classes: number of classes; 0 for regression.
         dtype: floating-point type of models and inputs.
-        mean: per channel, for uint8 images; empty for "do not normalise".
+        mean: per channel, for uint8 images; empty for "do not normalize".
         std: per channel.
     """
 
@@ -47,7 +47,7 @@ class Samples:
         return tuple(self.x.shape[1:])
 
     def inputs(self, places: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """Return samples as the model takes them: floats, images scaled and normalised."""
+        """Return samples as the model takes them: floats, images scaled and normalized."""
         x = self.x[places.to(self.x.device)]
         if x.dtype != torch.uint8:
             return x.to(self.dtype)
@@ -81,14 +81,14 @@ class Training:
         samples: where the batches come from.
         places: the sample at each place of each batch; anything where a batch is shorter.
         length: the size of each batch; 0 after a client's last step.
-        local: optimiser and its settings.
+        local: optimizer and its settings.
         anchor: models to stay near.
         prox: weight of the penalty for the distance to them.
         inputs: values of the layout's input buffers, in each step.
         keys: the key of each client's dropout masks, and the names of the buffers that take them.
         augment: changes the inputs of some clients' batches in a step.
         noise: is added to them then.
-        moments: the state of each client's optimiser, changed in place; a fresh one when None.
+        moments: the state of each client's optimizer, changed in place; a fresh one when None.
         taken: with `moments`: steps each client took before.
         foreign: (client's row) -> a context in which PyTorch's own generator is that client's, for foreign modules.
     """

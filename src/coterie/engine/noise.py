@@ -63,7 +63,7 @@ class Noise:
 def gaussian(keys: Int[Tensor, "*batch"], size: int) -> Float[Tensor, "*batch size"]:
     """Return standard normal draws, `size` of them for each key, in float64.
 
-    Two come from each 64 bits, so none is beyond 6.7. Keys are well mixed: neighbouring ones would share draws.
+    Two come from each 64 bits, so none is beyond 6.7. Keys are well mixed: neighboring ones would share draws.
     """
     bits = splitmix(keys[..., None] + torch.arange((size + 1) // 2, device=keys.device))
     radius = ((bits & _WORD) + 1).double().mul_(2.0**-32).log_().mul_(-2).sqrt_()

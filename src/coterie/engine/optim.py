@@ -18,7 +18,7 @@ class LocalTraining:
 
     Args:
         epochs: passes over the local training data ($E$).
-        steps: optimiser steps instead of epochs ($S$); the data are reshuffled when they are used up.
+        steps: optimizer steps instead of epochs ($S$); the data are reshuffled when they are used up.
         batch_size: samples a step ($B$); a client with fewer samples uses all of them.
         optimizer: "adam" or "sgd". Its state starts fresh in every round, but see `persistent_client_optimizer`.
         lr: step size, above 0 (0 is allowed and trains nothing).
@@ -27,9 +27,9 @@ class LocalTraining:
         drop_last: leave out the last, smaller batch of an epoch.
         augment: "crop-flip" pads images by `padding` black pixels, cuts random pieces and mirrors half of them.
         padding: see `augment`.
-        persistent_client_optimizer: each client keeps the state of its optimiser (the moments, and with Adam the count
+        persistent_client_optimizer: each client keeps the state of its optimizer (the moments, and with Adam the count
             of its steps) from round to round, whatever model it trains next. Some published code works so; it needs
-            an optimiser with a state, and the synchronous schedule.
+            an optimizer with a state, and the synchronous schedule.
     """
 
     epochs: int = 1
@@ -60,13 +60,13 @@ class LocalTraining:
 
     @property
     def moments(self) -> int:
-        """How many numbers the optimiser remembers of each parameter."""
+        """How many numbers the optimizer remembers of each parameter."""
         return 2 if self.optimizer == "adam" else int(self.momentum > 0)
 
 
 @dataclass(frozen=True)
 class Moments:
-    """What clients keep of their optimisers between rounds, for each model that they train (a track).
+    """What clients keep of their optimizers between rounds, for each model that they train (a track).
 
     Args:
         values: the first moment, and with Adam the second, of each trained parameter.
@@ -81,7 +81,7 @@ class Moments:
         """Return those of clients that have not trained.
 
         Args:
-            local: the optimiser.
+            local: the optimizer.
             tracks: how many models each client trains in a round.
             rows: the trainable parameters; only their shape and type are used.
         """
@@ -91,10 +91,10 @@ class Moments:
 
 
 class RowOptimizer:
-    """One optimiser state for each row, updated in place.
+    """One optimizer state for each row, updated in place.
 
     Args:
-        local: which optimiser and its settings.
+        local: which optimizer and its settings.
         rows: the trainable parameters; only their shape and type are used.
         moments: the state to go on from, updated in place; a fresh one when None.
         taken: with `moments`: steps taken before.
@@ -149,7 +149,7 @@ class RowOptimizer:
         rows.sub_(torch.div(self.first, scale).mul_(self.local.lr / (1 - beta1**count)))
 
     def take(self, chosen: Tensor) -> "RowOptimizer":
-        """Return the optimiser of some rows, on copies of their state."""
+        """Return the optimizer of some rows, on copies of their state."""
         part = RowOptimizer(self.local, torch.empty(0, 0))
         part.first = None if self.first is None else self.first[chosen]
         part.second = None if self.second is None else self.second[chosen]

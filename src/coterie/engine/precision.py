@@ -1,4 +1,4 @@
-"""Faster products at lower precision. Parameters, optimisers, merges and losses keep the precision of the run."""
+"""Faster products at lower precision. Parameters, optimizers, merges and losses keep the precision of the run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

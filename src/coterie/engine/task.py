@@ -65,7 +65,7 @@ def positions(split: Int[Tensor, "clients samples"], wanted: int) -> Positions:
 
 
 def going_on(moments: Float[Tensor, "clients moments trainable"], taken: Int[Tensor, " clients"]) -> dict[str, Tensor]:
-    """Report what clients keep of their optimisers; who diverged starts afresh."""
+    """Report what clients keep of their optimizers; who diverged starts afresh."""
     lost = not_finite(moments.flatten(1))
     moments[lost] = 0
     return {"moments": moments, "taken": taken.masked_fill(lost.cpu(), 0)}
@@ -266,7 +266,7 @@ class Task:
     # ------------------------------------------------------------------ training
 
     def carrying(self, moments: Moments | None) -> "Task":
-        """Return a view whose clients train on from the state of their optimisers, where the local training asks so.
+        """Return a view whose clients train on from the state of their optimizers, where the local training asks so.
 
         Args:
             moments: of the hosted clients; not changed. None for fresh ones.
@@ -276,17 +276,17 @@ class Task:
         return view
 
     def fresh_moments(self, local: LocalTraining, tracks: int = 1) -> Moments:
-        """Return the state of optimisers that have done nothing.
+        """Return the state of optimizers that have done nothing.
 
         Args:
-            local: the optimiser.
+            local: the optimizer.
             tracks: how many models each client trains in a round.
         """
         like = torch.empty(1, dtype=self.dtype, device=self.device).expand(len(self), self.layout.trainable)
         return Moments.zeros(local, tracks, like)
 
     def steps(self, local: LocalTraining) -> int:
-        """Return the most optimiser steps any hosted client takes in one local training."""
+        """Return the most optimizer steps any hosted client takes in one local training."""
         return max((steps(local, int(n)) for n in self.samples), default=0)
 
     def train(
@@ -304,23 +304,23 @@ class Task:
     ) -> tuple[Float[Tensor, "clients params"], dict[str, Tensor]]:
         r"""Train every hosted client on its own training data.
 
-        Optimisers start fresh, unless `local.persistent_client_optimizer` is set and this view carries their state.
+        Optimizers start fresh, unless `local.persistent_client_optimizer` is set and this view carries their state.
 
         Args:
             params: where each client starts; not changed, unless `in_place`.
             rng: the streams of the round.
-            local: epochs, batches, optimiser.
+            local: epochs, batches, optimizer.
             anchor: models to stay near; needed when `prox` is not 0.
             prox: weight $\mu$ of the penalty $\frac{\mu}{2} \lVert w - anchor \rVert^2$ on trained parameters.
             inputs: values of the layout's input buffers in every step.
             purpose: names the stream of batch orders; a second training in one round takes another name.
-            track: which of the client's models this is, where optimisers go on from their state.
+            track: which of the client's models this is, where optimizers go on from their state.
             in_place: change `params` instead of a copy, which saves memory; its rows lie apart.
 
         Returns:
             The new models, and a report: `loss` (mean batch loss of the last epoch), `losses` (of each step, before
             its update; NaN after a client's last step), `train_samples` (processed), `diverged` (a loss or a
-            parameter is not finite), and where optimisers keep their state `moments` and `taken` (steps in all).
+            parameter is not finite), and where optimizers keep their state `moments` and `taken` (steps in all).
         """
         if inputs is not None and (unknown := set(inputs) - set(self.layout.inputs)):
             known = list(self.layout.inputs)
@@ -366,7 +366,7 @@ class Task:
         return Noise(rng.keys(purpose, self.ids), federation.noise[self._at], federation.split.shape[1])
 
     def _kept(self, local: LocalTraining, track: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return a copy of the state of each client's optimiser, and its steps so far, if it keeps one."""
+        """Return a copy of the state of each client's optimizer, and its steps so far, if it keeps one."""
         if not local.persistent_client_optimizer:
             return None, None
         moments = self._moments or self.fresh_moments(local, track + 1)

@@ -91,7 +91,7 @@ class Inbox:
     ) -> Float[Tensor, "clients params"]:
         """Return `own_weight * own + sum of weights * received`, without an array of clients x peers x params.
 
-        Slots that did not arrive count zero; nothing is renormalised here. Terms are added in the order of sender
+        Slots that did not arrive count zero; nothing is renormalized here. Terms are added in the order of sender
         ids, client by client, so that neither the order of the slots nor who is hosted beside changes a bit.
         """
         order = torch.argsort(self.peers, dim=1, stable=True)
@@ -222,7 +222,7 @@ class Exchange(Protocol):
 
 
 def check_peers(own: Int[Tensor, " clients"], peers: Int[Tensor, "clients peers"], population: int) -> None:
-    """Refuse wishes that no exchange can fulfil.
+    """Refuse wishes that no exchange can fulfill.
 
     Raises:
         ExchangeError: when a reader asks for itself or for an id outside the population.

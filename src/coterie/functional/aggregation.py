@@ -26,10 +26,10 @@ def fedavg(
         >>> fedavg(torch.tensor([[1.0, 2.0]]), torch.tensor([1.0]), torch.tensor([[True, True]]))
         (tensor([[0.2500, 0.5000]]), tensor([0.2500]))
     """
-    return normalise(torch.where(mask, samples, 0), own)
+    return normalize(torch.where(mask, samples, 0), own)
 
 
-def normalise(
+def normalize(
     weights: Shaped[Tensor, "clients peers"], own: Shaped[Tensor, " clients"]
 ) -> tuple[Shaped[Tensor, "clients peers"], Shaped[Tensor, " clients"]]:
     """Scale weights so that each row, own weight included, sums to 1; a row of zeros keeps the own model."""
@@ -60,7 +60,7 @@ def fedsim(
     """
     useful = torch.where(mask, similarity.clamp(min=0), 0)
     best = useful.amax(1) if useful.shape[1] else useful.sum(1)
-    return normalise(useful, best)
+    return normalize(useful, best)
 
 
 def fedsim_prior(
@@ -82,7 +82,7 @@ def weighted_mean(
 
     Args:
         params: the models, in a fixed order (by client id): the order of the sum is part of the result.
-        weights: not negative, their sum above 0; renormalised over the rows given.
+        weights: not negative, their sum above 0; renormalized over the rows given.
 
     Example:
         >>> weighted_mean(torch.tensor([[0.0, 4.0], [4.0, 0.0]]), torch.tensor([3.0, 1.0]))

@@ -129,7 +129,7 @@ def affinity(
 def spectral(
     affinity: Float[Tensor, "clients clients"], count: int, *, labels: Labels, seed: int
 ) -> Int[Tensor, " clients"]:
-    """Cut an affinity graph into `count` groups by normalised spectral clustering.
+    """Cut an affinity graph into `count` groups by normalized spectral clustering.
 
     Args:
         affinity: symmetric, not negative.
@@ -199,9 +199,9 @@ def davies_bouldin(points: Float[Tensor, "clients features"], label: Int[Tensor,
     """
     from sklearn.metrics import davies_bouldin_score
 
-    centres = torch.stack([points[label == group].mean(0) for group in label.unique()]).double()
-    spread = torch.cdist(centres, centres)
-    if float(spread.max()) <= 1e-9 * max(1.0, float(centres.norm(dim=1).max())):
+    centers = torch.stack([points[label == group].mean(0) for group in label.unique()]).double()
+    spread = torch.cdist(centers, centers)
+    if float(spread.max()) <= 1e-9 * max(1.0, float(centers.norm(dim=1).max())):
         return float("inf")
     return float(davies_bouldin_score(points.double().numpy(), label.numpy()))
 
@@ -264,17 +264,17 @@ def cross_similarity(similarity: Float[Tensor, "clients clients"], part: Bool[Te
 
 
 def nearest(
-    points: Float[Tensor, "clients params"], centres: Float[Tensor, "clusters params"]
+    points: Float[Tensor, "clients params"], centers: Float[Tensor, "clusters params"]
 ) -> Int[Tensor, " clients"]:
-    r"""FeSEM's E-step: $\arg\min_c \lVert W_k - \tilde W^c \rVert^2$ for each model; ties go to the first centre."""
-    return squared_distances(points, centres).argmin(1)
+    r"""FeSEM's E-step: $\arg\min_c \lVert W_k - \tilde W^c \rVert^2$ for each model; ties go to the first center."""
+    return squared_distances(points, centers).argmin(1)
 
 
 def squared_distances(
-    points: Float[Tensor, "clients params"], centres: Float[Tensor, "clusters params"]
+    points: Float[Tensor, "clients params"], centers: Float[Tensor, "clusters params"]
 ) -> Float[Tensor, "clients clusters"]:
     """Squared Euclidean distances, summed in float64."""
-    return torch.stack([(points - centre).square().sum(1, dtype=torch.float64) for centre in centres], dim=1)
+    return torch.stack([(points - center).square().sum(1, dtype=torch.float64) for center in centers], dim=1)
 
 
 def k_means(points: Float[Tensor, "clients params"], count: int, *, seed: int) -> Int[Tensor, " clients"]:

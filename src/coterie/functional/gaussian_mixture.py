@@ -1,4 +1,4 @@
-"""A two-component Gaussian mixture on each client's few scores, to tell neighbours from strangers (PANM's NAEM)."""
+"""A two-component Gaussian mixture on each client's few scores, to tell neighbors from strangers (PANM's NAEM)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -22,7 +22,7 @@ class Split:
 
     Args:
         em: "hard": every score belongs to one component in each step; "soft": to both, in proportion, until the end.
-        component: which component is the neighbours': the one with the "larger" mean, or the "first".
+        component: which component is the neighbors': the one with the "larger" mean, or the "first".
         monotone: count every score at or above that component's mean too.
     """
 
@@ -31,15 +31,15 @@ class Split:
     monotone: bool = False
 
 
-def neighbours(
+def neighbors(
     scores: Float[Tensor, "clients peers"],
     first: Bool[Tensor, "clients peers"],
     mask: Bool[Tensor, "clients peers"],
     how: Split,
 ) -> tuple[Bool[Tensor, "clients peers"], Bool[Tensor, " clients"]]:
-    r"""Split each client's scores into neighbours and others by EM over two Gaussians.
+    r"""Split each client's scores into neighbors and others by EM over two Gaussians.
 
-    Component 0 starts with the peers believed to be neighbours, component 1 with the others. Each has a weight
+    Component 0 starts with the peers believed to be neighbors, component 1 with the others. Each has a weight
     $\beta_r = n_r / |M|$, a mean and a population standard deviation, the latter at least 0.01 of that of all scores
     and 1e-8, so that the split does not depend on the scores' scale or offset.
 
@@ -50,7 +50,7 @@ def neighbours(
         how: the options.
 
     Returns:
-        Who is a neighbour, and for which clients the split is usable: not where one of the sides was empty at the
+        Who is a neighbor, and for which clients the split is usable: not where one of the sides was empty at the
         start, or component 0 became empty.
 
     References:
@@ -88,7 +88,7 @@ def corrected(
     mask: Bool[Tensor, "clients peers"],
     how: Split,
 ) -> Bool[Tensor, "clients population"]:
-    r"""Correct each client's bag of neighbours: $B \leftarrow H \cup (B \setminus S)$.
+    r"""Correct each client's bag of neighbors: $B \leftarrow H \cup (B \setminus S)$.
 
     Args:
         bag: $B$; it never becomes empty.
@@ -98,9 +98,9 @@ def corrected(
         mask: which of them arrived; a member of the bag that did not stays in it.
         how: the options of the split that finds $H$.
     """
-    neighbour, usable = neighbours(scores, first, mask, how)
+    neighbor, usable = neighbors(scores, first, mask, how)
     examined = selection.among(torch.where(first & mask, slots, -1), bag.shape[1])
-    found = selection.among(torch.where(neighbour, slots, -1), bag.shape[1])
+    found = selection.among(torch.where(neighbor, slots, -1), bag.shape[1])
     return torch.where(usable[:, None], found | (bag & ~examined), bag)
 
 

@@ -42,7 +42,7 @@ def train_prior_accuracy(
 ) -> float:
     r"""Accuracy with samples weighed by their class's share of the training data: $\sum x_y TP_y / \sum x_y m_y$.
 
-    What FedGWC's code calls balanced; where test and training labels match, it favours frequent classes twice.
+    What FedGWC's code calls balanced; where test and training labels match, it favors frequent classes twice.
 
     Args:
         predicted: the predicted classes.
@@ -133,8 +133,8 @@ def wadb(counts: Int[Tensor, "clients classes"], label: Int[Tensor, " clients"])
     if reason is not None:
         return _undefined("WADB", reason)
     points = frequencies(counts)
-    centres = torch.stack([points[label == cluster].mean(0) for cluster in label.unique()])
-    if float(torch.pdist(centres).min()) <= 1e-12:
+    centers = torch.stack([points[label == cluster].mean(0) for cluster in label.unique()])
+    if float(torch.pdist(centers).min()) <= 1e-12:
         return _undefined("WADB", "the centroids of two clusters coincide")
     return float(davies_bouldin_score(points.numpy(), label.numpy()))
 

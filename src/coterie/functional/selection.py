@@ -1,7 +1,7 @@
 """Whom to read: choices of peers as pure functions of keyed random draws.
 
 Every random choice over the population takes one Gumbel draw for each pair (client, member of the population), so
-that relabelling the clients relabels the choice and hosting them elsewhere changes nothing.
+that relabeling the clients relabels the choice and hosting them elsewhere changes nothing.
 """
 
 import math
@@ -48,11 +48,11 @@ def sample(
 ) -> Int[Tensor, "clients peers"]:
     """Draw without replacement with probabilities proportional to exp(log_weights): Gumbel top-m.
 
-    The law is that of successive draws with renormalisation; members of zero weight are drawn only when nothing else
+    The law is that of successive draws with renormalization; members of zero weight are drawn only when nothing else
     is left. See Kool et al., Stochastic beams and where to find them, 2019.
 
     Args:
-        log_weights: log of the (unnormalised) probabilities.
+        log_weights: log of the (unnormalized) probabilities.
         noise: one standard Gumbel draw for each pair, from `Rng.gumbel`.
         count: how many.
         allowed: whom each client may choose.
@@ -73,7 +73,7 @@ def race(
     who is behind the `count + 4` smallest $u / p$ is also behind every $E / p$ below the last of these.
 
     Args:
-        mass: the (unnormalised) probabilities $p$.
+        mass: the (unnormalized) probabilities $p$.
         draws: $u$, from `Rng.pairs`.
         count: how many.
         allowed: whom each client may choose.
@@ -348,7 +348,7 @@ def cohort(
     Args:
         noise: one standard Gumbel draw for each client.
         count: how many; at most the members.
-        log_weights: log of the (unnormalised) probabilities; uniform by default.
+        log_weights: log of the (unnormalized) probabilities; uniform by default.
         members: who can be drawn; everybody by default.
 
     Returns:

@@ -1,7 +1,7 @@
 r"""The simplex of models (SosicFL, Floco): regions in $\Delta^{M-1}$, uniform draws from them, who gets which.
 
-A region is the part of the simplex within L1 distance `radius` of a centre. A client trains models drawn from its
-region and is served the model at its centre.
+A region is the part of the simplex within L1 distance `radius` of a center. A client trains models drawn from its
+region and is served the model at its center.
 """
 
 import math
@@ -23,32 +23,32 @@ _TRIES, _BLOCKS, _SWEEPS = 50, 4, 30
 # ---------------------------------------------------------------- regions
 
 
-def mean_distance(centre: Float[Tensor, "*batch topics"]) -> Float[Tensor, "*batch"]:
-    r"""Mean L1 distance from a centre to a uniform point of the simplex: $\frac{2}{M} \sum_m (1 - \mu_m)^M$.
+def mean_distance(center: Float[Tensor, "*batch topics"]) -> Float[Tensor, "*batch"]:
+    r"""Mean L1 distance from a center to a uniform point of the simplex: $\frac{2}{M} \sum_m (1 - \mu_m)^M$.
 
     Example:
         >>> mean_distance(torch.tensor([1.0, 0.0, 0.0]))  # a vertex: 2 (1 - 1/M)
         tensor(1.3333)
     """
-    topics = centre.shape[-1]
-    return 2 / topics * (1 - centre).pow(topics).sum(-1)
+    topics = center.shape[-1]
+    return 2 / topics * (1 - center).pow(topics).sum(-1)
 
 
 def sample_region(
-    stream: np.random.Generator, centre: Float[Tensor, " topics"], radius: float, count: int
+    stream: np.random.Generator, center: Float[Tensor, " topics"], radius: float, count: int
 ) -> Float[Tensor, "count topics"]:
     r"""Draw uniformly from $\{\alpha \in \Delta^{M-1} : \lVert \alpha - \mu \rVert_1 \le r\}$.
 
-    Exact rejection from two proposals (the L1 ball around the centre; the whole simplex), and where both reject
+    Exact rejection from two proposals (the L1 ball around the center; the whole simplex), and where both reject
     200 times, a Gibbs chain over pairs of coordinates.
 
     Args:
         stream: of random numbers.
-        centre: $\mu$, on the simplex.
+        center: $\mu$, on the simplex.
         radius: $r$, 0 or larger; 2 or larger is the whole simplex.
         count: how many points.
     """
-    mu = centre.double().numpy()
+    mu = center.double().numpy()
     size = len(mu)
     if size == 1 or count == 0:
         return torch.ones(count, size, dtype=torch.float64)
@@ -88,7 +88,7 @@ def _ball(stream: np.random.Generator, size: int, radius: float, count: int) -> 
 
 
 def _gibbs(stream: np.random.Generator, mu: np.ndarray, radius: float, count: int) -> np.ndarray:
-    """Run one chain a point from the centre: redraw two coordinates, keeping their sum, on the feasible interval."""
+    """Run one chain a point from the center: redraw two coordinates, keeping their sum, on the feasible interval."""
     points = np.tile(mu, (count, 1))
     rows = np.arange(count)
     for _ in range(_SWEEPS * len(mu)):
@@ -105,15 +105,15 @@ def _gibbs(stream: np.random.Generator, mu: np.ndarray, radius: float, count: in
 
 
 def sample_released(
-    stream: np.random.Generator, centre: Float[Tensor, " topics"], radius: float, count: int
+    stream: np.random.Generator, center: Float[Tensor, " topics"], radius: float, count: int
 ) -> Float[Tensor, "count topics"]:
     """Draw as the public code does: a random positive direction, a uniform length.
 
     Neither uniform nor on the simplex (sums differ from 1); only for comparison with published runs.
     """
-    direction = stream.random((count, len(centre)))
+    direction = stream.random((count, len(center)))
     direction /= np.linalg.norm(direction, axis=1, keepdims=True)
-    return centre.double() + torch.from_numpy(direction * stream.uniform(0, radius, (count, 1)))
+    return center.double() + torch.from_numpy(direction * stream.uniform(0, radius, (count, 1)))
 
 
 # ---------------------------------------------------------------- who gets which region
@@ -164,34 +164,34 @@ def cluster_points(
     center: Center = "medoid",
     restarts: int = 10,
 ) -> tuple[Int[Tensor, " clients"], Float[Tensor, "clusters topics"]]:
-    """Group points of the simplex around centres: seeds drawn far apart, then Voronoi iterations.
+    """Group points of the simplex around centers: seeds drawn far apart, then Voronoi iterations.
 
     Args:
         points: on the simplex.
         count: how many groups ($L$), at most the points.
         stream: of random numbers.
         metric: "l1", or Hilbert's distance.
-        center: a group's centre: the member with the least sum of distances, or the mean.
+        center: a group's center: the member with the least sum of distances, or the mean.
         restarts: the run with the least sum of distances is kept.
 
     Returns:
-        The group of each point, and the centres.
+        The group of each point, and the centers.
     """
     require(1 <= count <= len(points), "regions", count, f"between 1 and the {len(points)} clients")
     distances = l1_distances if metric == "l1" else hilbert_distances
     best: tuple[float, Tensor, Tensor] | None = None
     for _ in range(restarts):
-        centres = _far_apart(points, count, stream, distances)
-        label = distances(points, centres).argmin(1)
+        centers = _far_apart(points, count, stream, distances)
+        label = distances(points, centers).argmin(1)
         for _ in range(100):
-            centres = _centres(points, label, centres, center, distances)
-            new = distances(points, centres).argmin(1)
+            centers = _centers(points, label, centers, center, distances)
+            new = distances(points, centers).argmin(1)
             if torch.equal(new, label):
                 break
             label = new
-        cost = float(distances(points, centres).amin(1).sum())
+        cost = float(distances(points, centers).amin(1).sum())
         if best is None or cost < best[0] - 1e-12:
-            best = cost, label, centres
+            best = cost, label, centers
     assert best is not None
     return best[1], best[2]
 
@@ -208,7 +208,7 @@ def _far_apart(points: Tensor, count: int, stream: np.random.Generator, distance
     return points[chosen]
 
 
-def _centres(points: Tensor, label: Tensor, old: Tensor, center: Center, distances: Distances) -> Tensor:
+def _centers(points: Tensor, label: Tensor, old: Tensor, center: Center, distances: Distances) -> Tensor:
     out = old.clone()
     for group in label.unique().tolist():
         members = points[label == group]

@@ -47,7 +47,7 @@ class State:
         params: the personal model of each hosted client.
         memory: the method's memory: a frozen dataclass of tensors with a leading clients axis, or None.
         shared: what the server role keeps: a frozen dataclass of tensors, or None.
-        moments: the state of the clients' optimisers, where it outlasts a round; the loop's, not the method's.
+        moments: the state of the clients' optimizers, where it outlasts a round; the loop's, not the method's.
     """
 
     params: Float[Tensor, "clients params"]
@@ -160,7 +160,7 @@ class Method(ABC):
         """Return the model that clients train: the run's, unless the method changes its form (SosicFL's head)."""
         return source
 
-    def enrol(self, rnd: Round, state: State) -> State:
+    def enroll(self, rnd: Round, state: State) -> State:
         """Exchange what is needed once, with every client, before round 0 (`rnd.index` is -1)."""
         return state
 

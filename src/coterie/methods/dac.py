@@ -259,7 +259,7 @@ class Acquaintance:
 
 @dataclass(frozen=True)
 class Dac(PeerMethod):
-    r"""Decentralised adaptive clustering.
+    r"""Decentralized adaptive clustering.
 
     Every client remembers a similarity to each member of the population and draws peers with $p_{ij} \propto
     e^{\tau s_{ij}}$. Those it reads it measures; of those that its peers measured it takes over an estimate.

@@ -19,7 +19,7 @@ from coterie.rng import Rng
 
 @dataclass(frozen=True)
 class Enrolled(Clusters):
-    """Clusters, and how many training samples each client has: filled while clients enrol."""
+    """Clusters, and how many training samples each client has: filled while clients enroll."""
 
     samples: Float[Tensor, " population"]
 
@@ -66,7 +66,7 @@ class FedProx(OneModel):
         start = self.averaging.start(task.fresh(rng, 1), task.population, task.layout)
         return Enrolled(start.models, start.velocity, start.label, torch.ones(task.population, dtype=torch.float64))
 
-    def enrol(self, rnd: Round, state: State) -> State:
+    def enroll(self, rnd: Round, state: State) -> State:
         """Tell the server how many samples each client has, when it draws by them."""
         if self.sampling == "uniform":
             return state

@@ -1,4 +1,4 @@
-"""FeSEM: several centres; each client trains from the one nearest to its last model."""
+"""FeSEM: several centers; each client trains from the one nearest to its last model."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
@@ -18,8 +18,8 @@ from coterie.rng import Rng
 
 
 @dataclass(frozen=True)
-class Centres(Clusters):
-    """The centres, who belongs to which, and who has ever taken part."""
+class Centers(Clusters):
+    """The centers, who belongs to which, and who has ever taken part."""
 
     seen: Bool[Tensor, " population"]
 
@@ -27,18 +27,18 @@ class Centres(Clusters):
 @final
 @dataclass(frozen=True)
 class FeSem(ServerMethod):
-    r"""Multi-centre federated learning: minimise $\frac1K \sum_k \sum_c r_k^c \lVert W_k - \tilde W^c \rVert^2$.
+    r"""Multi-center federated learning: minimize $\frac1K \sum_k \sum_c r_k^c \lVert W_k - \tilde W^c \rVert^2$.
 
-    When models come back, each of their clients joins the nearest centre (E-step) and the centres become the means of
+    When models come back, each of their clients joins the nearest center (E-step) and the centers become the means of
     the models that came back (M-step); others keep their membership. First memberships are random and balanced, first
-    centres are drawn independently. Who never took part is served by the largest cluster.
+    centers are drawn independently. Who never took part is served by the largest cluster.
 
     Args:
         clusters: $C$.
-        weights: of the models in a centre: "uniform" or by "samples".
+        weights: of the models in a center: "uniform" or by "samples".
         features: distances over "all" trained parameters, or those of the "last_layer" as in the authors' code.
         recluster_every: rounds between two E-steps.
-        min_group: a centre to which fewer models came back stays.
+        min_group: a center to which fewer models came back stays.
 
     References:
         Long, Xie, Shen, Zhou, Wang, Jiang, Multi-center federated learning: clients clustering for better
@@ -46,7 +46,7 @@ class FeSem(ServerMethod):
     """
 
     kind: ClassVar[str] = "fesem"
-    summary: ClassVar[str] = "several centres; clients train from the centre nearest to their last model"
+    summary: ClassVar[str] = "several centers; clients train from the center nearest to their last model"
     references: ClassVar[tuple[str, ...]] = (
         "Long, Xie, Shen, Zhou, Wang, Jiang, Multi-center federated learning: clients clustering for better "
         "personalization, 2023, https://arxiv.org/abs/2108.08647",
@@ -67,15 +67,15 @@ class FeSem(ServerMethod):
         """Uniform or by samples."""
         return Averaging(self.weights)
 
-    def shared(self, task: Task, rng: Rng) -> Centres:
-        """Return independent centres and random balanced memberships."""
+    def shared(self, task: Task, rng: Rng) -> Centers:
+        """Return independent centers and random balanced memberships."""
         order = rng.at(-1).generator("fesem.start").permutation(task.population)
         label = torch.from_numpy(order) % self.clusters
         models = task.fresh(rng, self.clusters)
-        return Centres(models, models[:, :0].double(), label, torch.zeros(task.population, dtype=torch.bool))
+        return Centers(models, models[:, :0].double(), label, torch.zeros(task.population, dtype=torch.bool))
 
-    def deliver(self, desk: Desk, shared: Centres, message: Message) -> tuple[Centres, Reply]:
-        """Answer with the client's centre, or the largest cluster's when the client is not known yet."""
+    def deliver(self, desk: Desk, shared: Centers, message: Message) -> tuple[Centers, Reply]:
+        """Answer with the client's center, or the largest cluster's when the client is not known yet."""
         assert message.ids is not None
         known = shared.label[shared.seen]
         label = shared.label
@@ -83,7 +83,7 @@ class FeSem(ServerMethod):
             label = torch.where(shared.seen, label, torch.bincount(known, minlength=self.clusters).argmax())
         return shared, Reply(shared.models, label[message.ids][:, None])
 
-    def merge(self, desk: Desk, shared: Centres, message: Message) -> Centres:
+    def merge(self, desk: Desk, shared: Centers, message: Message) -> Centers:
         """E-step and M-step over the models that came back."""
         assert message.ids is not None
         label = shared.label

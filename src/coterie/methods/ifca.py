@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Models:
-    """The server's models. While clients enrol with `start="resample"`, all candidates."""
+    """The server's models. While clients enroll with `start="resample"`, all candidates."""
 
     models: Float[Tensor, "clusters params"]
 
@@ -91,7 +91,7 @@ class Ifca(ServerMethod):
         count = self.clusters * (self.candidates if self.start == "resample" else 1)
         return Models(task.fresh(rng, count))
 
-    def enrol(self, rnd: Round, state: State) -> State:
+    def enroll(self, rnd: Round, state: State) -> State:
         """Choose among candidates by what clients would choose among them."""
         if self.start != "resample":
             return state

@@ -57,7 +57,7 @@ class Oracle(PeerMethod):
         """Know nobody yet."""
         return OracleMemory(torch.zeros(len(task.ids), task.population, dtype=torch.bool))
 
-    def enrol(self, rnd: Round, state: State) -> State:
+    def enroll(self, rnd: Round, state: State) -> State:
         """Learn who is in the own cluster."""
         clusters = rnd.task.clusters
         if clusters is None:

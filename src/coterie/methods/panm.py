@@ -1,4 +1,4 @@
-"""PANM: neighbours found by keeping the most similar of a few candidates, then by a mixture of two Gaussians."""
+"""PANM: neighbors found by keeping the most similar of a few candidates, then by a mixture of two Gaussians."""
 
 import warnings
 from abc import abstractmethod
@@ -24,13 +24,13 @@ class PanmMemory:
     """What each client remembers.
 
     Args:
-        neighbours: the list $N_i$ of stage one; -1 behind the last.
+        neighbors: the list $N_i$ of stage one; -1 behind the last.
         bag: the bag $B_i$ of stage two.
         update: $g_i$, the change of the trained parameters in the last local training; without columns for PANMLoss.
         origin: $w^0$ where it has to be told to others; else without columns.
     """
 
-    neighbours: Int[Tensor, "clients neighbours"]
+    neighbors: Int[Tensor, "clients neighbors"]
     bag: Bool[Tensor, "clients population"]
     update: Float[Tensor, "clients update"]
     origin: Float[Tensor, "clients origin"]
@@ -38,21 +38,21 @@ class PanmMemory:
 
 @dataclass(frozen=True)
 class Panm(PeerMethod):
-    r"""Personalised adaptive neighbour matching.
+    r"""Personalized adaptive neighbor matching.
 
-    Stage one: read $l$ candidates drawn uniformly and the $k$ neighbours of before, keep the $k$ most similar as the
-    new neighbours and average with them. Stage two starts with them as a bag; every `interval` rounds $l$ members of
-    the bag and $l$ others are scored, a mixture of two Gaussians tells neighbours from strangers, and the bag is
+    Stage one: read $l$ candidates drawn uniformly and the $k$ neighbors of before, keep the $k$ most similar as the
+    new neighbors and average with them. Stage two starts with them as a bag; every `interval` rounds $l$ members of
+    the bag and $l$ others are scored, a mixture of two Gaussians tells neighbors from strangers, and the bag is
     corrected; every round $k$ members of the bag, drawn uniformly, are averaged with.
 
     Args:
-        num_peers: neighbours averaged with ($k$).
+        num_peers: neighbors averaged with ($k$).
         num_candidates: candidates scored in a round ($l$).
         stage_one_rounds: length of stage one ($T_1$).
         interval: rounds between two corrections of the bag ($\tau_{em}$).
         em: "hard" or "soft" assignment in the steps of EM.
-        component: whose Gaussian is the neighbours': the one with the "larger" mean, or the "first", the bag's.
-        monotone: count everybody at or above that mean as a neighbour.
+        component: whose Gaussian is the neighbors': the one with the "larger" mean, or the "first", the bag's.
+        monotone: count everybody at or above that mean as a neighbor.
     """
 
     references: ClassVar[tuple[str, ...]] = (
@@ -98,7 +98,7 @@ class Panm(PeerMethod):
         return Message(state.params, {"samples": task.samples, **told})
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
-        """Pull whom to score and score them, match, pull the neighbours that are still to be read, average."""
+        """Pull whom to score and score them, match, pull the neighbors that are still to be read, average."""
         memory, number = state.memory, rnd.index + 1
         early = number <= self.stage_one_rounds
         believed, candidates = self.examined(rnd, memory, early, number % self.interval == 0)
@@ -107,8 +107,8 @@ class Panm(PeerMethod):
         scores, cost = self.score(rnd, state, scored)
         first = (torch.arange(slots.shape[1]) < believed.shape[1]).expand_as(slots)
         if early:
-            chosen = selection.best(scores, slots, memory.neighbours.shape[1], scored.mask, first)
-            memory = replace(memory, neighbours=chosen, bag=selection.among(chosen, rnd.task.population))
+            chosen = selection.best(scores, slots, memory.neighbors.shape[1], scored.mask, first)
+            memory = replace(memory, neighbors=chosen, bag=selection.among(chosen, rnd.task.population))
             missing = chosen[:, :0]
         else:
             how = gaussian_mixture.Split(self.em, self.component, self.monotone)
@@ -134,13 +134,13 @@ class Panm(PeerMethod):
     def examined(
         self, rnd: Round, memory: PanmMemory, early: bool, due: bool
     ) -> tuple[Int[Tensor, "clients believed"], Int[Tensor, "clients candidates"]]:
-        """Return whom to score: some believed to be neighbours, and candidates drawn from all others."""
+        """Return whom to score: some believed to be neighbors, and candidates drawn from all others."""
         if not early and not due:
-            return memory.neighbours[:, :0], memory.neighbours[:, :0]
+            return memory.neighbors[:, :0], memory.neighbors[:, :0]
         noise = rnd.rng.gumbel("candidates", rnd.ids, rnd.task.population)
         candidates = selection.uniform(noise, self.num_candidates, rnd.candidates & ~memory.bag)
         if early:
-            return memory.neighbours, candidates
+            return memory.neighbors, candidates
         noise = rnd.rng.gumbel("believed", rnd.ids, rnd.task.population)
         return selection.uniform(noise, self.num_candidates, rnd.candidates & memory.bag), candidates
 
@@ -158,7 +158,7 @@ class PanmGrad(Panm):
     """
 
     kind: ClassVar[str] = "panm-grad"
-    summary: ClassVar[str] = "match neighbours adaptively, by the cosines of updates"
+    summary: ClassVar[str] = "match neighbors adaptively, by the cosines of updates"
     alpha: float = 0.5
 
     def __post_init__(self) -> None:
@@ -203,7 +203,7 @@ class PanmLoss(Panm):
     """
 
     kind: ClassVar[str] = "panm-loss"
-    summary: ClassVar[str] = "match neighbours adaptively, by the loss of their models on the own data"
+    summary: ClassVar[str] = "match neighbors adaptively, by the loss of their models on the own data"
     transform: Literal["inverse", "negative"] = "inverse"
     eps: float = 1e-6
 

@@ -25,7 +25,7 @@ class PensMemory:
 @final
 @dataclass(frozen=True)
 class Pens(PeerMethod):
-    r"""Performance-based neighbour selection.
+    r"""Performance-based neighbor selection.
 
     Stage one: read `num_sampled` peers drawn uniformly, keep the `num_kept` whose models have the lowest loss on the
     own training data, average with those. Stage two: gossip with the members kept more often than a threshold. A
@@ -71,7 +71,7 @@ class Pens(PeerMethod):
         chances = population if self.threshold == "dac_repo" else max(1, population - 1)
         return self.num_kept * self.stage_one_rounds / chances - (self.threshold == "pens_repo")
 
-    def neighbours(self, kept: Int[Tensor, "clients population"]) -> Bool[Tensor, "clients population"]:
+    def neighbors(self, kept: Int[Tensor, "clients population"]) -> Bool[Tensor, "clients population"]:
         """Return with whom each client gossips in stage two."""
         return (kept > self.bound(kept.shape[1])) & (kept > 0)
 
@@ -91,7 +91,7 @@ class Pens(PeerMethod):
             memory = PensMemory(kept)
             cost["passes"] = inbox.mask.sum(1) * rnd.task.counts("train")
         else:
-            peers = selection.uniform(noise, self.num_peers, rnd.candidates & self.neighbours(memory.kept))
+            peers = selection.uniform(noise, self.num_peers, rnd.candidates & self.neighbors(memory.kept))
             inbox = rnd.exchange.pull(message, peers)
             keep = inbox.mask
         weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, keep)

@@ -35,7 +35,7 @@ class Desk:
     """What the server role knows beside its state and the message.
 
     Args:
-        index: number of the round; -1 while clients enrol.
+        index: number of the round; -1 while clients enroll.
         rng: the random streams of the round.
         layout: how models lie in rows.
         population: how many clients there are.
@@ -248,7 +248,7 @@ def gradient_variance(
     """Return the total variances of the last layer's updates that are asked for, for each client of the cohort alike.
 
     "gradient_variance" is of all endpoints where the layer has several, "composed_gradient_variance" of the layer at
-    the barycentre; without endpoints they are one. Models that diverged do not count.
+    the barycenter; without endpoints they are one. Models that diverged do not count.
 
     Args:
         rnd: the round, with the whole cohort.

@@ -29,13 +29,13 @@ class Regions(Clusters):
     Args:
         counts: samples of each class at each member of the population; 0 until it enrolled.
         region: the region of each member.
-        centres: $\mu_l$.
+        centers: $\mu_l$.
         radius: of each region.
     """
 
     counts: Int[Tensor, "population classes"]
     region: Int[Tensor, " population"]
-    centres: Float[Tensor, "regions topics"]
+    centers: Float[Tensor, "regions topics"]
     radius: Float[Tensor, " regions"]
 
 
@@ -65,7 +65,7 @@ class SimplexMethod(OneModel):
 
     From round `warmup_rounds` on a client draws $\alpha$ in every step uniformly from the region of its group,
     $\{\alpha : \lVert \alpha - \mu_l \rVert_1 \le r\}$, and is served $w(\mu_l)$; before, from the whole simplex, and
-    is served its centre.
+    is served its center.
 
     Args:
         preset: "coterie" and "paper" (label counts, exact draws) or "released" (gradients, draws as in the public
@@ -75,7 +75,7 @@ class SimplexMethod(OneModel):
         warmup_rounds: $\tau$; as many as the rounds of the run for plain simplex learning.
         assignment: "labels": each client's label counts, sent once, are described as mixtures of $M$ topics and
             grouped; "gradient" (Floco): the updates of all clients in round `warmup_rounds` place each client.
-        radius_rule: "relative": $r = \rho \bar d$ with the mean distance of the simplex to the centres; "absolute":
+        radius_rule: "relative": $r = \rho \bar d$ with the mean distance of the simplex to the centers; "absolute":
             $r = \rho$.
         radius: $\rho$. The paper's values are lost; 0.3 is ours.
         sampler: uniform draws ("exact"), or those of the public code ("released").
@@ -89,7 +89,7 @@ class SimplexMethod(OneModel):
             $\lVert \alpha \rVert^2$ times a plain head's step.
         endpoint_start: endpoints from Xavier's normal law with zero bias ("xavier"), or drawn as the model draws its
             own head ("model").
-        test_samples: predicted probabilities are averaged over so many draws from the region; 1 serves the centre.
+        test_samples: predicted probabilities are averaged over so many draws from the region; 1 serves the center.
             Divides `endpoints`.
     """
 
@@ -176,8 +176,8 @@ class SimplexMethod(OneModel):
     def deliver(self, desk: Desk, shared: Regions, message: Message) -> tuple[Regions, Reply]:
         """Answer with the model and the client's region."""
         assert message.ids is not None
-        table = shared.models.expand(len(shared.centres), -1)
-        fields = {"centre": shared.centres, "radius": shared.radius}
+        table = shared.models.expand(len(shared.centers), -1)
+        fields = {"center": shared.centers, "radius": shared.radius}
         return shared, Reply(table, shared.region[message.ids][:, None], fields)
 
     def merge(self, desk: Desk, shared: Regions, message: Message) -> Regions:
@@ -202,29 +202,29 @@ class SimplexMethod(OneModel):
             mixtures = shared.counts.double() / shared.counts.sum(1, keepdim=True).clamp(min=1)
         else:
             mixtures = simplex.topic_mixtures(shared.counts, topics, seed=int(stream.integers(1 << 31)))
-        region, centres = simplex.cluster_points(
+        region, centers = simplex.cluster_points(
             mixtures, self.rules.regions, stream, metric=self.metric, center=self.center
         )
-        return replace(shared, region=region, centres=centres, radius=self._radii(centres))
+        return replace(shared, region=region, centers=centers, radius=self._radii(centers))
 
     def _by_gradients(self, desk: Desk, before: Regions, shared: Regions, message: Message) -> Regions:
         """Place each client by its head's update; who did not answer keeps the whole simplex."""
         assert message.ids is not None
         columns = torch.cat([torch.arange(s.start, s.stop) for s in simplex_layers.endpoint_slots(desk.layout)])
         updates = (before.models - message.params)[:, columns.to(message.params.device)]
-        centres = shared.centres[:1].expand(desk.population, -1).clone()
-        centres[message.ids] = simplex.gradient_points(updates.cpu(), self.rules.endpoints)
+        centers = shared.centers[:1].expand(desk.population, -1).clone()
+        centers[message.ids] = simplex.gradient_points(updates.cpu(), self.rules.endpoints)
         radius = torch.full((desk.population,), 2.0, dtype=torch.float64)
-        radius[message.ids] = self._radii(centres)[message.ids]
-        return replace(shared, region=torch.arange(desk.population), centres=centres, radius=radius)
+        radius[message.ids] = self._radii(centers)[message.ids]
+        return replace(shared, region=torch.arange(desk.population), centers=centers, radius=radius)
 
-    def _radii(self, centres: Float[Tensor, "regions topics"]) -> Float[Tensor, " regions"]:
-        scale = simplex.mean_distance(centres).mean() if self.rules.radius_rule == "relative" else 1.0
-        return torch.full((len(centres),), float(self.rules.radius * scale), dtype=torch.float64)
+    def _radii(self, centers: Float[Tensor, "regions topics"]) -> Float[Tensor, " regions"]:
+        scale = simplex.mean_distance(centers).mean() if self.rules.radius_rule == "relative" else 1.0
+        return torch.full((len(centers),), float(self.rules.radius * scale), dtype=torch.float64)
 
     # ---------------------------------------------------------------- where the clients are
 
-    def enrol(self, rnd: Round, state: State) -> State:
+    def enroll(self, rnd: Round, state: State) -> State:
         """Tell the server how many samples of each class each client has."""
         if self.rules.assignment == "gradient":
             return state
@@ -234,10 +234,10 @@ class SimplexMethod(OneModel):
     def draw(self, rnd: Round, offer: Inbox, purpose: str, count: int) -> Float[Tensor, "clients count topics"]:
         """Draw points from each client's region, from the client's own stream."""
         sample = simplex.sample_region if self.rules.sampler == "exact" else simplex.sample_released
-        centre, radius = offer.field("centre")[:, 0].cpu(), offer.field("radius")[:, 0].tolist()
-        out = torch.empty(len(centre), count, self.rules.endpoints, dtype=torch.float64)
+        center, radius = offer.field("center")[:, 0].cpu(), offer.field("radius")[:, 0].tolist()
+        out = torch.empty(len(center), count, self.rules.endpoints, dtype=torch.float64)
         for row, client in enumerate(rnd.ids.tolist()):
-            out[row] = sample(rnd.rng.generator(purpose, client), centre[row], radius[row], count)
+            out[row] = sample(rnd.rng.generator(purpose, client), center[row], radius[row], count)
         return out
 
     def mixtures(self, rnd: Round, offer: Inbox, purpose: str, steps: int) -> dict[str, Tensor]:
@@ -256,20 +256,20 @@ class SimplexMethod(OneModel):
     def placed(
         self, rnd: Round, rows: Float[Tensor, "clients params"], offer: Inbox
     ) -> Float[Tensor, "clients params"]:
-        """Return models at the centres of their clients' regions, or at draws from them."""
+        """Return models at the centers of their clients' regions, or at draws from them."""
         alpha = (
-            offer.field("centre") if self.test_samples == 1 else self.draw(rnd, offer, "alpha.test", self.test_samples)
+            offer.field("center") if self.test_samples == 1 else self.draw(rnd, offer, "alpha.test", self.test_samples)
         )
         return simplex_layers.compose(rnd.task.layout, rows, alpha)
 
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
-        """Fetch the simplex and stand at one's centre."""
+        """Fetch the simplex and stand at one's center."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
         rows = rnd.task.settle(state.params, first(offer))
         return self.placed(rnd, rows, offer), {"label": offer.peers[:, 0]}
 
     def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
-        """Fetch the simplex and stand at its barycentre."""
+        """Fetch the simplex and stand at its barycenter."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
         rows = rnd.task.settle(state.params, first(offer))
         middle = torch.full((len(rows), 1, self.rules.endpoints), 1 / self.rules.endpoints, dtype=torch.float64)
@@ -334,7 +334,7 @@ class SosicFlPlus(SimplexMethod):
     r"""SosicFL with a personal simplex for each client, kept near the global one as in Ditto.
 
     The personal step adds $\lambda (v - w^t)$ on all parameters; mixtures are drawn from the client's region. A
-    client is served its personal model at its centre. See `SimplexMethod` for the other settings.
+    client is served its personal model at its center. See `SimplexMethod` for the other settings.
 
     Args:
         lam: $\lambda$.
@@ -392,7 +392,7 @@ class SosicFlPlus(SimplexMethod):
         return PersonalSimplex(model, torch.ones_like(memory.started)), personal_info(info)
 
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
-        """Stand at one's centre of one's own simplex, or of the global one before there is an own."""
+        """Stand at one's center of one's own simplex, or of the global one before there is an own."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
         received = rnd.task.settle(state.params, first(offer))
         own = torch.where(state.memory.started.to(received.device)[:, None], state.memory.model, received)

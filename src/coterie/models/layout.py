@@ -5,7 +5,7 @@ floating-point state that is not trained (running statistics), so that mixing, c
 operations on one array; comparisons use the trainable part only.
 
 Modules with hidden state or hidden randomness cannot be run over many rows at once. `Layout` therefore works on a
-copy in which batch normalisation returns its new statistics instead of writing them in place, and dropout draws
+copy in which batch normalization returns its new statistics instead of writing them in place, and dropout draws
 from a counter-based stream whose key is an input. Both compute what the originals compute.
 """
 
@@ -58,7 +58,7 @@ class KeyedDropout(nn.Module):
 
 
 def splitmix(z: Tensor) -> Tensor:
-    """Return 64 well-mixed bits of each integer: SplitMix64's finaliser (Steele, Lea & Flood 2014), wrapping."""
+    """Return 64 well-mixed bits of each integer: SplitMix64's finalizer (Steele, Lea & Flood 2014), wrapping."""
     z = z * -7046029254386353131
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * -4658895280553007687
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * -7723592293110705685
@@ -66,7 +66,7 @@ def splitmix(z: Tensor) -> Tensor:
 
 
 class ReturnedBatchNorm(nn.Module):
-    """Batch normalisation that replaces its running statistics instead of writing into them.
+    """Batch normalization that replaces its running statistics instead of writing into them.
 
     Args:
         norm: the layer it stands for; its parameters and statistics are taken over.
@@ -86,7 +86,7 @@ class ReturnedBatchNorm(nn.Module):
         self.register_buffer("num_batches_tracked", None if count is None else count.to(torch.get_default_dtype()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise by the batch while training, by the running statistics in evaluation; bfloat16 in float32."""
+        """Normalize by the batch while training, by the running statistics in evaluation; bfloat16 in float32."""
         x = x.float() if x.dtype == torch.bfloat16 else x
         if not self.training and self.running_mean is not None:
             return functional.batch_norm(
@@ -95,7 +95,7 @@ class ReturnedBatchNorm(nn.Module):
         axes = [axis for axis in range(x.ndim) if axis != 1]
         places = x.numel() // x.shape[1]
         if places == 1:
-            raise ValueError("batch normalisation takes more than one value a channel while training")
+            raise ValueError("batch normalization takes more than one value a channel while training")
         variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
         if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
             count = self.num_batches_tracked + 1
@@ -113,7 +113,7 @@ class ReturnedBatchNorm(nn.Module):
 def rewrite(module: nn.Module) -> nn.Module:
     """Return a copy of a module in which state and randomness are visible.
 
-    Batch normalisation and dropout are replaced; subclasses of these layers are left alone.
+    Batch normalization and dropout are replaced; subclasses of these layers are left alone.
     """
     module = copy.deepcopy(module)
     layers = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, nn.Dropout3d: True}

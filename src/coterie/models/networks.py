@@ -75,7 +75,7 @@ def from_torchvision(name: str, features: tuple[int, ...], outputs: int) -> nn.M
     """
     if features[0] != 3 or min(features[1:]) < 32:
         shape = "x".join(str(n) for n in features)
-        raise ModelError(f"{name} takes colour images of at least 3x32x32; found {shape}")
+        raise ModelError(f"{name} takes color images of at least 3x32x32; found {shape}")
     try:
         models = importlib.import_module("torchvision.models")
     except (ImportError, RuntimeError) as error:

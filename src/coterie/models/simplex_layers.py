@@ -200,7 +200,7 @@ def endpoint_slots(layout: Layout) -> list[Slot]:
 
 
 def composed_last_layer(layout: Layout, updates: Float[Tensor, "clients params"]) -> Float[Tensor, "clients entries"]:
-    """Return what updates of a model do to its last layer, composed at the barycentre if that has endpoints."""
+    """Return what updates of a model do to its last layer, composed at the barycenter if that has endpoints."""
     endpoints, last = {slot.name for slot in endpoint_slots(layout)}, last_layer(layout)
     gains = {path: part.gain for path, part in layout.train_module.named_modules() if isinstance(part, SimplexHead)}
     parts = []

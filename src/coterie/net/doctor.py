@@ -53,8 +53,8 @@ def examine(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
         own = Identity.load(file.path(file.key), file.path(file.certificate), file.path(file.ca))
         left = own.certificate.not_valid_after_utc - datetime.now(UTC)
         tell(f"{own.name}: key and certificate belong together; valid for {left.days} days", left.days >= 2)
-        roster = rosters.load(file.path(file.roster), file.path(file.organiser))
-        problems = rosters.check(file.path(file.roster), file.path(file.organiser), own=own)
+        roster = rosters.load(file.path(file.roster), file.path(file.organizer))
+        problems = rosters.check(file.path(file.roster), file.path(file.organizer), own=own)
         for problem in problems:
             tell(problem, False)
         if not problems:

@@ -172,7 +172,7 @@ def lay_out(
     for name in names:
         lines = [
             *(f"{key} = {json.dumps(value)}" for key, value in {
-                "study": "study.toml", "roster": "keys/roster.toml", "organiser": "keys/organiser.pub",
+                "study": "study.toml", "roster": "keys/roster.toml", "organizer": "keys/organizer.pub",
                 "ca": "keys/ca.pem", "key": f"keys/{name}.key", "certificate": f"keys/members/{name}.pem",
                 "role": "server" if name == server else "peer", "runs": "nodes",
             }.items()),

@@ -138,7 +138,7 @@ def check_study(roster: Roster, settings: Mapping[str, Any], schema: str, others
     without that one. With a roster that names no study, any difference stops a node.
 
     Args:
-        roster: signed by the organiser.
+        roster: signed by the organizer.
         settings: this node's, from `settings_of`.
         schema: this node's, from `schema_hash`.
         others: the heads of the members met.

@@ -1,6 +1,6 @@
 """Identities: a private authority, members' keys and certificates, signatures.
 
-A member makes its key on its own machine and sends only a request; the organiser answers with a certificate whose
+A member makes its key on its own machine and sends only a request; the organizer answers with a certificate whose
 common name is the member's name and whose alternative name is its address. The same key signs the member's messages.
 All keys are ECDSA on P-256; private keys are files that only their owner can read.
 """
@@ -224,10 +224,10 @@ def _usage(**on: bool) -> x509.KeyUsage:
 
 
 def make_authority(folder: Path, run: str, *, days: float = 365.0, now: datetime | None = None) -> x509.Certificate:
-    """Make the private authority of a run (`ca.key`, `ca.pem`) and the organiser's key (`organiser.key`, `.pub`).
+    """Make the private authority of a run (`ca.key`, `ca.pem`) and the organizer's key (`organizer.key`, `.pub`).
 
     Args:
-        folder: the organiser's folder; it should be on a machine that is not a member.
+        folder: the organizer's folder; it should be on a machine that is not a member.
         run: the run's id.
         days: how long the authority is valid.
         now: the time.
@@ -243,8 +243,8 @@ def make_authority(folder: Path, run: str, *, days: float = 365.0, now: datetime
         .sign(key, hashes.SHA256())
     )
     write_certificate(folder / "ca.pem", certificate)
-    organiser = new_key(folder / "organiser.key")
-    write_atomically(folder / "organiser.pub", (public_text(organiser.public_key()) + "\n").encode())
+    organizer = new_key(folder / "organizer.key")
+    write_atomically(folder / "organizer.pub", (public_text(organizer.public_key()) + "\n").encode())
     return certificate
 
 
@@ -266,12 +266,12 @@ def make_request(folder: Path, name: str, address: str) -> Path:
 def sign_request(
     folder: Path, request: Path, address: str, *, days: float = 30.0, now: datetime | None = None
 ) -> x509.Certificate:
-    """Answer a request with a certificate, written to `members/NAME.pem` in the organiser's folder.
+    """Answer a request with a certificate, written to `members/NAME.pem` in the organizer's folder.
 
     Only name, address and key are taken from the request; everything else is decided here.
 
     Args:
-        folder: the organiser's folder.
+        folder: the organizer's folder.
         request: the member's request.
         address: the address the member is to be reached at, as agreed with it; the request must name its host.
         days: how long the certificate is valid; short, because there is no revocation list.
@@ -369,5 +369,5 @@ def check_dates(what: Path, certificate: x509.Certificate, now: datetime) -> Non
     if not start <= now <= end:
         raise TransportError(
             f"{what} is valid from {start:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} UTC; "
-            f"it is {now:%Y-%m-%d %H:%M}: ask the organiser for a new one, or check the clock"
+            f"it is {now:%Y-%m-%d %H:%M}: ask the organizer for a new one, or check the clock"
         )

@@ -61,7 +61,7 @@ def in_process(
 def provision(
     folder: Path, who: Roster, *, days: float = 1.0, study: str = "", schema: str = ""
 ) -> tuple[Roster, list[identity.Identity]]:
-    """Make what an organiser and all members make, in one folder: authority, keys, certificates, signed roster.
+    """Make what an organizer and all members make, in one folder: authority, keys, certificates, signed roster.
 
     On real machines every member makes its own key (`coterie net join`); here one folder holds them all.
 
@@ -84,5 +84,5 @@ def provision(
             )
         )
     signed = replace(who, members=tuple(made), study=study, schema=schema)
-    roster.write(folder / "roster.toml", signed, folder / "organiser.key")
+    roster.write(folder / "roster.toml", signed, folder / "organizer.key")
     return signed, people

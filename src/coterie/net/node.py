@@ -295,9 +295,9 @@ class Node:
         try:
             self.loop.step()
         except RoundMissed as missed:
-            if index < 0 and type(self.plan.method).enrol is not Method.enrol:
+            if index < 0 and type(self.plan.method).enroll is not Method.enroll:
                 raise TransportError(
-                    f"{self.plan.method.kind} enrols its clients before the first round, and this node came too late"
+                    f"{self.plan.method.kind} enrolls its clients before the first round, and this node came too late"
                 ) from None
             self.log("round_missed", level="warning", text=str(missed))
             self._journal({"event": "missed", "round": index})

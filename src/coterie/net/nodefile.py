@@ -104,7 +104,7 @@ class NodeFile:
     Args:
         study: the study file that all members have, with one method and one seed, or the two below.
         roster: the signed roster.
-        organiser: the organiser's public key.
+        organizer: the organizer's public key.
         key: this member's private key.
         certificate: its certificate.
         ca: the authority's certificate.
@@ -122,7 +122,7 @@ class NodeFile:
 
     study: str = "study.toml"
     roster: str = "roster.toml"
-    organiser: str = "organiser.pub"
+    organizer: str = "organizer.pub"
     key: str = "node.key"
     certificate: str = "node.pem"
     ca: str = "ca.pem"

@@ -42,7 +42,7 @@ def credentials(file: NodeFile) -> tuple[Roster, Identity]:
         TransportError: with what is wrong.
     """
     own = Identity.load(file.path(file.key), file.path(file.certificate), file.path(file.ca))
-    roster = rosters.load(file.path(file.roster), file.path(file.organiser))
+    roster = rosters.load(file.path(file.roster), file.path(file.organizer))
     problems = rosters.check_own(roster, own)
     if problems:
         raise TransportError(problems[0])

@@ -103,9 +103,9 @@ class Replayed(InMemory):
 
     def hosted(self, client: int) -> tuple[int, ...]:
         """Return the clients on the same node; their messages need no network."""
-        return self.neighbours.get(client, ())
+        return self.neighbors.get(client, ())
 
-    neighbours: Mapping[int, tuple[int, ...]] = {}
+    neighbors: Mapping[int, tuple[int, ...]] = {}
 
 
 class ReplayLoop(Loop):
@@ -161,7 +161,7 @@ def replay(plan: Plan, federation: Federation, folders: Mapping[Path, Iterable[i
     truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
     task = plan.task(federation)
     exchange = Replayed(federation.ids, federation.population, arrivals)
-    exchange.neighbours = {c: tuple(group) for group in folders.values() for c in group}
+    exchange.neighbors = {c: tuple(group) for group in folders.values() for c in group}
     loop = ReplayLoop(task, plan.method, exchange, plan.settings, Rng(plan.seed), Record(truth))
     while not loop.finished:
         loop.step()

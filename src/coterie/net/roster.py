@@ -1,4 +1,4 @@
-"""The roster: who takes part in a run, where, and with which key; a text file that the organiser signs.
+"""The roster: who takes part in a run, where, and with which key; a text file that the organizer signs.
 
 It is the only thing the members agree on beforehand, and no machine has to serve it. The signature is over the bytes
 of the file, so that a reader checks it before it reads a single field.
@@ -192,38 +192,38 @@ def _check_types(kind: type, table: Mapping[str, Any], skip: set[str]) -> None:
         raise TransportError(f"the roster lacks {', '.join(sorted(required - set(table)))}")
 
 
-def write(path: Path, roster: Roster, organiser: Path) -> None:
+def write(path: Path, roster: Roster, organizer: Path) -> None:
     """Sign a roster and write it beside its signature (`PATH.sig`).
 
     Args:
         path: where.
         roster: what.
-        organiser: the organiser's private key.
+        organizer: the organizer's private key.
     """
     text = dumps(roster).encode()
-    signature = identity.sign(identity.load_key(organiser), _DOMAIN + text)
+    signature = identity.sign(identity.load_key(organizer), _DOMAIN + text)
     write_atomically(path, text)
     write_atomically(path.with_name(path.name + ".sig"), (signature.hex() + "\n").encode())
 
 
-def load(path: Path, organiser: Path) -> Roster:
+def load(path: Path, organizer: Path) -> Roster:
     """Read a signed roster.
 
     Args:
         path: the roster; its signature lies beside it.
-        organiser: the organiser's public key (`organiser.pub`), got from the organiser by a way of trust.
+        organizer: the organizer's public key (`organizer.pub`), got from the organizer by a way of trust.
 
     Raises:
-        TransportError: when the signature is not the organiser's, or the roster is wrong.
+        TransportError: when the signature is not the organizer's, or the roster is wrong.
     """
-    text, signature, key = _read(path), _read(path.with_name(path.name + ".sig")), _read(organiser)
+    text, signature, key = _read(path), _read(path.with_name(path.name + ".sig")), _read(organizer)
     hexadecimal = signature.decode("ascii", "replace").strip()
     if not _HEX.fullmatch(hexadecimal) or len(hexadecimal) != 128:
-        raise TransportError(f"{path}.sig holds no signature; ask the organiser for both files again")
+        raise TransportError(f"{path}.sig holds no signature; ask the organizer for both files again")
     public = identity.public_key(key.decode("ascii", "replace").strip())
     if not identity.verify(public, bytes.fromhex(hexadecimal), _DOMAIN + text):
         raise TransportError(
-            f"{path} is not signed by the organiser in {organiser}: it was changed, or belongs to another run"
+            f"{path} is not signed by the organizer in {organizer}: it was changed, or belongs to another run"
         )
     return loads(text.decode("utf-8", "replace"))
 
@@ -236,13 +236,13 @@ def _read(path: Path) -> bytes:
 
 
 def check(
-    path: Path, organiser: Path, *, own: identity.Identity | None = None, now: datetime | None = None
+    path: Path, organizer: Path, *, own: identity.Identity | None = None, now: datetime | None = None
 ) -> list[str]:
     """Explain what is wrong with a roster, for the members of this run and for one member.
 
     Args:
         path: the roster.
-        organiser: the organiser's public key.
+        organizer: the organizer's public key.
         own: the member who asks.
         now: the time.
 
@@ -251,7 +251,7 @@ def check(
     """
     now = now or datetime.now(UTC)
     try:
-        roster = load(path, organiser)
+        roster = load(path, organizer)
     except (PeerMismatch, TransportError) as error:
         return [str(error)]
     found = []
@@ -278,7 +278,7 @@ def check_own(roster: Roster, own: identity.Identity) -> list[str]:
     except TransportError as error:
         return [str(error)]
     if member.key != identity.public_text(own.key.public_key()):
-        return [f"the roster has another key for {own.name} than {own.key_file}; ask the organiser for a new roster"]
+        return [f"the roster has another key for {own.name} than {own.key_file}; ask the organizer for a new roster"]
     if member.certificate != identity.fingerprint(own.certificate):
         return [
             f"the roster knows another certificate of {own.name} than {own.certificate_file}; use the newest of both"

@@ -1,4 +1,4 @@
-"""Setting up a run: what the organiser does with its folder."""
+"""Setting up a run: what the organizer does with its folder."""
 
 import json
 from datetime import UTC, datetime
@@ -26,7 +26,7 @@ def note_member(folder: Path, name: str, address: str) -> None:
 
 
 def run_of(folder: Path) -> str:
-    """Return the run's id of an organiser's folder."""
+    """Return the run's id of an organizer's folder."""
     subject = read_certificate(folder / "ca.pem").subject.rfc4514_string()
     return subject.removeprefix("CN=coterie ")
 
@@ -35,7 +35,7 @@ def write_roster(folder: Path, study: Path, features: tuple[int, ...], classes: 
     """Write and sign the roster of all members that have a certificate; one client each.
 
     Args:
-        folder: the organiser's.
+        folder: the organizer's.
         study: the study file, with one method and one seed.
         features: the shape of one input.
         classes: number of classes; 0 for regression.
@@ -74,26 +74,26 @@ def write_roster(folder: Path, study: Path, features: tuple[int, ...], classes: 
         server=server if plan.method.server else "",
         issued=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    rosters.write(folder / "roster.toml", made, folder / "organiser.key")
+    rosters.write(folder / "roster.toml", made, folder / "organizer.key")
     return made
 
 
 def _last_version(folder: Path) -> int:
     path = folder / "roster.toml"
-    return rosters.load(path, folder / "organiser.pub").version if path.exists() else 0
+    return rosters.load(path, folder / "organizer.pub").version if path.exists() else 0
 
 
-def check_roster(path: Path, organiser: Path, node_file: Path | None) -> list[str]:
+def check_roster(path: Path, organizer: Path, node_file: Path | None) -> list[str]:
     """Explain what is wrong with a roster, and with a node beside it; an empty list when all is well."""
     if node_file is None:
-        beside = path.with_name("organiser.pub")
-        return rosters.check(path, organiser if organiser.exists() else beside)
+        beside = path.with_name("organizer.pub")
+        return rosters.check(path, organizer if organizer.exists() else beside)
     file = nodefile.load(node_file)
     own = Identity.load(file.path(file.key), file.path(file.certificate), file.path(file.ca))
-    problems = rosters.check(path, file.path(file.organiser), own=own)
+    problems = rosters.check(path, file.path(file.organizer), own=own)
     study, label, _ = file.chosen()
-    roster = rosters.load(path, file.path(file.organiser))
+    roster = rosters.load(path, file.path(file.organizer))
     found = head.study_hash(nodefile.plan_of(study).agreed(roster.population))
     if roster.study and found != roster.study:
-        problems.append(f"{file.study} ({label}) is not the study of the roster; ask the organiser for its study file")
+        problems.append(f"{file.study} ({label}) is not the study of the roster; ask the organizer for its study file")
     return problems

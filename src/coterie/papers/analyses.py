@@ -4,8 +4,8 @@ r"""Analyses of runs: what the papers measured on the models and matrices that a
     <study>/<method>/seed-<n>/analyses/interaction.parquet   FedGWC, figures 5 and 6
     <study>/<method>/seed-<n>/analyses/beta.parquet          FedGWC, how the split depends on $\beta$
 
-Columns of simplex: `point` (from 0; -1 is where models are served from: the centre of the client's region, the
-barycentre for all), `client` (-1 for all test sets together), `accuracy`, and the position `alpha_0`, `alpha_1`, ...
+Columns of simplex: `point` (from 0; -1 is where models are served from: the center of the client's region, the
+barycenter for all), `client` (-1 for all test sets together), `accuracy`, and the position `alpha_0`, `alpha_1`, ...
 Columns of interaction, a row for each ordered pair: `client`, `other`, their found clusters `label` and `other_label`,
 `interaction` ($P_{kj}$), `affinity` ($W_{kj}$), `pairs` (how often both took part together, $N_{kj}$).
 Columns of beta: `beta`, `n_clusters` (1 where the whole population would not be split), and where they are defined
@@ -44,7 +44,7 @@ SERVED = -1
 
 @dataclass(frozen=True)
 class Options:
-    """What is analysed.
+    """What is analyzed.
 
     Args:
         points: how many points of the simplex.
@@ -78,7 +78,7 @@ def simplex_scores(loop: Loop, options: Options) -> pd.DataFrame:
     drawn = simplex.sample_region(loop.rng.at(-1).generator("analysis.simplex"), middle, 2.0, options.points)
     tables = []
     for client in (EVERYBODY, *clients):
-        served = middle if client == EVERYBODY else shared.centres[shared.region[client]]
+        served = middle if client == EVERYBODY else shared.centers[shared.region[client]]
         alpha = torch.cat([served[None].cpu(), drawn])
         accuracy = torch.cat([_accuracy(loop, client, rows) for rows in _models(loop, alpha)])
         columns = {f"alpha_{m}": alpha[:, m].numpy() for m in range(alpha.shape[1])}
@@ -188,8 +188,8 @@ ANALYSES = {
 """Every analysis by its name."""
 
 
-def analyse(folder: str | Path, what: str, options: Options | None = None, **sources: Any) -> list[Path]:
-    """Analyse the runs in a folder whose method the analysis is for, and write a table into the folder of each.
+def analyze(folder: str | Path, what: str, options: Options | None = None, **sources: Any) -> list[Path]:
+    """Analyze the runs in a folder whose method the analysis is for, and write a table into the folder of each.
 
     Args:
         folder: of a study, or of one of its runs.

@@ -157,7 +157,7 @@ def read(folder: str | Path) -> Result:
     if not (path / summary.CONFIG).is_file():
         raise DataError(f"{folder} holds no study: no {summary.CONFIG}; give a folder that `coterie run` made")
     stored = path / "summary.json"
-    content = json.loads(stored.read_text("utf-8")) if stored.is_file() else summary.summarise(path)
+    content = json.loads(stored.read_text("utf-8")) if stored.is_file() else summary.summarize(path)
     if not content["rows"]:
         raise DataError(f"{folder} has no finished run; `coterie resume {folder}` goes on with it")
     study = config.loads((path / summary.CONFIG).read_text("utf-8"), str(path / summary.CONFIG))

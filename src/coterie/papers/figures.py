@@ -1,4 +1,4 @@
-"""The figures of the papers: what each published one is, and those that need what `coterie analyse` measured.
+"""The figures of the papers: what each published one is, and those that need what `coterie analyze` measured.
 
 Importing this module adds them to `report.figures`, whose `plot` draws them.
 """
@@ -16,7 +16,7 @@ from coterie.errors import DataError
 from coterie.report import plots
 from coterie.report.data.packing import dense
 from coterie.report.figures import FIGURES, NOT_STORED, PUBLISHED, Kind, Published, plot
-from coterie.report.plots import COLOURS, PERCENT, WIDTH, Drawn, Named, content_of, groups_of, panels_of
+from coterie.report.plots import COLORS, PERCENT, WIDTH, Drawn, Named, content_of, groups_of, panels_of
 from coterie.results.summary import StoredRun
 
 __all__ = ["distributions", "interactions", "plot", "simplexes"]
@@ -88,7 +88,7 @@ def _measured(runs: Named, what: str) -> list[tuple[str, StoredRun, pd.DataFrame
             found.append((name, run, pd.read_parquet(path)))
     if not found:
         folder = runs[0][1].folder.parent.parent
-        raise DataError(f"no run here was analysed; first say: coterie analyse {folder} --what {what}")
+        raise DataError(f"no run here was analyzed; first say: coterie analyze {folder} --what {what}")
     return found
 
 
@@ -115,7 +115,7 @@ def distributions(runs: Named, *, most: int = 12) -> Drawn:
         mine = label == group
         count = content[mine].sum(0)
         share = PERCENT * count / count.sum()
-        axes.bar(range(len(classes)), share, width=1.0 if len(classes) > 30 else 0.8, color=COLOURS[place % 8], lw=0)
+        axes.bar(range(len(classes)), share, width=1.0 if len(classes) > 30 else 0.8, color=COLORS[place % 8], lw=0)
         axes.set_title(f"{name}: found cluster {group}, {int(mine.sum())} clients", loc="left", pad=2)
         axes.grid(visible=False, axis="x")
         rows += [(name, int(group), column, int(n)) for column, n in zip(classes, count, strict=True)]
@@ -193,8 +193,8 @@ NOT_STORED["sosicfl-6"] = "the text of the paper does not say what it shows"
 FIGURES.update(
     {
         "classes": Kind(distributions, "classes of the data in each found cluster", {}),
-        "interaction": Kind(interactions, "FedGWC's interaction matrix, of `coterie analyse`", {}),
-        "simplex": Kind(simplexes, "accuracy all over SosicFL's simplex, of `coterie analyse`", {}),
+        "interaction": Kind(interactions, "FedGWC's interaction matrix, of `coterie analyze`", {}),
+        "simplex": Kind(simplexes, "accuracy all over SosicFL's simplex, of `coterie analyze`", {}),
         "variance": Kind(
             plots.curves,
             "variance of updates over rounds",

@@ -65,7 +65,7 @@ _CLUSTERS: dict[str, str] = {
 }
 
 _FOLD_OF_TINY_IMAGENET = (
-    "The column of local accuracies is an artefact of how the public code divides TinyImageNet: the last class gets "
+    "The column of local accuracies is an artifact of how the public code divides TinyImageNet: the last class gets "
     "all 100 samples of the even part, so that 20 points plus 0.8 of the global accuracy are local accuracy.",
 )
 _DOMAINS = ("Neither the strength of the noise nor that of the blur is printed; those of the study are ours.",)
@@ -109,7 +109,7 @@ _NOTES: dict[str, tuple[str, ...]] = {
     ),
     "panm/panm_low_budget_cifar10_4c": (
         "The bandwidth of PANMLoss with k = 2 is printed as 0.6; 0.06 is meant.",
-        "The cost counts models received by a client; rounds of neighbour augmentation pull more than the maximum.",
+        "The cost counts models received by a client; rounds of neighbor augmentation pull more than the maximum.",
     ),
 }
 

@@ -1,8 +1,8 @@
 """Static figures for papers, from stored runs: vector graphics, with the numbers behind each as a CSV file.
 
-`FIGURES` names the kinds of figure; `PUBLISHED` says which kind each published figure is. Colours are the report's,
-chosen for contrast and for every kind of colour blindness; every line has a dash and every point a shape of its own, so
-that a figure survives a grey copy.
+`FIGURES` names the kinds of figure; `PUBLISHED` says which kind each published figure is. Colors are the report's,
+chosen for contrast and for every kind of color blindness; every line has a dash and every point a shape of its own, so
+that a figure survives a gray copy.
 """
 
 from collections.abc import Callable, Mapping, Sequence

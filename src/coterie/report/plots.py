@@ -23,7 +23,7 @@ from coterie.results.summary import FEDERATION, HIGHER_IS_BETTER, StoredRun, clu
 Named = Sequence[tuple[str, StoredRun]]
 Drawn = tuple[Figure, pd.DataFrame]
 
-COLOURS = ("#004885", "#895200", "#0DA066", "#BA6FCC", "#D96A05", "#006B9C", "#623902", "#625A5E")  # as in the report
+COLORS = ("#004885", "#895200", "#0DA066", "#BA6FCC", "#D96A05", "#006B9C", "#623902", "#625A5E")  # as in the report
 DASHES = ("-", "--", ":", "-.", (0, (8, 2, 2, 2, 2, 2)), (0, (1, 3)), (0, (10, 3)), (0, (3, 1, 1, 1)))
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 WIDTH = 3.3  # inches: a column of a paper
@@ -32,7 +32,7 @@ PERCENT = 100.0
 FAR = 10.0  # the ratio of values from which an axis becomes logarithmic
 NAMES = {  # on axes
     "gradient_variance": "total variance of updates",
-    "composed_gradient_variance": "total variance of updates at the barycentre",
+    "composed_gradient_variance": "total variance of updates at the barycenter",
     "interaction_change": "mean squared change",
 }
 
@@ -151,10 +151,10 @@ def bars(runs: Named, *, metric: str | None = None, cluster: str = "all") -> Dra
         axes.errorbar(place, scale * mean, yerr=scale * spread, fmt=seen["marker"], color=seen["color"], capsize=3)
     for name in bands:
         mean, spread = values[name]
-        colour, hatch = (COLOURS[2], "///") if kinds[name] == "oracle" else (COLOURS[4], "...")
+        color, hatch = (COLORS[2], "///") if kinds[name] == "oracle" else (COLORS[4], "...")
         low, high = scale * (mean - spread), scale * (mean + spread)
-        axes.axhspan(low, high, facecolor=colour, edgecolor=colour, hatch=hatch, alpha=0.22, lw=0, label=name)
-        axes.axhline(scale * mean, color=colour, lw=0.8)
+        axes.axhspan(low, high, facecolor=color, edgecolor=color, hatch=hatch, alpha=0.22, lw=0, label=name)
+        axes.axhline(scale * mean, color=color, lw=0.8)
     fit_scale(axes, metric, [mean for mean, _ in values.values()])
     axes.set_xlim(-0.6, max(len(shown), 1) - 0.4)
     axes.set_xticks(range(len(shown)), shown, rotation=40, ha="right", rotation_mode="anchor")
@@ -184,7 +184,7 @@ def strips(runs: Named, *, metric: str | None = None) -> Drawn:
             label = names[c] if c >= 0 and c not in seen else None
             seen.add(c)
             axes.plot(
-                place + jitter, scale_of(metric) * values[mine], MARKS[number % 8], color=COLOURS[number % 8], ms=3,
+                place + jitter, scale_of(metric) * values[mine], MARKS[number % 8], color=COLORS[number % 8], ms=3,
                 alpha=0.8, label=label, mew=0,
             )  # fmt: skip
             rows += [(name, int(i), names[c], float(v)) for i, v in zip(ids[mine], values[mine], strict=True)]
@@ -224,7 +224,7 @@ def graphs(runs: Named, *, peers: int = 3, after: str | None = None) -> Drawn:
                     rows.append((name, i, int(j), int(row[j])))
         for number, c in enumerate(np.unique(cluster)):
             mine = cluster == c
-            axes.plot(x[mine], y[mine], MARKS[number % 8], color=COLOURS[number % 8], ms=4, zorder=2)
+            axes.plot(x[mine], y[mine], MARKS[number % 8], color=COLORS[number % 8], ms=4, zorder=2)
         axes.set(title=name, aspect="equal")
         axes.axis("off")
     return figure, pd.DataFrame(rows, columns=["method", "reader", "read", "times"])
@@ -246,9 +246,9 @@ def labels(runs: Named) -> Drawn:
         bottom = np.zeros(len(groups_found))
         for number, column in enumerate(columns):
             height = np.array([content[found == g, number].sum() for g in groups_found], dtype=float)
-            colour = COLOURS[number % 8] if len(columns) <= 8 else f"C{number % 10}"
+            color = COLORS[number % 8] if len(columns) <= 8 else f"C{number % 10}"
             axes.bar(
-                range(len(groups_found)), height, bottom=bottom, color=colour, label=column, edgecolor="white", lw=0.4
+                range(len(groups_found)), height, bottom=bottom, color=color, label=column, edgecolor="white", lw=0.4
             )
             bottom += height
             rows += [(name, g, column, int(h)) for g, h in zip(groups_found, height, strict=True)]
@@ -344,9 +344,9 @@ def _over_clients(run: StoredRun, values: np.ndarray, cluster: str) -> np.ndarra
 
 
 def look(place: int) -> dict[str, Any]:
-    """Colour, dash and mark of a method by its place: 64 differ from one another."""
+    """Color, dash and mark of a method by its place: 64 differ from one another."""
     turn = (place + place // 8) % 8
-    return {"color": COLOURS[place % 8], "linestyle": DASHES[turn], "marker": MARKS[turn]}
+    return {"color": COLORS[place % 8], "linestyle": DASHES[turn], "marker": MARKS[turn]}
 
 
 def fit_scale(axes: Axes, metric: str, values: Sequence[float]) -> None:

@@ -125,7 +125,7 @@ def rounds_to_discovery(
 def communities(counts: Num[np.ndarray, "population population"]) -> Int[np.ndarray, " population"]:
     """Group clients that read each other often, without being told how many groups there are.
 
-    Spectral clustering of the symmetrised counts, with the number of groups that has the highest modularity among
+    Spectral clustering of the symmetrized counts, with the number of groups that has the highest modularity among
     1 to 20 (the search ends after four numbers in vain); deterministic. A client that neither reads nor is read falls
     with whoever is nearest.
 
@@ -187,7 +187,7 @@ def agreement(label: Int[np.ndarray, " population"], truth: Int[np.ndarray, " po
 
     Returns:
         `ari`, the adjusted Rand index (1 the same partition, about 0 for chance, can be negative), and `nmi`, the
-        normalised mutual information (arithmetic mean), in [0, 1].
+        normalized mutual information (arithmetic mean), in [0, 1].
 
     Example:
         >>> agreement(np.array([1, 1, 0, 0]), np.array([0, 0, 1, 1]))

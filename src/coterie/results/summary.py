@@ -238,7 +238,7 @@ def cluster_names(folder: str | Path, clusters: Iterable[int]) -> dict[int, str]
     return {c: str(known[c]) if 0 <= c < len(known) else str(c) for c in sorted(set(clusters))}
 
 
-def summarise(study: str | Path) -> dict[str, Any]:
+def summarize(study: str | Path) -> dict[str, Any]:
     """Reduce the finished runs of a study to the content of summary.json.
 
     Args:
@@ -258,7 +258,7 @@ def summarise(study: str | Path) -> dict[str, Any]:
 
 
 def summary_of(runs: Sequence[StoredRun], study: str | Path) -> dict[str, Any]:
-    """As `summarise`, of runs that were read already."""
+    """As `summarize`, of runs that were read already."""
     names = cluster_names(study, (int(c) for run in runs for c in run.clients.unique() if c >= 0))
     rows: list[dict[str, Any]] = []
     for label, group in by_label(runs).items():
@@ -394,7 +394,7 @@ def plain(value: Any) -> Any:
 def write_summary(study: str | Path) -> Path:
     """Write summary.json into a study's folder, atomically, and return its path."""
     path = Path(study) / "summary.json"
-    text = json.dumps(plain(summarise(study)), indent=1, ensure_ascii=False)
+    text = json.dumps(plain(summarize(study)), indent=1, ensure_ascii=False)
     write_atomically(path, text.encode())
     return path
 

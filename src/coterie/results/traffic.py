@@ -1,7 +1,7 @@
 """The cost ledger: what a method costs a client in a round, predicted from its settings and counted in a run.
 
 One unit of traffic is a model. Papers count the models a client receives (server-based ones: down and up). That leaves
-out what else is sent: PANM's formula omits the neighbours that a correction round averages with but did not score, and
+out what else is sent: PANM's formula omits the neighbors that a correction round averages with but did not score, and
 PANMGrad reads an update beside every model. So there are two ways of counting here, `paper_cost` and `true_cost`.
 """
 
@@ -39,7 +39,7 @@ class Setting:
         params: numbers in a model ($P$).
         samples: training samples of a client ($n_i$).
         group: members of the client's own cluster, itself included: Oracle's choice, and the size that PANM's bag and
-            PENS's neighbours are taken to have found. The whole population when None.
+            PENS's neighbors are taken to have found. The whole population when None.
         number_bytes: bytes of a number as sent.
         start_apart: whether clients start from different models.
     """
@@ -138,8 +138,8 @@ def _panm(method: Panm, setting: Setting, round: int) -> Cost:
     bag = max(1, setting.fellows)
     rest = 0.0
     if number <= method.stage_one_rounds:
-        neighbours = 0 if number == 1 else min(kept, setting.others)
-        scored = neighbours + min(tried, setting.others - neighbours)
+        neighbors = 0 if number == 1 else min(kept, setting.others)
+        scored = neighbors + min(tried, setting.others - neighbors)
         mixed = min(kept, scored)
     else:
         mixed = min(kept, bag)
@@ -178,7 +178,7 @@ def predicted(method: Method, setting: Setting, round: int) -> Cost:
     """Predict what a round costs a client that takes part, when everybody answers.
 
     Where the cost depends on chance (who asks whom) it is the expected one under uniform draws; where it depends on
-    what was found (PANM's bag, PENS's neighbours) that is taken to be the own cluster.
+    what was found (PANM's bag, PENS's neighbors) that is taken to be the own cluster.
 
     Args:
         method: the method.

@@ -17,7 +17,7 @@ class Forecast:
 
     Args:
         models: the population's models, their best ones where they are kept, and copies within a round.
-        block: parameters, gradients and optimiser state of the clients trained at once.
+        block: parameters, gradients and optimizer state of the clients trained at once.
         data: inputs and targets; in memory already when a run on a CPU starts.
     """
 

@@ -70,7 +70,7 @@ def reductions(
 def maxima(table: pd.DataFrame) -> dict[str, Tensor]:
     """Return each client's value in the round in which the mean over clients was largest, for each of MAXIMA.
 
-    The mean of what is returned is ACC as the papers of personalised learning report it: the maximum over rounds,
+    The mean of what is returned is ACC as the papers of personalized learning report it: the maximum over rounds,
     on test data, and so optimistic.
 
     Args:

@@ -159,7 +159,7 @@ class Loop:
         self.exchange.begin(rng)
         self.exchange.enter(self.task.ids)
         whole = self._context(-1, everybody, torch.arange(self.task.population))
-        self.state = self.method.enrol(whole, self.state)
+        self.state = self.method.enroll(whole, self.state)
         self._after(-1, everybody, info)
 
     def _round(self, index: int) -> None:
@@ -314,8 +314,8 @@ class Loop:
         last = self.next_round - 1
         model = "best" if self.settings.evaluate == "best_val" else "current"
         whole = len(self.task) == self.task.population
-        labelled = whole and bool({"reductions", "clusters"} & set(self.settings.extra_metrics))
-        served, known = self._served(last) if model == "current" or labelled else (self.state.params, {})
+        labeled = whole and bool({"reductions", "clusters"} & set(self.settings.extra_metrics))
+        served, known = self._served(last) if model == "current" or labeled else (self.state.params, {})
         params = self.tracker.best if model == "best" else served.contiguous()
         task = self._then(last)
         measured = {"test": self._tested(last, params), "validation": task.measure(params, "validation")}
@@ -329,7 +329,7 @@ class Loop:
 
 
 def _carried(before: Moments | None, info: Info) -> Moments | None:
-    """Return what clients keep of their optimisers after a round, from what their trainings reported."""
+    """Return what clients keep of their optimizers after a round, from what their trainings reported."""
     if before is None:
         return None
     values, taken = list(before.values.unbind(1)), list(before.taken.unbind(1))

@@ -48,7 +48,7 @@ class Settings:
         device: "cpu", "cuda", ...
         dtype: "float32" or "float64".
         precision: of the products in training and measuring: "full", that of `dtype`; "tf32", on a CUDA device; "bf16",
-            bfloat16 beside parameters in float32. Optimisers, merges and losses keep `dtype`.
+            bfloat16 beside parameters in float32. Optimizers, merges and losses keep `dtype`.
         cuda_graphs: on a CUDA device: capture the steps of a block of clients and replay them (vmap engine).
         validate_every: rounds between two measurements on the validation data, 1 or more.
         eval_every: rounds between two evaluations on the test sets, a multiple of `validate_every`; 0 for the end only.
@@ -59,7 +59,7 @@ class Settings:
             the final accuracy with other weights than one a client (see `metrics.federated`). Of every round, in
             simulations with a server: "gradient_variance", the total variance of the last layer's updates over the
             round's clients (see `metrics.total_variance`; of all endpoints of a simplex), "composed_gradient_variance",
-            that of the layer composed at the simplex's barycentre, and with FedGWC "interaction_change", the running
+            that of the layer composed at the simplex's barycenter, and with FedGWC "interaction_change", the running
             mean that decides when a client's cluster has settled.
         checkpoint_seconds: least time between two checkpoints; 0 for one after every round. Where writing one takes
             long, they come so seldom that it takes a twentieth of the time.

@@ -143,10 +143,10 @@ def make_study(
         'random'
     """
     settings = settings or Settings()
-    labelled = methods if isinstance(methods, Mapping) else {method.kind: method for method in methods}
-    if len(labelled) < len(methods):
+    labeled = methods if isinstance(methods, Mapping) else {method.kind: method for method in methods}
+    if len(labeled) < len(methods):
         raise ConfigError("two methods are of one kind; give each a label: {label: method, ...}")
-    entries = tuple(MethodConfig(label, method, settings) for label, method in labelled.items())
+    entries = tuple(MethodConfig(label, method, settings) for label, method in labeled.items())
     return StudyConfig(
         name=name,
         data=data or DataConfig(dataset=OWN),

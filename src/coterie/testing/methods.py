@@ -43,7 +43,7 @@ def check_method(
         federation: where to try it; a tiny one by default.
         model: what to train.
         settings: of the runs; float64, so that results can be compared closely.
-        relabel: whether relabelling the clients must relabel the result (not for methods whose server draws by
+        relabel: whether relabeling the clients must relabel the result (not for methods whose server draws by
             position).
 
     Raises:
@@ -61,7 +61,7 @@ def check_method(
     if isinstance(method, PeerMethod):
         _check_silence(make)
     if relabel:
-        _check_relabelling(make, whole)
+        _check_relabeling(make, whole)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,8 +255,8 @@ def _check_silence(make: _Maker) -> None:
     assert torch.equal(*results), "a peer that never answers has influence"
 
 
-def _check_relabelling(make: _Maker, whole: Tensor) -> None:
-    """Relabelling the clients relabels the result."""
+def _check_relabeling(make: _Maker, whole: Tensor) -> None:
+    """Relabeling the clients relabels the result."""
     federation = make.federation
     order = torch.from_numpy(Rng(5).generator("testing.relabel").permutation(federation.population))
     moved = dataclasses.replace(
@@ -270,14 +270,14 @@ def _check_relabelling(make: _Maker, whole: Tensor) -> None:
         if federation.truth is None
         else dataclasses.replace(federation.truth, cluster=federation.truth.cluster[order]),
     )
-    rng = _Relabelled(3, -1, tuple(order.tolist()))
+    rng = _Relabeled(3, -1, tuple(order.tolist()))
     result = dataclasses.replace(make, federation=moved).run(rng=rng)
     gap = float((result - whole[order]).abs().max())
-    assert gap < 1e-9, f"relabelling the clients changes the result by {gap:.3g}"
+    assert gap < 1e-9, f"relabeling the clients changes the result by {gap:.3g}"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Relabelled(Rng):
+class _Relabeled(Rng):
     """The streams of clients that were given new ids: client i draws what `order[i]` drew."""
 
     order: tuple[int, ...] = ()

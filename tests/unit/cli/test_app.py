@@ -70,7 +70,7 @@ def test_a_run_ends_with_the_tables_and_the_paths(coterie, tmp_path):
     ("figure", "message"),
     [
         ("tau", "the finished runs here do not vary tau"),
-        ("fedgwc-5", "figure fedgwc-5 needs runs of fedgwc/cifar10-hom-het: no run here was analysed"),
+        ("fedgwc-5", "figure fedgwc-5 needs runs of fedgwc/cifar10-hom-het: no run here was analyzed"),
         ("sosicfl-6", "figure sosicfl-6 cannot be drawn from stored runs"),
         ("tua", "unknown figure 'tua'"),
     ],
@@ -222,7 +222,7 @@ def test_methods_lists_every_method_with_parameters_and_papers(coterie):
 @pytest.mark.parametrize("kind", sorted(METHODS))
 def test_every_parameter_of_every_method_is_explained(coterie, kind):
     """What the docstring says of each field is what `coterie methods NAME` shows."""
-    from coterie.cli._catalogue import parameters
+    from coterie.cli._catalog import parameters
 
     status, out, _ = coterie("methods", kind)
     assert status == 0

@@ -76,7 +76,7 @@ def test_where_a_terminal_is_plain_there_are_lines_without_codes(clock, monkeypa
     assert "\x1b" not in text.getvalue()
 
 
-def test_a_terminal_with_colours_is_lively(monkeypatch):
+def test_a_terminal_with_colors_is_lively(monkeypatch):
     """Else the plain lines above would show nothing."""
     for name in ("CI", "NO_COLOR"):
         monkeypatch.delenv(name, raising=False)

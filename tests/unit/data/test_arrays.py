@@ -82,7 +82,7 @@ def test_known_clusters_become_the_truth():
 def test_a_shift_can_be_planted_in_ones_own_images():
     x = np.random.Generator(np.random.Philox(0)).integers(0, 256, (40, 6, 6), dtype=np.uint8)
     federation = from_arrays(
-        x, np.arange(40) % 2, num_clients=4, shift=[{"kind": "rotation", "degrees": [0, 90]}], normalise="standard"
+        x, np.arange(40) % 2, num_clients=4, shift=[{"kind": "rotation", "degrees": [0, 90]}], normalize="standard"
     )
     assert federation.truth is not None
     assert federation.truth.cluster.tolist() == [0, 0, 1, 1]

@@ -60,10 +60,10 @@ def test_validation_may_be_nothing_or_a_part():
     assert build_federation(DataConfig("digits", 8, 30), 0).counts("validation").tolist() == [8] * 8  # 30 x 0.2 / 0.8
 
 
-def test_normalisation_can_be_chosen():
+def test_normalization_can_be_chosen():
     assert build().mean == (0.5,)
-    assert build(normalise="none").mean == ()
-    standard = build(normalise="standard")
+    assert build(normalize="none").mean == ()
+    standard = build(normalize="standard")
     assert 0.2 < standard.mean[0] < 0.4
     assert standard.std[0] > 0.3
 
@@ -126,7 +126,7 @@ def test_a_label_group_without_test_samples_is_an_error(tmp_path):
         ({"num_clients": "8"}, ConfigError, "data: num_clients is '8'; expected a whole number or \"none\""),
         ({"num_clients": 0}, ConfigError, "num_clients is 0; expected at least 1"),
         ({"train": None}, ConfigError, "validation is 5 but train is not given"),
-        ({"normalise": "full"}, ConfigError, "expected 'half' or 'standard' or 'none'"),
+        ({"normalize": "full"}, ConfigError, "expected 'half' or 'standard' or 'none'"),
         ({"dataset": "digit"}, ConfigError, "did you mean 'digits'"),
         ({"dataset": []}, ConfigError, "a name or a list of names"),
         ({"options": {"dim": 3}}, ConfigError, "digits has no options"),

@@ -59,14 +59,14 @@ def test_constants_of_images():
         source.constants("full")
 
 
-def test_float_inputs_are_not_normalised():
+def test_float_inputs_are_not_normalized():
     assert synthetic_regression(Rng(0), 5).constants("half") == ((), ())
 
 
 def test_arrays_take_their_form_from_their_types():
-    grey = as_samples(np.zeros((5, 8, 8), np.uint8), np.arange(5) % 2, None)
-    assert grey.x.shape == (5, 1, 8, 8)
-    assert grey.y.dtype == torch.int64
+    gray = as_samples(np.zeros((5, 8, 8), np.uint8), np.arange(5) % 2, None)
+    assert gray.x.shape == (5, 1, 8, 8)
+    assert gray.y.dtype == torch.int64
     vectors = as_samples(np.zeros((5, 3)), np.ones((5, 1), np.int32), None)
     assert vectors.x.dtype == torch.float32
     assert vectors.y.shape == (5,)

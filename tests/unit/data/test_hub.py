@@ -103,7 +103,7 @@ def test_the_cache_is_where_the_user_keeps_caches(monkeypatch, tmp_path):
     assert hub.cache_folder() == tmp_path / ".cache" / "coterie"
 
 
-def test_grey_images_among_coloured_ones_become_coloured(folder):
+def test_gray_images_among_colored_ones_become_colored(folder):
     pq.write_table(
         table([41, 7], images=[picture(41), picture(7, "RGB")], writer=[1, 2]), folder / "test-00000-of-00001.parquet"
     )
@@ -278,7 +278,7 @@ def test_omniglot_has_writers_as_clients_and_held_out_writers_for_testing(data_d
     assert int((federation.split >= 0).sum()) == len(source.train)
 
 
-def test_tiny_imagenet_is_coloured_and_mnist_is_grey(data_dir):
+def test_tiny_imagenet_is_colored_and_mnist_is_gray(data_dir):
     tiny = load("tiny_imagenet10", data_dir=real(data_dir, "tiny_imagenet10"))
     assert tiny.train.x.shape == (5000, 3, 64, 64)
     assert tiny.class_names[0] == "goldfish"

@@ -132,7 +132,7 @@ def test_datasets_of_different_shapes_cannot_be_together():
         build(sources=(source(name="a"), source(name="b", side=5)))
 
 
-def test_visual_domains_blur_and_disturb_normalised_float16_images_where_noise_is_fixed():
+def test_visual_domains_blur_and_disturb_normalized_float16_images_where_noise_is_fixed():
     toy = source()
     federation = build({"kind": "visual", "sizes": [3, 3, 2], "sigma": 0.5, "noise": "fixed"}, sources=(toy,))
     assert federation.x.dtype == torch.float16
@@ -162,9 +162,9 @@ def test_the_fingerprint_tells_strengths_apart(first, second):
     assert build(first).fingerprint() != build(second).fingerprint()
 
 
-def test_the_fingerprint_of_noisy_images_tells_how_they_were_normalised():
+def test_the_fingerprint_of_noisy_images_tells_how_they_were_normalized():
     shift = {"kind": "visual", "noise": "fixed"}
-    assert build(shift).fingerprint() != build(shift, normalise="standard").fingerprint()
+    assert build(shift).fingerprint() != build(shift, normalize="standard").fingerprint()
 
 
 def test_blur_alone_keeps_uint8():

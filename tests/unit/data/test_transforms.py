@@ -24,12 +24,12 @@ def test_the_general_formula_agrees_with_a_quarter_turn():
     np.testing.assert_array_equal(rotate(x, 90 + 1e-9).numpy(), rotate(x, 90).numpy())
 
 
-def test_a_small_turn_moves_pixels_counter_clockwise_and_fills_corners_with_mid_grey():
-    """By 45 degrees, the pixel to the right of the centre of a 5x5 image comes to the upper right."""
+def test_a_small_turn_moves_pixels_counter_clockwise_and_fills_corners_with_mid_gray():
+    """By 45 degrees, the pixel to the right of the center of a 5x5 image comes to the upper right."""
     x = torch.zeros(1, 1, 5, 5, dtype=torch.uint8)
     x[0, 0, 2, 3] = 200
     turned = rotate(x, 45)[0, 0]
-    assert turned[1, 3] == 200  # what is here came from 1.41 to the right of the centre, whose nearest pixel is (2, 3)
+    assert turned[1, 3] == 200  # what is here came from 1.41 to the right of the center, whose nearest pixel is (2, 3)
     assert turned[3, 3] == 0
     assert turned[0, 0] == 128
     assert rotate(x, 45, fill=7)[0, 0, 0, 0] == 7

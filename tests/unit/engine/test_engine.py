@@ -21,7 +21,7 @@ from coterie.testing import tiny_federation
 
 
 class Custom(nn.Module):
-    """Dropout, batch normalisation, a reused layer and a skip connection: what users bring."""
+    """Dropout, batch normalization, a reused layer and a skip connection: what users bring."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ def test_loop_and_vmap_agree_on_a_users_module(optimizer, data):
 
 
 class Residual(nn.Module):
-    """Convolutions, batch normalisation and a skip connection, on one-channel images made of four numbers."""
+    """Convolutions, batch normalization and a skip connection, on one-channel images made of four numbers."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +176,7 @@ def test_row_optimizers_equal_torch_optim_over_many_steps():
         assert torch.allclose(rows, torch.stack(list(params)), atol=1e-6)
 
 
-def test_the_optimiser_starts_fresh_in_every_call():
+def test_the_optimizer_starts_fresh_in_every_call():
     """Two calls with one epoch differ from one with two for Adam, and not for plain SGD (spec invariant 8)."""
     t = task(model="linear")
     start = t.init(Rng(0))

@@ -1,4 +1,4 @@
-"""Optimisers whose state outlasts a round: against torch.optim, over cohorts, tracks, hosts and checkpoints."""
+"""Optimizers whose state outlasts a round: against torch.optim, over cohorts, tracks, hosts and checkpoints."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ def finished(method: Method, settings: Settings) -> Loop:
 @pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
 @pytest.mark.parametrize("local", [SGD, ADAM], ids=["sgd", "adam"])
 def test_rounds_of_local_training_are_one_training_of_torch_optim(engine: str, local: LocalTraining):
-    """One optimiser of PyTorch for each client, never reset, on the batches of the same streams."""
+    """One optimizer of PyTorch for each client, never reset, on the batches of the same streams."""
     federation, settings = tiny_federation(), tiny_settings(rounds=3, local=local, engine=engine)
     task = make_task(federation, Local(), "linear", settings)
     expected = []

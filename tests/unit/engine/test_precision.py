@@ -15,7 +15,7 @@ from coterie.testing import tiny_federation
 
 
 class Net(nn.Module):
-    """Convolutions on one-channel images made of four numbers, with batch normalisation."""
+    """Convolutions on one-channel images made of four numbers, with batch normalization."""
 
     def __init__(self):
         super().__init__()

@@ -6,7 +6,7 @@ import torch
 from coterie.functional import aggregation
 
 
-def test_weights_are_renormalised_over_the_rows_that_came():
+def test_weights_are_renormalized_over_the_rows_that_came():
     """(2 * [0, 3] + 1 * [3, 0]) / 3 = [1, 2]."""
     mean = aggregation.weighted_mean(torch.tensor([[0.0, 3.0], [3.0, 0.0]]), torch.tensor([2, 1]))
     assert mean.tolist() == [1.0, 2.0]

@@ -203,10 +203,10 @@ def test_an_update_of_zero_is_similar_to_nobody():
     assert clustering.update_cosines(torch.tensor([[0.0, 0.0], [1.0, 0.0]]))[0].tolist() == [0.0, 0.0]
 
 
-def test_nearest_centre_and_its_ties():
-    """|1 - 0|^2 = 1 < |1 - 3|^2; the point in the middle goes to the first centre."""
-    points, centres = torch.tensor([[1.0], [2.5], [1.5]]), torch.tensor([[0.0], [3.0]])
-    assert clustering.nearest(points, centres).tolist() == [0, 1, 0]
+def test_nearest_center_and_its_ties():
+    """|1 - 0|^2 = 1 < |1 - 3|^2; the point in the middle goes to the first center."""
+    points, centers = torch.tensor([[1.0], [2.5], [1.5]]), torch.tensor([[0.0], [3.0]])
+    assert clustering.nearest(points, centers).tolist() == [0, 1, 0]
 
 
 def test_k_means_numbers_groups_by_first_members():

@@ -1,9 +1,9 @@
-"""The mixture that tells neighbours from strangers."""
+"""The mixture that tells neighbors from strangers."""
 
 import pytest
 import torch
 
-from coterie.functional.gaussian_mixture import Split, corrected, neighbours
+from coterie.functional.gaussian_mixture import Split, corrected, neighbors
 from coterie.rng import Rng
 
 
@@ -11,7 +11,7 @@ def split(scores, first, mask=None, **how):
     scores = torch.tensor([scores]).double()
     first = torch.tensor([first])
     mask = torch.ones_like(first) if mask is None else torch.tensor([mask])
-    chosen, usable = neighbours(scores, first, mask, Split(**how))
+    chosen, usable = neighbors(scores, first, mask, Split(**how))
     return chosen[0].nonzero().flatten().tolist() if bool(usable) else None
 
 
@@ -38,9 +38,9 @@ def test_the_split_does_not_depend_on_scale_or_offset(em, a, b):
 
 
 def test_labels_are_switched_when_the_bag_was_wrong():
-    """Invariant 36: all of the bag are low and all candidates high: the neighbours are the candidates.
+    """Invariant 36: all of the bag are low and all candidates high: the neighbors are the candidates.
 
-    With component = "first" the bag's component stays the neighbours' one, which here is the low group.
+    With component = "first" the bag's component stays the neighbors' one, which here is the low group.
     """
     scores, first = [*LOW, *HIGH], [True] * 3 + [False] * 3
     assert split(scores, first) == [3, 4, 5]
@@ -58,7 +58,7 @@ def test_labels_are_switched_when_the_bag_was_wrong():
     ],
 )
 def test_degenerate_scores_do_not_crash(em, scores, first):
-    """Invariant 34: it ends, and either somebody is a neighbour or the bag is kept."""
+    """Invariant 34: it ends, and either somebody is a neighbor or the bag is kept."""
     assert split(scores, first, em=em) != []
 
 
@@ -71,13 +71,13 @@ def test_one_side_empty_keeps_the_bag():
 
 
 def test_equal_scores_go_to_the_larger_component():
-    """The densities are the same, so the weights decide: 3 of 5 start as neighbours and then all are; 2 of 5: none."""
+    """The densities are the same, so the weights decide: 3 of 5 start as neighbors and then all are; 2 of 5: none."""
     assert split([0.5] * 5, [True] * 3 + [False] * 2) == [0, 1, 2, 3, 4]
     assert split([0.5] * 5, [True] * 2 + [False] * 3) is None
 
 
 def test_monotone_takes_everybody_above_the_mean():
-    """A narrow neighbour component (0.90, 0.91, 0.92) loses 1.5 to the wide other one; monotone takes it back."""
+    """A narrow neighbor component (0.90, 0.91, 0.92) loses 1.5 to the wide other one; monotone takes it back."""
     scores, first = [0.90, 0.91, 0.92, 0.1, -0.5, 0.6, 1.5], [True] * 3 + [False] * 4
     assert split(scores, first) == [0, 1, 2]
     assert split(scores, first, monotone=True) == [0, 1, 2, 6]
@@ -97,9 +97,9 @@ def test_rows_do_not_influence_each_other():
     first = (torch.arange(8) < 4).expand(7, 8)
     mask = torch.ones(7, 8, dtype=torch.bool)
     for em in ("hard", "soft"):
-        chosen, usable = neighbours(draws, first, mask, Split(em))
+        chosen, usable = neighbors(draws, first, mask, Split(em))
         for row in range(7):
-            alone = neighbours(draws[row, None], first[row, None], mask[row, None], Split(em))
+            alone = neighbors(draws[row, None], first[row, None], mask[row, None], Split(em))
             assert torch.equal(alone[0][0], chosen[row])
             assert bool(alone[1]) == bool(usable[row])
 

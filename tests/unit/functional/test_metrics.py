@@ -71,7 +71,7 @@ def test_two_levels_of_heterogeneity_are_separated():
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000))
 def test_levels_are_all_that_counts(seed: int):
-    """Neither relabelling each client's classes, nor the names of clusters, nor the number of samples matter."""
+    """Neither relabeling each client's classes, nor the names of clusters, nor the number of samples matter."""
     draw = stream(seed)
     counts = torch.from_numpy(draw.integers(1, 20, (9, 5)))
     label = torch.arange(9) % 3

@@ -17,19 +17,19 @@ def stream(seed: int = 0) -> np.random.Generator:
     return Rng(seed).generator("test")
 
 
-CENTRES = {2: [0.8, 0.2], 3: [0.6, 0.3, 0.1], 4: [0.7, 0.1, 0.1, 0.1], 10: [1.0] + [0.0] * 9}
+CENTERS = {2: [0.8, 0.2], 3: [0.6, 0.3, 0.1], 4: [0.7, 0.1, 0.1, 0.1], 10: [1.0] + [0.0] * 9}
 
 
-@pytest.mark.parametrize("size", sorted(CENTRES))
+@pytest.mark.parametrize("size", sorted(CENTERS))
 @pytest.mark.parametrize("radius", [0.0, 0.2, 1.1, 2.0])
 def test_draws_lie_in_the_region(size: int, radius: float):
     """On the simplex, within the radius, whatever way they were drawn (a vertex of ten corners needs the chain)."""
-    centre = torch.tensor(CENTRES[size], dtype=torch.float64)
-    points = simplex.sample_region(stream(), centre, radius, 50)
+    center = torch.tensor(CENTERS[size], dtype=torch.float64)
+    points = simplex.sample_region(stream(), center, radius, 50)
     assert points.shape == (50, size)
     assert float((points.sum(1) - 1).abs().max()) < 1e-12
     assert float(points.min()) >= 0
-    assert float((points - centre).abs().sum(1).max()) <= radius + 1e-9
+    assert float((points - center).abs().sum(1).max()) <= radius + 1e-9
 
 
 @pytest.mark.parametrize("size", [3, 5])
@@ -45,11 +45,11 @@ def test_a_radius_of_two_is_the_whole_simplex(size: int):
 @pytest.mark.parametrize("radius", [0.4, 0.9])
 def test_chain_and_rejection_have_one_law(size: int, radius: float):
     """Each coordinate of the Gibbs chain against plain rejection from the whole simplex (Kolmogorov-Smirnov)."""
-    centre = torch.tensor(CENTRES[size], dtype=torch.float64)
+    center = torch.tensor(CENTERS[size], dtype=torch.float64)
     whole = stream(1).dirichlet(np.ones(size), 60_000)
-    plain = whole[np.abs(whole - centre.numpy()).sum(1) <= radius][:3000]
-    chain = simplex._gibbs(stream(2), centre.numpy(), radius, 3000)
-    drawn = simplex.sample_region(stream(3), centre, radius, 3000).numpy()
+    plain = whole[np.abs(whole - center.numpy()).sum(1) <= radius][:3000]
+    chain = simplex._gibbs(stream(2), center.numpy(), radius, 3000)
+    drawn = simplex.sample_region(stream(3), center, radius, 3000).numpy()
     for axis in range(size):
         assert ks_2samp(chain[:, axis], plain[:, axis]).pvalue > 1e-3
         assert ks_2samp(drawn[:, axis], plain[:, axis]).pvalue > 1e-3
@@ -57,7 +57,7 @@ def test_chain_and_rejection_have_one_law(size: int, radius: float):
 
 def test_two_corners_are_an_interval():
     """alpha_1 is uniform on [0.8 - 0.3, 1]: mean 0.75, range inside."""
-    points = simplex.sample_region(stream(), torch.tensor(CENTRES[2]), 0.6, 4000)[:, 0]
+    points = simplex.sample_region(stream(), torch.tensor(CENTERS[2]), 0.6, 4000)[:, 0]
     assert 0.5 <= float(points.min()) < 0.51
     assert 0.99 < float(points.max()) <= 1
     assert float(points.mean()) == pytest.approx(0.75, abs=5 * 0.5 / math.sqrt(12 * 4000))
@@ -70,22 +70,22 @@ def test_one_corner_has_one_point():
 
 def test_the_released_sampler_leaves_the_simplex():
     """Its draws do not sum to 1: kept only to compare with published runs."""
-    points = simplex.sample_released(stream(), torch.tensor(CENTRES[3]), 0.5, 100)
+    points = simplex.sample_released(stream(), torch.tensor(CENTERS[3]), 0.5, 100)
     assert float((points.sum(1) - 1).abs().mean()) > 0.1
 
 
-@pytest.mark.parametrize("centre", [*CENTRES.values(), [0.25] * 4])
-def test_mean_distance_is_the_integral(centre: list[float]):
+@pytest.mark.parametrize("center", [*CENTERS.values(), [0.25] * 4])
+def test_mean_distance_is_the_integral(center: list[float]):
     """The closed form against 200,000 uniform points (5 standard errors)."""
-    points = torch.from_numpy(stream().dirichlet(np.ones(len(centre)), 200_000))
-    gaps = (points - torch.tensor(centre, dtype=torch.float64)).abs().sum(1)
+    points = torch.from_numpy(stream().dirichlet(np.ones(len(center)), 200_000))
+    gaps = (points - torch.tensor(center, dtype=torch.float64)).abs().sum(1)
     error = 5 * float(gaps.std()) / math.sqrt(len(gaps))
-    assert float(simplex.mean_distance(torch.tensor(centre, dtype=torch.float64))) == pytest.approx(
+    assert float(simplex.mean_distance(torch.tensor(center, dtype=torch.float64))) == pytest.approx(
         float(gaps.mean()), abs=error
     )
 
 
-def test_mean_distance_at_a_vertex_and_the_barycentre():
+def test_mean_distance_at_a_vertex_and_the_barycenter():
     """2 (1 - 1/M) and 2 (1 - 1/M)^M, and against a grid for M = 2."""
     vertex, middle = torch.tensor([1.0, 0, 0, 0]), torch.full((4,), 0.25)
     assert float(simplex.mean_distance(vertex)) == pytest.approx(1.5)
@@ -114,10 +114,10 @@ def test_folds_are_grouped_perfectly(folds: int):
     assert mixtures.sum(1).tolist() == pytest.approx([1.0] * 20)
     for k in range(20):
         torch.testing.assert_close(mixtures[k], mixtures[k % folds], rtol=0, atol=1e-12)
-    label, centres = simplex.cluster_points(mixtures, folds, stream())
+    label, centers = simplex.cluster_points(mixtures, folds, stream())
     truth = torch.arange(20) % folds
     assert torch.equal(label[:, None] == label, truth[:, None] == truth)
-    torch.testing.assert_close(centres[label], mixtures, rtol=0, atol=1e-12)
+    torch.testing.assert_close(centers[label], mixtures, rtol=0, atol=1e-12)
 
 
 def test_more_topics_than_classes_are_refused():
@@ -133,13 +133,13 @@ def test_separated_points_are_grouped(metric: str, center: str):
     corners = torch.eye(3, dtype=torch.float64) * 0.7 + 0.1
     noise = torch.from_numpy(stream().dirichlet(np.ones(3) * 5, 15))
     points = 0.9 * corners[torch.arange(15) % 3] + 0.1 * noise
-    label, centres = simplex.cluster_points(points, 3, stream(), metric=metric, center=center)  # type: ignore[arg-type]
+    label, centers = simplex.cluster_points(points, 3, stream(), metric=metric, center=center)  # type: ignore[arg-type]
     truth = torch.arange(15) % 3
     assert torch.equal(label[:, None] == label, truth[:, None] == truth)
     if center == "medoid":
-        assert all(bool((points == c).all(1).any()) for c in centres)
+        assert all(bool((points == c).all(1).any()) for c in centers)
     else:
-        torch.testing.assert_close(centres[label[0]], points[truth == 0].mean(0))
+        torch.testing.assert_close(centers[label[0]], points[truth == 0].mean(0))
 
 
 def test_fewer_points_than_groups_is_refused_and_twins_are_not():

@@ -80,7 +80,7 @@ def test_fixed_topology_is_fixed(play):
 
 
 def test_fixed_topology_waits_for_nobody_outside_the_cohort(play):
-    """A neighbour that takes no part this round is an empty slot."""
+    """A neighbor that takes no part this round is an empty slot."""
     run = play(FixTopology(num_peers=5))
     _, info = run.exchange(reachable=torch.tensor([True, True, False, False, True, True]))
     assert set(info["peers"].flatten().tolist()) == {-1, 0, 1, 4, 5}

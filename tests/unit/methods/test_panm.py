@@ -19,13 +19,13 @@ def listed(row):
     return {j for j in row.tolist() if j >= 0}
 
 
-def test_stage_one_keeps_the_most_similar_of_candidates_and_neighbours(play):
+def test_stage_one_keeps_the_most_similar_of_candidates_and_neighbors(play):
     """Invariant 33: N_i within C_i and the N_i of before, k of them, never oneself, all averaged with."""
     run = play(PanmLoss(**SHORT), tiny_federation(9, 3))
-    before = run.memory.neighbours
+    before = run.memory.neighbors
     for _ in range(3):
         run.steps(1)
-        info, now = run.infos[-1], run.memory.neighbours
+        info, now = run.infos[-1], run.memory.neighbors
         for i in range(9):
             asked = listed(info["peers"][i])
             old = listed(before[i])
@@ -38,8 +38,8 @@ def test_stage_one_keeps_the_most_similar_of_candidates_and_neighbours(play):
         before = now
 
 
-def test_with_frozen_models_neighbours_only_get_more_similar_and_end_in_the_own_cluster(play):
-    """Invariant 33: lr = 0; the least similar neighbour never gets worse, and at last all are of the own cluster."""
+def test_with_frozen_models_neighbors_only_get_more_similar_and_end_in_the_own_cluster(play):
+    """Invariant 33: lr = 0; the least similar neighbor never gets worse, and at last all are of the own cluster."""
     federation = tiny_federation(9, 3, train=40)
     run = play(PanmLoss(num_peers=2, num_candidates=2), federation)
     run.loop.state = dataclasses.replace(
@@ -52,16 +52,16 @@ def test_with_frozen_models_neighbours_only_get_more_similar_and_end_in_the_own_
         state, _ = run.exchange()
         run.loop.state = dataclasses.replace(state, params=params)
         run.loop.next_round += 1
-        now = scores.gather(1, state.memory.neighbours.clamp(min=0)).amin(1)
+        now = scores.gather(1, state.memory.neighbors.clamp(min=0)).amin(1)
         assert bool((now >= worst).all())
         worst = now
     expected = scores.clone().fill_diagonal_(-1).topk(2, dim=1).indices.sort(1).values
-    assert torch.equal(run.memory.neighbours.sort(1).values, expected)
+    assert torch.equal(run.memory.neighbors.sort(1).values, expected)
     cluster = federation.truth.cluster
-    assert bool((cluster[run.memory.neighbours] == cluster[:, None]).all())
+    assert bool((cluster[run.memory.neighbors] == cluster[:, None]).all())
 
 
-def test_the_bag_starts_as_the_last_neighbours_and_is_corrected_at_intervals(play):
+def test_the_bag_starts_as_the_last_neighbors_and_is_corrected_at_intervals(play):
     """Invariant 37: with T1 = 3 and interval 2, rounds t = 1..3 match by ranking and t = 4, 6 correct the bag."""
     run = play(PanmLoss(**SHORT), tiny_federation(9, 3))
     sizes = []
@@ -103,9 +103,9 @@ def test_the_average_over_two_exchanges_is_one_weighted_mean(play):
 
 
 def test_loss_transforms_rank_alike(play):
-    """1 / loss and -loss choose the same neighbours in stage one."""
+    """1 / loss and -loss choose the same neighbors in stage one."""
     chosen = [
-        play(PanmLoss(**SHORT, transform=name)).exchange()[0].memory.neighbours for name in ("inverse", "negative")
+        play(PanmLoss(**SHORT, transform=name)).exchange()[0].memory.neighbors for name in ("inverse", "negative")
     ]
     assert torch.equal(*chosen)
 
@@ -139,7 +139,7 @@ def test_gradient_similarity_weighs_last_update_and_whole_way(play, alpha):
     last = run.memory.update if alpha else torch.zeros_like(way)
     total = alpha * similarity.cosine(last, last, every, here) + (1 - alpha) * similarity.cosine(way, way, every, here)
     state, _ = run.exchange()
-    assert torch.equal(state.memory.neighbours.sort(1).values, peers_by(total))
+    assert torch.equal(state.memory.neighbors.sort(1).values, peers_by(total))
 
 
 def test_the_update_remembered_is_that_of_the_last_local_training(play):
@@ -157,14 +157,14 @@ def test_clients_that_start_apart_tell_where_they_started(play):
     assert run.exchange()[1]["extra_models"].tolist() == [6] * 6
 
 
-def test_neighbours_that_fall_silent_keep_their_place_when_nobody_takes_it(play):
+def test_neighbors_that_fall_silent_keep_their_place_when_nobody_takes_it(play):
     """Everything is lost from round 2 on: the list stays, nothing is averaged, and stage two has a bag."""
     door = Faulty(InMemory(torch.arange(6), 6))
     run = play(PanmLoss(**SHORT), exchange=door).steps(1)
-    neighbours = run.memory.neighbours.sort(1).values
+    neighbors = run.memory.neighbors.sort(1).values
     door.drop = 1.0
     run.steps(5)
-    assert torch.equal(run.memory.neighbours.sort(1).values, neighbours)
+    assert torch.equal(run.memory.neighbors.sort(1).values, neighbors)
     assert run.infos[-1]["own_weight"].tolist() == [1.0] * 6
     assert bool((run.memory.bag.sum(1) == 2).all())
 

@@ -26,7 +26,7 @@ def test_stage_one_keeps_the_peers_with_the_lowest_loss(play):
 
 
 def test_counts_add_up_and_stage_two_gossips_with_those_kept_often(play):
-    """Invariant 32: a row of q sums to m x T1; neighbours are strictly above m T1 / (K - 1) = 1.2."""
+    """Invariant 32: a row of q sums to m x T1; neighbors are strictly above m T1 / (K - 1) = 1.2."""
     run = play(Pens(num_sampled=4, num_kept=2, num_peers=3, stage_one_rounds=3)).steps(3)
     kept = run.memory.kept
     assert kept.sum(1).tolist() == [6] * 6
@@ -46,7 +46,7 @@ def test_nobody_kept_often_enough_is_local_training(play):
     """Kept once each by chance alone, with a threshold of 5: every client trains alone in stage two."""
     run = play(Pens(num_sampled=5, num_kept=5, num_peers=2, stage_one_rounds=2)).steps(2)
     assert bool((run.memory.kept.sum(1) == 10).all())
-    assert not run.loop.method.neighbours(run.memory.kept).any(), "2 is not above 5 x 2 / 5"
+    assert not run.loop.method.neighbors(run.memory.kept).any(), "2 is not above 5 x 2 / 5"
     state, info = run.exchange()
     assert torch.equal(state.params, run.state.params)
     assert info["own_weight"].tolist() == [1.0] * 6
@@ -62,14 +62,14 @@ def test_the_three_published_thresholds(threshold, bound, friends):
     assert pens.bound(100) == pytest.approx(bound, abs=5e-4)
     kept = torch.zeros(1, 100, dtype=torch.int64)
     kept[0, 1], kept[0, 2] = 1, 7
-    assert pens.neighbours(kept)[0].nonzero().flatten().tolist() == friends
+    assert pens.neighbors(kept)[0].nonzero().flatten().tolist() == friends
 
 
 def test_thresholds_differ_where_counts_lie_between():
     """K = 5, m = 2, T1 = 10: 5, 4 and 4; a count of 5 is above the latter two alone."""
     kept = torch.tensor([[0, 5, 6, 4, 5]])
     found = {
-        name: Pens(num_kept=2, stage_one_rounds=10, threshold=name).neighbours(kept)[0].tolist()
+        name: Pens(num_kept=2, stage_one_rounds=10, threshold=name).neighbors(kept)[0].tolist()
         for name in ("expected", "dac_repo", "pens_repo")
     }
     assert found["expected"] == [False, False, True, False, False]

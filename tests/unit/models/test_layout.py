@@ -91,7 +91,7 @@ def test_channel_dropout_drops_whole_channels():
     assert 400 < int((out[:, 0] == 0).sum()) < 600
 
 
-def test_masks_of_neighbouring_keys_are_uncorrelated():
+def test_masks_of_neighboring_keys_are_uncorrelated():
     layer = KeyedDropout(0.5, channels=False, layer=1).train()
     masks = []
     for key in range(20):

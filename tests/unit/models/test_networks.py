@@ -101,7 +101,7 @@ def test_a_missing_torchvision_is_explained(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(networks.importlib, "import_module", missing)
     with pytest.raises(ModelError, match=r"resnet18 needs torchvision, .* install coterie\[vision\]"):
         build("resnet-18", (3, 32, 32), 10)
-    with pytest.raises(ModelError, match="colour images of at least 3x32x32; found 1x28x28"):
+    with pytest.raises(ModelError, match="color images of at least 3x32x32; found 1x28x28"):
         build("resnet-18", (1, 28, 28), 10)
     assert set(networks.NETS) < set(NETS)
 

@@ -30,7 +30,7 @@ def commands() -> list[list[str]]:
 
 
 def test_the_commands_of_the_guide_lead_to_a_roster_that_is_in_order(tmp_path, monkeypatch):
-    """Organiser and three members in one folder; what the guide sends about is where it has to be."""
+    """Organizer and three members in one folder; what the guide sends about is where it has to be."""
     monkeypatch.chdir(tmp_path)
     study, node = blocks("toml")
     Path("study.toml").write_text(study)
@@ -44,11 +44,11 @@ def test_the_commands_of_the_guide_lead_to_a_roster_that_is_in_order(tmp_path, m
     said = ""
     for command in commands():
         if "--check" in command:
-            for sent in ("ca.pem", "organiser.pub", "members/north.pem", "roster.toml", "roster.toml.sig"):
-                Path(Path(sent).name).write_bytes((tmp_path / "organiser" / sent).read_bytes())
+            for sent in ("ca.pem", "organizer.pub", "members/north.pem", "roster.toml", "roster.toml.sig"):
+                Path(Path(sent).name).write_bytes((tmp_path / "organizer" / sent).read_bytes())
         said = run(*command)
     assert said == "the roster is in order\n"
-    assert [m.name for m in roster.load(Path("roster.toml"), Path("organiser.pub")).members] == [
+    assert [m.name for m in roster.load(Path("roster.toml"), Path("organizer.pub")).members] == [
         "north",
         "south",
         "west",

@@ -55,7 +55,7 @@ def test_a_certificate_that_is_over_ends_the_examination_with_both_dates(tmp_pat
     (only,) = wrong(file)
     assert " is valid from " in only
     assert "; it is " in only
-    assert only.endswith("ask the organiser for a new one, or check the clock")
+    assert only.endswith("ask the organizer for a new one, or check the clock")
 
 
 def test_a_study_that_is_not_the_rosters_and_an_address_in_use_are_found(tmp_path):
@@ -82,7 +82,7 @@ def test_a_key_that_others_can_read_and_a_roster_that_was_changed_are_found(tmp_
     (tmp_path / "keys/node-00.key").chmod(0o600)
     roster = tmp_path / "keys/roster.toml"
     roster.write_text(roster.read_text().replace("23951", "23952"))
-    assert "is not signed by the organiser" in wrong(file)[0]
+    assert "is not signed by the organizer" in wrong(file)[0]
 
 
 @pytest.fixture

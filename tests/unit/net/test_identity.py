@@ -17,7 +17,7 @@ NOW = datetime(2030, 1, 1, tzinfo=UTC)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """An authority, and the member north with a certificate for thirty days from the first of January 2030."""
-    folder = tmp_path_factory.mktemp("organiser")
+    folder = tmp_path_factory.mktemp("organizer")
     identity.make_authority(folder, "trial", now=NOW)
     request = identity.make_request(folder, "north", "192.0.2.7:7447")
     identity.sign_request(folder, request, "192.0.2.7:7447", now=NOW)
@@ -29,7 +29,7 @@ def files(folder):
 
 
 def test_private_keys_are_for_their_owner_only_and_never_overwritten(folder):
-    for name in ("north.key", "ca.key", "organiser.key"):
+    for name in ("north.key", "ca.key", "organizer.key"):
         assert (folder / name).stat().st_mode & 0o777 == 0o600
     with pytest.raises(TransportError, match="never overwritten"):
         identity.make_request(folder, "north", "192.0.2.7:7447")

@@ -208,7 +208,7 @@ def test_a_late_joiner_takes_part_from_the_round_of_the_others(networks):
 
 
 def test_a_node_with_another_method_is_turned_away_and_told_why(networks):
-    """The organiser's roster says who is right: the one that differs stops, naming both values; the others go on."""
+    """The organizer's roster says who is right: the one that differs stops, naming both values; the others go on."""
     network = networks("random", rounds=1)
     nodes = [network.node(i, start=0.5) for i in range(5)]
     wrong = replace(network.plan, method=METHODS["random"](num_peers=2))

@@ -20,7 +20,7 @@ def made(tmp_path_factory):
 
 
 def files(folder):
-    return folder / "roster.toml", folder / "organiser.pub"
+    return folder / "roster.toml", folder / "organizer.pub"
 
 
 def test_a_roster_is_read_as_it_was_written(made):
@@ -35,11 +35,11 @@ def test_a_changed_roster_is_refused_before_it_is_read(made, tmp_path):
     text = (folder / "roster.toml").read_text()
     (tmp_path / "roster.toml").write_text(text.replace("127.0.0.1:21002", "127.0.0.1:21003"))
     (tmp_path / "roster.toml.sig").write_bytes((folder / "roster.toml.sig").read_bytes())
-    with pytest.raises(TransportError, match="not signed by the organiser"):
-        roster.load(tmp_path / "roster.toml", folder / "organiser.pub")
+    with pytest.raises(TransportError, match="not signed by the organizer"):
+        roster.load(tmp_path / "roster.toml", folder / "organizer.pub")
     (tmp_path / "roster.toml.sig").write_text("hello")
     with pytest.raises(TransportError, match="holds no signature"):
-        roster.load(tmp_path / "roster.toml", folder / "organiser.pub")
+        roster.load(tmp_path / "roster.toml", folder / "organizer.pub")
 
 
 def test_a_good_roster_has_no_problems(made):
@@ -60,8 +60,8 @@ def test_problems_of_a_member_are_named(made, tmp_path):
     later = datetime.now(UTC) + timedelta(days=9)
     assert ["less than two days" in text for text in roster.check(*files(folder), now=later)] == [True] * 3
     assert "ended on" in roster.check(*files(folder), now=later + timedelta(days=2))[0]
-    roster.write(tmp_path / "r.toml", replace(signed, study=""), folder / "organiser.key")
-    assert "names no study" in roster.check(tmp_path / "r.toml", folder / "organiser.pub")[0]
+    roster.write(tmp_path / "r.toml", replace(signed, study=""), folder / "organizer.key")
+    assert "names no study" in roster.check(tmp_path / "r.toml", folder / "organizer.pub")[0]
 
 
 @pytest.mark.parametrize(

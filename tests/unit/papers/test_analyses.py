@@ -18,7 +18,7 @@ from coterie.methods.base import Method
 from coterie.methods.fedgwc import FedGwc
 from coterie.methods.sosicfl import SosicFl
 from coterie.papers import analyses
-from coterie.papers.analyses import Options, analyse
+from coterie.papers.analyses import Options, analyze
 from coterie.studies import config
 from coterie.studies.run import reopen_run, run_study
 
@@ -55,7 +55,7 @@ regions = 2
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three methods, two of which can be analysed."""
+    """Three methods, two of which can be analyzed."""
     return run_study(config.loads(STUDY), out=tmp_path_factory.mktemp("runs")).folder
 
 
@@ -82,7 +82,7 @@ def test_points_of_a_simplex_are_scored_by_their_models():
 
 
 def test_the_first_row_is_where_models_are_served():
-    """The barycentre for everybody, the centre of its region for a client: as in the run's own evaluation."""
+    """The barycenter for everybody, the center of its region for a client: as in the run's own evaluation."""
     loop = follow(SosicFl(endpoints=3, regions=2), extra_metrics=("global_accuracy",))
     loop.final()
     table = analyses.simplex_scores(loop, Options(points=1)).query("point == -1").set_index("client")
@@ -127,24 +127,24 @@ def test_beta_on_two_planted_blocks():
     assert np.isnan(whole.was[0])
 
 
-def test_a_study_is_analysed_run_by_run(study: Path):
+def test_a_study_is_analyzed_run_by_run(study: Path):
     """Tables lie in the folders of the runs they are of; the study is read as before."""
-    (path,) = analyse(study, "interaction")
+    (path,) = analyze(study, "interaction")
     assert path == study / "fedgwc/seed-0/analyses/interaction.parquet"
     assert len(pd.read_parquet(path)) == 36
-    (path,) = analyse(study / "sosicfl/seed-0", "simplex", Options(points=3))
+    (path,) = analyze(study / "sosicfl/seed-0", "simplex", Options(points=3))
     assert len(pd.read_parquet(path)) == 3 * 4
     loop = reopen_run(study / "fedgwc/seed-0")
     assert loop.finished
     assert config.load(study / "config.toml").name == "small"
 
 
-def test_what_cannot_be_analysed_is_told(study: Path, tmp_path: Path):
+def test_what_cannot_be_analyzed_is_told(study: Path, tmp_path: Path):
     """Unknown analyses, runs of other methods, ids and numbers that make no sense, runs without a checkpoint."""
     wrong: list[tuple[Any, str, type[CoterieError]]] = [
-        (lambda: analyse(study, "simplx"), "did you mean 'simplex'", ConfigError),
-        (lambda: analyse(study / "fedavg", "beta"), "holds fedavg; .* takes runs of fedgwc", ConfigError),
-        (lambda: analyse(study, "simplex", Options(clients=[6])), "clients is 6; expected ids from", ConfigError),
+        (lambda: analyze(study, "simplx"), "did you mean 'simplex'", ConfigError),
+        (lambda: analyze(study / "fedavg", "beta"), "holds fedavg; .* takes runs of fedgwc", ConfigError),
+        (lambda: analyze(study, "simplex", Options(clients=[6])), "clients is 6; expected ids from", ConfigError),
         (lambda: Options(points=0), "points is 0; expected at least 1", ConfigError),
         (lambda: reopen_run(study), "is a study; expected the folder of one run", ConfigError),
         (lambda: reopen_run(tmp_path), "holds no run", ConfigError),
@@ -154,16 +154,16 @@ def test_what_cannot_be_analysed_is_told(study: Path, tmp_path: Path):
             call()
     (study / "fedgwc/seed-0/checkpoint.safetensors").rename(tmp_path / "away")
     with pytest.raises(CheckpointError, match=r"has no checkpoint\.safetensors"):
-        analyse(study, "beta")
+        analyze(study, "beta")
     (tmp_path / "away").rename(study / "fedgwc/seed-0/checkpoint.safetensors")
 
 
 def test_the_command_writes_and_lists(study: Path):
     """Without --what it lists; with it, it names each table; numbers that are none are refused."""
     run = CliRunner().invoke
-    assert "interaction matrix" in run(app, ["analyse", str(study)]).output
-    done = run(app, ["analyse", str(study), "--what", "beta", "--betas", "0.5"])
+    assert "interaction matrix" in run(app, ["analyze", str(study)]).output
+    done = run(app, ["analyze", str(study), "--what", "beta", "--betas", "0.5"])
     assert "beta.parquet" in done.output.replace("\n", "")
     assert pd.read_parquet(study / "fedgwc/seed-0/analyses/beta.parquet").beta.tolist() == [0.5]
-    refused = run(app, ["analyse", str(study), "--what", "beta", "--betas", "much"])
+    refused = run(app, ["analyze", str(study), "--what", "beta", "--betas", "much"])
     assert isinstance(refused.exception, ConfigError)

@@ -125,9 +125,9 @@ def test_the_value_on_the_axis_is_no_part_of_a_line_s_name(label, expected):
     assert bare(label, ["tau"]) == expected
 
 
-def test_what_was_not_analysed_is_said_with_the_command(tmp_path, write_run, final_rows):
+def test_what_was_not_analyzed_is_said_with_the_command(tmp_path, write_run, final_rows):
     """One line, with what to do."""
     write_run(tmp_path / "s" / "A" / "seed-0", kind="sosicfl", label="A", seed=0, metrics=final_rows([0.5], [0]))
-    with pytest.raises(DataError, match=r"first say: coterie analyse .*s --what simplex"):
+    with pytest.raises(DataError, match=r"first say: coterie analyze .*s --what simplex"):
         figures.plot([tmp_path / "s"], "sosicfl-5", out=tmp_path / "none.svg")
     assert not (tmp_path / "none.svg").exists()

@@ -64,7 +64,7 @@ def test_a_client_that_sat_out_keeps_its_last_value(write_run, tmp_path):
     np.testing.assert_array_equal(values, [[1, np.nan], [2, 5], [3, 5]])
 
 
-def test_cells_hold_neighbours_of_one_cluster():
+def test_cells_hold_neighbors_of_one_cluster():
     """Five clients in at most three cells: two a cell, but never of two clusters."""
     np.testing.assert_array_equal(cells(np.array([0, 1, 0, 0, 1]), most=3), [0, 2, 0, 1, 2])
     np.testing.assert_array_equal(cells(np.array([1, 0, 1])), [1, 0, 2])

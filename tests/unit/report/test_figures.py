@@ -174,7 +174,7 @@ def test_found_clusters_are_set_against_planted_ones(tmp_path, write_run):
         ("curve", {}, ConfigError, "did you mean 'curves'"),
         ("curves", {"format": "jpeg"}, ConfigError, "unknown format 'jpeg'"),
         ("sosicfl-6", {}, ConfigError, "cannot be drawn from stored runs"),
-        ("sosicfl-5", {}, DataError, "needs runs of sosicfl/cifar10-squeezenet-dirichlet: no run here was analysed"),
+        ("sosicfl-5", {}, DataError, "needs runs of sosicfl/cifar10-squeezenet-dirichlet: no run here was analyzed"),
         ("fedgwc-4", {}, DataError, "recorded no train interaction_change"),
         ("heatmap", {}, DataError, "no method here reads"),
         ("graph", {}, DataError, "no method here reads"),

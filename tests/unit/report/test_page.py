@@ -6,7 +6,7 @@ import pytest
 
 from coterie.errors import DataError
 from coterie.report import page
-from coterie.results.summary import find_runs, gains, summarise
+from coterie.results.summary import find_runs, gains, summarize
 
 HOSTILE = '</script><script>alert("x")</script><b>&'
 
@@ -34,7 +34,7 @@ def test_numbers_of_the_page_are_those_of_the_summary(population):
     tables = Tables(page.write_report(population).read_text()).tables
     for metric in ("accuracy", "loss"):
         expected: dict[str, list[float]] = {}
-        for row in summarise(population)["rows"]:
+        for row in summarize(population)["rows"]:
             if row["metric"] == metric:
                 expected.setdefault(row["label"], []).append(row["mean"])
         assert tables["results", metric] == expected

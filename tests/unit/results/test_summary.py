@@ -16,7 +16,7 @@ def row(result, **wanted):
 
 def test_summary_averages_over_clients_and_over_clusters(small):
     """DAC, seed 0: clients mean 0.625, clusters (0.7, 0.4) mean 0.55; seed 1: 0.65 and (0.6, 0.8) mean 0.7."""
-    result = summary.summarise(small)
+    result = summary.summarize(small)
     assert result["study"] == "small"
     everyone = row(result, label="DAC", cluster="all", metric="accuracy")
     assert everyone == pytest.approx(
@@ -38,7 +38,7 @@ def test_summary_averages_over_clients_and_over_clusters(small):
 
 def test_summary_has_the_time_of_every_run(small):
     """Wall time, training time and samples come from the provenance of each run."""
-    timing = summary.summarise(small)["timing"]
+    timing = summary.summarize(small)["timing"]
     assert len(timing) == 4
     assert timing[-1] == {"label": "Local", "seed": 1, "wall_s": 3.0, "train_s": 1.5, "train_samples": 960}
 
@@ -46,14 +46,14 @@ def test_summary_has_the_time_of_every_run(small):
 def test_clusters_carry_the_names_that_the_study_gave_them(small):
     """federation.json beside the runs names the planted clusters."""
     (small / "federation.json").write_text(json.dumps({"clusters": ["upright", "<b>turned</b>"]}))
-    clusters = {r["cluster"] for r in summary.summarise(small)["rows"]}
+    clusters = {r["cluster"] for r in summary.summarize(small)["rows"]}
     assert clusters == {"upright", "<b>turned</b>", "all", "clusters"}
 
 
 def test_a_population_without_planted_clusters_has_only_the_mean_over_clients(tmp_path, write_run, final_rows):
     """A cluster of -1 means that nothing is known."""
     write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=final_rows([0.2, 0.4], [-1, -1]))
-    assert [r["cluster"] for r in summary.summarise(tmp_path / "s")["rows"]] == ["all"]
+    assert [r["cluster"] for r in summary.summarize(tmp_path / "s")["rows"]] == ["all"]
 
 
 def test_gain_is_paired_by_client_and_seed(small):
@@ -96,7 +96,7 @@ def test_a_run_that_is_still_going_is_left_out_of_the_summary(small, write_run, 
     """Two of ten rounds are there: test values on the way are no result."""
     rows = final_rows([0.1] * 4, [0, 0, 0, 1], model="current")
     write_run(small / "Late" / "seed-0", kind="dac", label="Late", seed=0, metrics=rows, rounds=10, done=False)
-    assert "Late" not in {r["label"] for r in summary.summarise(small)["rows"]}
+    assert "Late" not in {r["label"] for r in summary.summarize(small)["rows"]}
 
 
 def test_a_broken_run_is_reported_beside_the_good_ones(small):

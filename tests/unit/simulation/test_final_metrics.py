@@ -74,7 +74,7 @@ def pooled(loop, row: torch.Tensor) -> float:
 
 
 def test_the_global_accuracy_is_that_of_the_common_model():
-    """FedAvg's model; Ditto's global one, not the personal ones; SosicFL's barycentre."""
+    """FedAvg's model; Ditto's global one, not the personal ones; SosicFL's barycenter."""
     loop, params, table = run(FedAvg())
     assert table.global_accuracy.tolist() == pytest.approx([pooled(loop, params[0])] * 6)
     ditto, _, personal = run(Ditto())
@@ -84,7 +84,7 @@ def test_the_global_accuracy_is_that_of_the_common_model():
     for method in (SosicFl(endpoints=3, regions=2), SosicFlPlus(endpoints=3, regions=2)):
         simplex, _, mixed = run(method)
         whole = simplex.state.shared.models[0]
-        assert mixed.global_accuracy.tolist() == pytest.approx([pooled(simplex, whole)] * 6)  # at its barycentre
+        assert mixed.global_accuracy.tolist() == pytest.approx([pooled(simplex, whole)] * 6)  # at its barycenter
 
 
 def test_clusters_are_weighed_by_their_members():
@@ -198,7 +198,7 @@ def test_diverged_updates_do_not_count():
 
 
 @pytest.mark.parametrize(("gain", "bias"), [(1.0, True), (2.0, True), (1.0, False)])
-def test_the_composed_update_is_that_of_the_layer_at_the_barycentre(gain: float, bias: bool):
+def test_the_composed_update_is_that_of_the_layer_at_the_barycenter(gain: float, bias: bool):
     """Against the layer that the model computes with before and after, for endpoints of its own or a shared bias."""
     layout = Layout(simplex_layers.simplex_head(lambda: nn.Linear(5, 3), 4, bias=bias, gain=gain)(), torch.float64)
     before, after = torch.from_numpy(Rng(0).generator("rows").normal(size=(2, 1, layout.size)))
@@ -214,7 +214,7 @@ def test_the_composed_update_is_that_of_the_layer_at_the_barycentre(gain: float,
 
 
 def test_a_simplex_reports_both_variances():
-    """Of all endpoints, and at the barycentre; a method without endpoints has one value under both names."""
+    """Of all endpoints, and at the barycenter; a method without endpoints has one value under both names."""
     names = ("gradient_variance", "composed_gradient_variance")
     for method, same in ((SosicFl(endpoints=3, regions=2), False), (FedAvg(), True)):
         loop = testing.follow(method, settings=testing.tiny_settings(extra_metrics=names, rounds=2))

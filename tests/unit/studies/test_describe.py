@@ -67,7 +67,7 @@ def test_regression_is_counted_in_bins_and_has_no_images():
     assert (told["images"], told["clusters"]) == ([], [])
 
 
-def test_colour_images_of_floats_are_stretched():
+def test_color_images_of_floats_are_stretched():
     """Values from -1 to 1 use the whole range from 0 to 255, channels last."""
     x = torch.linspace(-1, 1, 3 * 16).reshape(1, 1, 3, 4, 4)
     told = describe(

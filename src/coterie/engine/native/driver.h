@@ -1,4 +1,4 @@
-// Training and measuring clients with the generated Net: gather of the batch, gradient, optimiser, step after step.
+// Training and measuring clients with the generated Net: gather of the batch, gradient, optimizer, step after step.
 
 #include <memory>
 
@@ -71,7 +71,7 @@ struct Training {
   const T* alpha;  // mixture of endpoints in each step of each client; none without a simplex layer
   const int64_t *places, *length, *keys;
   T* losses;
-  T* moments;            // of each client's optimiser, to go on from; none for fresh ones
+  T* moments;            // of each client's optimizer, to go on from; none for fresh ones
   const int64_t* taken;  // steps before, with moments
   int64_t row, anchor_row, steps, width, trained, adam;
   double lr, momentum, decay, prox;

@@ -349,7 +349,7 @@ static void linear_back(const V* g, const T* w, V* gx) {
 }
 
 // gw[o][i] = sum over samples of g[o] * x[i], from x with each sample's entries side by side. A piece of OT rows is
-// handed to the optimiser as soon as it is known, so the gradient of a large layer is never stored.
+// handed to the optimizer as soon as it is known, so the gradient of a large layer is never stored.
 template <int IN, int WIDTH, int OT, int IT, class Step>
 INLINE void linear_weights_tile(const T* xt, const V* g, const Step& step, int at, int count) {
   V sum[OT][IT];

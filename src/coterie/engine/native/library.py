@@ -1,6 +1,6 @@
 """Native programs: the whole local training of a stack of layers as one compiled C++ program, client by client.
 
-One call gathers the batch, normalises it, runs the layers forward and backward and updates the parameters, for every
+One call gathers the batch, normalizes it, runs the layers forward and backward and updates the parameters, for every
 step of every client of a range. Clients share nothing, so threads take ranges of them and no result depends on how
 many threads there are, on the block or on who is hosted.
 """

@@ -1,4 +1,4 @@
-"""Modules that are a plain stack of layers: recognised by tracing, described layer by layer.
+"""Modules that are a plain stack of layers: recognized by tracing, described layer by layer.
 
 Most networks of the federated-learning literature are stacks: convolutions, pooling, (leaky) ReLU, dropout,
 linear layers, each fed by the one before. For a stack the compiled engine can write the whole training step as one

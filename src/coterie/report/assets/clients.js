@@ -46,7 +46,7 @@ page.views.push({
         const own = data.cluster.map((_, c) => of("final", m, c));
         return `${data.methods[m].label}: from ${show(Math.min(...own), metric)} to ${show(Math.max(...own), metric)}`;
       }).join("; ")}`,
-      caption: "A point is a client, mean over seeds; colour and shape by planted cluster, the bar is the mean over clients. Click a point to see that client.",
+      caption: "A point is a client, mean over seeds; color and shape by planted cluster, the bar is the mean over clients. Click a point to see that client.",
       click: (event) => { if (event.data && event.data.client !== undefined) pick(rows[event.data.client]); },
       option: () => ({
         xAxis: axis("", { type: "value", min: -0.5, max: shownMethods().length - 0.5, splitLine: { show: false }, axisTick: { show: false },
@@ -59,7 +59,7 @@ page.views.push({
         grid: { ...base().grid, bottom: turned() ? 90 : 48 },
         series: [...(data.clusters.length ? data.clusters : [{ id: -1, name: "clients" }]).map((cluster) => ({
           name: cluster.name, type: "scatter", symbol: markOf(cluster.id), symbolSize: clients > 300 ? 5 : 8,
-          itemStyle: { color: clusterColour(cluster.id), opacity: 0.95 }, cursor: "pointer",
+          itemStyle: { color: clusterColor(cluster.id), opacity: 0.95 }, cursor: "pointer",
           data: shownMethods().flatMap((m, place) => data.cluster.flatMap((c, client) => (c !== cluster.id ? [] :
             [{ value: [place + spread(client), of(state.what, m, client)], client }]))),
         })), {
@@ -106,7 +106,7 @@ function drawClient(root, data, client, values, gains) {
         series: data.clients.curves.flatMap((curve) => {
           const packed = page.unpacked.get(curve.values).values;
           const points = curve.rounds.map((r, i) => [r, packed[i * clients + client], NaN]);
-          return banded(data.methods[curve.method].label, points, methodColour(curve.method), methodDash(curve.method), false);
+          return banded(data.methods[curve.method].label, points, methodColor(curve.method), methodDash(curve.method), false);
         }),
       }),
     });
@@ -127,7 +127,7 @@ function drawClient(root, data, client, values, gains) {
         xAxis: axis("times read", { type: "value", minInterval: 1 }),
         yAxis: axis("", { type: "category", inverse: true, data: own.map(([p]) => `client ${p}`), splitLine: { show: false } }),
         tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => `client ${own[e.dataIndex][0]} (${escapeText(clusterName(data, data.cluster[own[e.dataIndex][0]]))}): ${e.value}` },
-        series: [{ type: "bar", data: own.map(([p, t]) => ({ value: t, itemStyle: { color: clusterColour(data.cluster[p]) } })), barMaxWidth: 18 }],
+        series: [{ type: "bar", data: own.map(([p, t]) => ({ value: t, itemStyle: { color: clusterColor(data.cluster[p]) } })), barMaxWidth: 18 }],
       }),
     });
   }
@@ -142,7 +142,7 @@ function drawClient(root, data, client, values, gains) {
         xAxis: axis("", { type: "category", data: data.data.classes, splitLine: { show: false } }),
         yAxis: axis("samples", { type: "value", minInterval: 1 }),
         tooltip: { ...tooltipStyle(), trigger: "axis" },
-        series: [{ type: "bar", data: data.data.labels[client], itemStyle: { color: clusterColour(data.cluster[client]) } }],
+        series: [{ type: "bar", data: data.data.labels[client], itemStyle: { color: clusterColor(data.cluster[client]) } }],
       }),
     });
   }

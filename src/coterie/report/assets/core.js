@@ -1,5 +1,5 @@
 "use strict";
-/* The parts that every view uses: unpacking, elements, colours, tabs, charts. No view builds HTML from text: names come
+/* The parts that every view uses: unpacking, elements, colors, tabs, charts. No view builds HTML from text: names come
    from outside and are only ever set as text. */
 
 const page = { data: null, views: [], redraw: new Map(), charts: new Map(), unpacked: new WeakMap(), kept: {} };
@@ -80,13 +80,13 @@ async function unpack(packed) {
   return array;
 }
 
-/* ---- colours: each stands out from its page by 3 to 1 or more and can be told from the others with any kind of colour
-   blindness (a test computes both); each also has a dash or a mark of its own, for a copy in grey ------------------- */
+/* ---- colors: each stands out from its page by 3 to 1 or more and can be told from the others with any kind of color
+   blindness (a test computes both); each also has a dash or a mark of its own, for a copy in gray ------------------- */
 
-const METHOD_COLOURS = ["#004885", "#895200", "#0DA066", "#BA6FCC", "#D96A05", "#006B9C", "#623902", "#625A5E"];
-const METHOD_COLOURS_DARK = ["#187BAE", "#BC590C", "#65FFB4", "#C3ADDC", "#EAB43C", "#BCDDFC", "#B99857", "#878A8A"];
-const CLUSTER_COLOURS = ["#5270CC", "#BC3577", "#395D00", "#9C8E0E", "#1098BC", "#981472", "#81710A", "#533D40"];
-const CLUSTER_COLOURS_DARK = ["#6AA1FB", "#FF8D92", "#018625", "#FADD60", "#68CFF0", "#D35B9F", "#B89936", "#CDEAEA"];
+const METHOD_COLORS = ["#004885", "#895200", "#0DA066", "#BA6FCC", "#D96A05", "#006B9C", "#623902", "#625A5E"];
+const METHOD_COLORS_DARK = ["#187BAE", "#BC590C", "#65FFB4", "#C3ADDC", "#EAB43C", "#BCDDFC", "#B99857", "#878A8A"];
+const CLUSTER_COLORS = ["#5270CC", "#BC3577", "#395D00", "#9C8E0E", "#1098BC", "#981472", "#81710A", "#533D40"];
+const CLUSTER_COLORS_DARK = ["#6AA1FB", "#FF8D92", "#018625", "#FADD60", "#68CFF0", "#D35B9F", "#B89936", "#CDEAEA"];
 const DASHES = ["solid", "dashed", "dotted", [8, 3, 2, 3], [2, 5], [12, 4], [5, 2, 2, 2, 2, 2], [1, 2]];
 const MARKS = ["circle", "rect", "triangle", "diamond", "path://M0,0 L10,0 L5,9 Z",
   "path://M3,0 L7,0 L7,3 L10,3 L10,7 L7,7 L7,10 L3,10 L3,7 L0,7 L0,3 L3,3 Z",
@@ -96,16 +96,16 @@ const MARKS = ["circle", "rect", "triangle", "diamond", "path://M0,0 L10,0 L5,9 
 const GLYPHS = ["●", "■", "▲", "◆", "▼", "✚", "★", "✖"]; // the marks, for text
 
 const isDark = () => document.documentElement.dataset.theme === "dark";
-const methodColour = (place) => (isDark() ? METHOD_COLOURS_DARK : METHOD_COLOURS)[place % METHOD_COLOURS.length];
-const turn = (place) => (place + Math.floor(place / 8)) % 8; // so that 64 differ in colour or in dash and mark
+const methodColor = (place) => (isDark() ? METHOD_COLORS_DARK : METHOD_COLORS)[place % METHOD_COLORS.length];
+const turn = (place) => (place + Math.floor(place / 8)) % 8; // so that 64 differ in color or in dash and mark
 const methodDash = (place) => DASHES[turn(place)];
 const markOf = (place) => MARKS[turn(Math.max(0, place))];
-const clusterColour = (place) => (place < 0 ? "#808080" : (isDark() ? CLUSTER_COLOURS_DARK : CLUSTER_COLOURS)[place % CLUSTER_COLOURS.length]);
+const clusterColor = (place) => (place < 0 ? "#808080" : (isDark() ? CLUSTER_COLORS_DARK : CLUSTER_COLORS)[place % CLUSTER_COLORS.length]);
 const clusterGlyph = (place) => h("span", { class: "glyph", "aria-hidden": "true",
-  style: `color:${place < 0 ? "var(--muted)" : `var(--cluster-${place % CLUSTER_COLOURS.length})`}` }, GLYPHS[turn(Math.max(0, place))]);
+  style: `color:${place < 0 ? "var(--muted)" : `var(--cluster-${place % CLUSTER_COLORS.length})`}` }, GLYPHS[turn(Math.max(0, place))]);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-/* Both ramps change steadily in lightness, so they survive a copy in grey; nothing is the colour of the page. */
+/* Both ramps change steadily in lightness, so they survive a copy in gray; nothing is the color of the page. */
 const RAMPS = {
   light: [[255, 255, 255], [255, 237, 160], [254, 178, 76], [240, 89, 35], [166, 15, 45], [73, 0, 36]],
   dark: [[20, 24, 31], [62, 20, 90], [140, 41, 99], [215, 75, 60], [249, 155, 45], [252, 245, 170]],
@@ -159,7 +159,7 @@ function chart(container, { height = 340, caption = "", alt, option, click = nul
 
 /* The line or the mark of a series, for its legend. */
 function sample(series) {
-  const colour = series.itemStyle.color;
+  const color = series.itemStyle.color;
   const isLine = series.type === "line";
   const width = isLine ? 34 : 14;
   const svg = (tag, attributes) => {
@@ -171,13 +171,13 @@ function sample(series) {
   if (isLine) {
     const type = series.lineStyle.type;
     const dash = { solid: "none", dashed: "8 4", dotted: "2 2" }[type] ?? type.join(" ");
-    picture.append(svg("line", { x1: 0, x2: width, y1: 6, y2: 6, stroke: colour, "stroke-width": 2, "stroke-dasharray": dash }));
+    picture.append(svg("line", { x1: 0, x2: width, y1: 6, y2: 6, stroke: color, "stroke-width": 2, "stroke-dasharray": dash }));
   }
   if (!isLine || series.showSymbol) {
     const shapes = { circle: "M0,5 a5,5 0 1,0 10,0 a5,5 0 1,0 -10,0 Z", rect: "M0,0 H10 V10 H0 Z", triangle: "M5,0 L10,10 L0,10 Z", diamond: "M5,0 L10,5 L5,10 L0,5 Z" };
     const path = shapes[series.symbol] ?? String(series.symbol).replace("path://", "");
     const flat = Array.isArray(series.symbolSize) ? " scale(1,0.3) translate(0,12)" : "";
-    picture.append(svg("path", { d: path, fill: colour, transform: `translate(${width / 2 - 5},1)${flat}` }));
+    picture.append(svg("path", { d: path, fill: color, transform: `translate(${width / 2 - 5},1)${flat}` }));
   }
   return picture;
 }
@@ -242,10 +242,10 @@ function forget(root) {
 }
 
 /* A line with a band from low to high around it; points are [x, mean, deviation]. */
-function banded(name, points, colour, dash, bands) {
+function banded(name, points, color, dash, bands) {
   const line = {
     name, type: "line", symbol: points.length > 1 ? "none" : "circle", data: points.map(([x, y]) => [x, Number.isFinite(y) ? y : null]),
-    lineStyle: { color: colour, width: 2, type: dash }, itemStyle: { color: colour }, emphasis: { focus: "series" }, z: 3,
+    lineStyle: { color: color, width: 2, type: dash }, itemStyle: { color: color }, emphasis: { focus: "series" }, z: 3,
   };
   const known = points.filter(([, y, s]) => Number.isFinite(y) && Number.isFinite(s));
   if (!bands || !known.some(([, , s]) => s > 0)) return [line];
@@ -254,7 +254,7 @@ function banded(name, points, colour, dash, bands) {
     name, type: "custom", silent: true, tooltip: { show: false }, clip: true, z: 1,
     data: known.map(([x, y, s]) => [x, y - s, y + s]), encode: { x: 0, y: [1, 2] }, // so that the axis makes room for it
     renderItem: ({ dataIndex }, api) => (dataIndex ? null : {
-      type: "polygon", shape: { points: outline.map((point) => api.coord(point)) }, style: { fill: colour, opacity: 0.16 },
+      type: "polygon", shape: { points: outline.map((point) => api.coord(point)) }, style: { fill: color, opacity: 0.16 },
     }),
   };
   return [line, band]; // the legend takes its looks from the first

@@ -40,11 +40,11 @@ page.views.push({
         yAxis: axis(`validation ${metric}`, { type: "value", scale: true, nameGap: 44,
           axisLabel: { color: css("--muted"), formatter: (v) => (isPercent(metric) ? `${Math.round(100 * v)} %` : `${v}`) } }),
         tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => (e.value ? `${escapeText(e.seriesName)}<br>${bytes(e.value[0])}: <b>${show(e.value[1], metric)}</b>` : "") },
-        series: [...talking.flatMap((one) => banded(label(one), one.spent.map((s, i) => [s, one.reached[i] ?? NaN, NaN]), methodColour(one.method), methodDash(one.method), false)
+        series: [...talking.flatMap((one) => banded(label(one), one.spent.map((s, i) => [s, one.reached[i] ?? NaN, NaN]), methodColor(one.method), methodDash(one.method), false)
           .map((series) => ({ ...series, showSymbol: true, symbol: markOf(one.method), symbolSize: 5 }))),
         ...data.cost.filter((one) => one.bytes === 0 && one.reached.length).map((one) => ({
           name: label(one), type: "line", data: [[0, one.reached.at(-1)], [Math.max(...talking.map((t) => t.bytes)), one.reached.at(-1)]], showSymbol: false,
-          lineStyle: { color: methodColour(one.method), type: "dashed", width: 1.5 }, itemStyle: { color: methodColour(one.method) },
+          lineStyle: { color: methodColor(one.method), type: "dashed", width: 1.5 }, itemStyle: { color: methodColor(one.method) },
         }))],
       }),
     });

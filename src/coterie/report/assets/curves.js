@@ -15,7 +15,7 @@ function curveOption(data, curves, group, bands, zoom = false) {
       const [m, s] = [page.unpacked.get(curve.mean).values, page.unpacked.get(curve.std).values];
       const at = group * curve.rounds.length;
       const points = curve.rounds.map((r, i) => [r, m[at + i], s[at + i]]);
-      return banded(data.methods[curve.method].label, points, methodColour(curve.method), methodDash(curve.method), bands);
+      return banded(data.methods[curve.method].label, points, methodColor(curve.method), methodDash(curve.method), bands);
     }),
   };
 }

@@ -25,7 +25,7 @@ page.views.push({
           grid: { left: 60, right: 20, top: 16, bottom: 40 },
           xAxis: axis("", { type: "category", data: told.classes, splitLine: { show: false } }),
           yAxis: axis("samples", { type: "value", minInterval: 1 }), tooltip: { ...tooltipStyle(), trigger: "axis" },
-          series: [{ type: "bar", data: sum, itemStyle: { color: clusterColour(cluster.id) }, barMaxWidth: 40 }],
+          series: [{ type: "bar", data: sum, itemStyle: { color: clusterColor(cluster.id) }, barMaxWidth: 40 }],
         }),
       });
     }

@@ -18,15 +18,15 @@ function drawGraph(root, data, methods) {
   const order = data.cluster.map((c, i) => [c, i]).sort((a, b) => a[0] - b[0] || a[1] - b[1]).map(([, i]) => i);
   const angle = new Float64Array(clients);
   order.forEach((client, place) => { angle[client] = (2 * Math.PI * place) / clients; });
-  const state = kept("graph", { method: 0, peers: Math.min(3, page.unpacked.get(methods[0].peers).shape[1]), colour: "truth", layout: "circle" });
+  const state = kept("graph", { method: 0, peers: Math.min(3, page.unpacked.get(methods[0].peers).shape[1]), color: "truth", layout: "circle" });
   state.method = Math.min(state.method, methods.length - 1);
   const box = h("div");
   const label = (one) => data.methods[one.method].label;
 
   function groupsOf(one) {
-    if (state.colour === "truth") return data.cluster;
+    if (state.color === "truth") return data.cluster;
     const own = data.labels.find((l) => l.method === one.method);
-    if (state.colour === "found" && own) {
+    if (state.color === "found" && own) {
       const { values } = page.unpacked.get(own.label);
       return Array.from(values.slice(values.length - clients), (v) => (v === 65535 ? -1 : v));
     }
@@ -73,7 +73,7 @@ function drawGraph(root, data, methods) {
         data: data.cluster.map((c, i) => ({
           id: String(i), name: String(i), x: Math.cos(angle[i]), y: Math.sin(angle[i]), symbol: markOf(groups[i]),
           symbolSize: radius * (0.8 + Math.min(1.2, inDegree[i] / (3 * state.peers))),
-          itemStyle: { color: clusterColour(groups[i]), borderColor: css("--page"), borderWidth: 1 },
+          itemStyle: { color: clusterColor(groups[i]), borderColor: css("--page"), borderWidth: 1 },
           label: { show: clients <= 40, color: css("--text"), fontSize: 11, position: "right" },
         })),
         links: lines.map((l) => ({
@@ -88,20 +88,20 @@ function drawGraph(root, data, methods) {
   let drawn = null;
   const redraw = () => { if (drawn) drawn.draw(); };
   const most = page.unpacked.get(methods[0].peers).shape[1];
-  const colours = [["truth", "planted cluster"], ["communities", "communities of its reads"]];
-  if (data.labels.length) colours.push(["found", "label the method found"]);
+  const colors = [["truth", "planted cluster"], ["communities", "communities of its reads"]];
+  if (data.labels.length) colors.push(["found", "label the method found"]);
   const layouts = [["circle", "circle, by planted cluster"]];
   if (clients <= 200) layouts.push(["force", "pulled together by reads"]);
   const peers = h("input", { type: "range", min: 1, max: most, value: state.peers, "aria-label": "peers per client" });
   peers.addEventListener("input", () => { state.peers = Number(peers.value); redraw(); });
   root.append(h("h2", {}, "Collaboration graph"), h("div", { class: "controls" },
     select("Method", methods.map((one, i) => [i, label(one)]), (v) => { state.method = Number(v); redraw(); }, state.method),
-    select("Colour", colours, (v) => { state.colour = v; redraw(); }, state.colour),
+    select("Color", colors, (v) => { state.color = v; redraw(); }, state.color),
     select("Places", layouts, (v) => { state.layout = v; redraw(); }, state.layout),
     h("label", {}, "Peers per client", peers)), box);
   drawn = chart(box, {
     height: Math.min(620, Math.max(300, box.clientWidth)), alt: "", option,
-    caption: "Each client and the peers it read most over the whole run, all seeds together; larger when more clients read it, shape and colour by group. Drag to move, scroll to zoom; or arrows, + and −, and 0 for the whole.",
+    caption: "Each client and the peers it read most over the whole run, all seeds together; larger when more clients read it, shape and color by group. Drag to move, scroll to zoom; or arrows, + and −, and 0 for the whole.",
   });
   drawn.draw();
   if (data.clusters.length) {
@@ -136,7 +136,7 @@ function drawFound(root, data, methods) {
       xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
       yAxis: axis("adjusted Rand index", { type: "value", max: 1, nameGap: 40 }),
       tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip("", "round") },
-      series: lines.flatMap((line) => banded(name(line), line.points, methodColour(line.method), methodDash(line.method), false)
+      series: lines.flatMap((line) => banded(name(line), line.points, methodColor(line.method), methodDash(line.method), false)
         .map((series) => ({ ...series, showSymbol: line.points.length < 20, symbol: markOf(line.method), symbolSize: 7 }))),
     }),
   });

@@ -62,7 +62,7 @@ function build() {
   for (const view of shown) {
     if (!panelOf(view.id)) {
       document.getElementById("panel").append(h("section", {
-        id: `view-${view.id}`, class: "view", role: "tabpanel", "aria-labelledby": `tab-${view.id}`, hidden: true,
+        id: `view-${view.id}`, class: "view", role: "tabpanel", "aria-labeledby": `tab-${view.id}`, hidden: true,
       }));
     }
   }
@@ -79,9 +79,9 @@ function build() {
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
-  CLUSTER_COLOURS.forEach((_, i) => document.documentElement.style.setProperty(`--cluster-${i}`, clusterColour(i)));
+  CLUSTER_COLORS.forEach((_, i) => document.documentElement.style.setProperty(`--cluster-${i}`, clusterColor(i)));
   document.getElementById("theme").textContent = theme === "dark" ? "Light" : "Dark";
-  document.getElementById("theme").setAttribute("aria-label", `Switch to ${theme === "dark" ? "light" : "dark"} colours`);
+  document.getElementById("theme").setAttribute("aria-label", `Switch to ${theme === "dark" ? "light" : "dark"} colors`);
   for (const { draw } of page.charts.values()) draw();
   for (const redraw of page.redraw.values()) redraw();
 }

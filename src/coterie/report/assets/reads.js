@@ -47,8 +47,8 @@ function heatmapOf(data, reads, title) {
       const image = new ImageData(side, side);
       const table = Array.from({ length: 256 }, (_, i) => ramp(i / 255));
       for (let i = 0; i < counts.length; i += 1) {
-        const colour = table[top ? Math.min(255, Math.round(255 * Math.sqrt(counts[i] / top))) : 0];
-        image.data.set([...colour, 255], 4 * i);
+        const color = table[top ? Math.min(255, Math.round(255 * Math.sqrt(counts[i] / top))) : 0];
+        image.data.set([...color, 255], 4 * i);
       }
       canvas.getContext("2d").putImageData(image, 0, 0);
       canvas.setAttribute("aria-label", alt);
@@ -125,7 +125,7 @@ page.views.push({
       h("span", { class: "muted" }, "0 ", legend, most)),
     h("div", { class: "grid", id: "heatmaps" }, ...maps.map((map) => map.element)));
     if (side < data.cluster.length) {
-      root.append(h("p", { class: "note" }, `A cell holds up to ${Math.ceil(data.cluster.length / 240)} neighbouring clients of one cluster.`));
+      root.append(h("p", { class: "note" }, `A cell holds up to ${Math.ceil(data.cluster.length / 240)} neighboring clients of one cluster.`));
     }
     page.redraw.set(slider, redraw);
     redraw();
@@ -139,7 +139,7 @@ function drawShare(root, data, reads) {
   const ends = reads.methods.map((one) => `${data.methods[one.method].label} ${show(page.unpacked.get(one.share).values.at(-1), "accuracy")} %`);
   chart(root, {
     height: 330, alt: `Within-cluster share of reads over rounds; at the last round: ${ends.join(", ")}; expected of random reading ${show(reads.expected, "accuracy")} %`,
-    caption: "Dashed grey: what reading at random would give on average. Bands: one standard deviation over seeds.",
+    caption: "Dashed gray: what reading at random would give on average. Bands: one standard deviation over seeds.",
     option: () => ({
       xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
       yAxis: axis("within-cluster share", { type: "value", min: 0, max: 1, nameGap: 44,
@@ -148,7 +148,7 @@ function drawShare(root, data, reads) {
       series: reads.methods.flatMap((one, i) => {
         const [m, s] = [page.unpacked.get(one.share).values, page.unpacked.get(one.share_std).values];
         const points = one.rounds.map((r, k) => [r, m[k], s[k]]);
-        const series = banded(data.methods[one.method].label, points, methodColour(one.method), methodDash(one.method), true);
+        const series = banded(data.methods[one.method].label, points, methodColor(one.method), methodDash(one.method), true);
         if (i === 0) {
           series[0].markLine = { silent: true, symbol: "none", lineStyle: { color: css("--muted"), type: "dashed" },
             label: { show: false }, data: [{ yAxis: reads.expected }] };
@@ -178,7 +178,7 @@ function drawDiscovery(root, data, reads) {
       tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip("accuracy", "round") },
       series: reads.methods.flatMap((one) => {
         const at = Array.from({ length: last + 1 }, (_, r) => [r, one.found.filter((f) => f <= r).length / one.asked, NaN]);
-        return banded(label(one), at, methodColour(one.method), methodDash(one.method), false)
+        return banded(label(one), at, methodColor(one.method), methodDash(one.method), false)
           .map((series) => ({ ...series, step: "end" }));
       }),
     }),

@@ -1,7 +1,7 @@
 """What the report and the live page draw: stored runs reduced to one JSON document of bounded size.
 
-Long arrays are quantised, compressed and written as text (`packing.pack`), and what would grow with the square of the
-clients times the rounds is binned in time and, for large populations, over neighbouring clients of one cluster. A page
+Long arrays are quantized, compressed and written as text (`packing.pack`), and what would grow with the square of the
+clients times the rounds is binned in time and, for large populations, over neighboring clients of one cluster. A page
 therefore stays small however long the run was; the parquet files keep every value.
 """
 

@@ -20,7 +20,7 @@ LABEL_POINTS = 120  # rounds of found labels
 
 
 def cells(cluster: Int[np.ndarray, " population"], most: int = MOST_CELLS) -> Int[np.ndarray, " population"]:
-    """The cell of a heatmap in which each client lies: clients in order of cluster and id, neighbours together.
+    """The cell of a heatmap in which each client lies: clients in order of cluster and id, neighbors together.
 
     A cell holds one client while the population fits; else equally many of one cluster.
     """

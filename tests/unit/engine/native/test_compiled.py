@@ -111,7 +111,7 @@ def both(model, features, classes, dtype, local, prox=0.0, uint8=False):
     ],
 )
 def test_a_stack_of_every_layer_trains_as_the_loop_engine_does(local, prox):
-    """To 1e-10 in float64: optimisers, penalties, batches above and below 8 samples."""
+    """To 1e-10 in float64: optimizers, penalties, batches above and below 8 samples."""
     assert both(stack_of_everything(), (2, 10, 9), 3, torch.float64, local, prox) < 1e-10
 
 
@@ -225,7 +225,7 @@ class Handwritten(nn.Module):
         return self.head(h.view(x.size(0), -1))
 
 
-def test_stacks_are_recognised_layer_by_layer():
+def test_stacks_are_recognized_layer_by_layer():
     conv = Convolution("conv.weight", "conv.bias", 4, (3, 3), (0, 0))
     found = [conv, Activation("relu"), MaxPool((2, 2)), Flatten(), Linear("head.weight", "head.bias", 5)]
     assert layers(Handwritten()) == found

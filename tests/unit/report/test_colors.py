@@ -1,4 +1,4 @@
-"""The colours of charts: enough contrast, told apart with any kind of colour blindness, readable in grey."""
+"""The colors of charts: enough contrast, told apart with any kind of color blindness, readable in gray."""
 
 import re
 
@@ -36,11 +36,11 @@ LAB = np.array(
         [0.0259040371, 0.7827717662, -0.8086757660],
     ]
 )
-PALETTES = ("METHOD_COLOURS", "METHOD_COLOURS_DARK", "CLUSTER_COLOURS", "CLUSTER_COLOURS_DARK")
+PALETTES = ("METHOD_COLORS", "METHOD_COLORS_DARK", "CLUSTER_COLORS", "CLUSTER_COLORS_DARK")
 
 
-def linear(colours):
-    share = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in colours]) / 255
+def linear(colors):
+    share = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in colors]) / 255
     return np.where(share <= 0.04045, share / 12.92, ((share + 0.055) / 1.055) ** 2.4)
 
 
@@ -57,23 +57,23 @@ def grounds(name):
     return re.findall(r"--(?:page|raised): (#[0-9a-f]{6})", dark if name.endswith("DARK") else light)
 
 
-def luminance(colours):
-    return linear(colours) @ np.array([0.2126, 0.7152, 0.0722])
+def luminance(colors):
+    return linear(colors) @ np.array([0.2126, 0.7152, 0.0722])
 
 
-def contrast(colours, back):
-    pair = np.stack([luminance(colours), np.broadcast_to(luminance([back]), len(colours))]) + 0.05
+def contrast(colors, back):
+    pair = np.stack([luminance(colors), np.broadcast_to(luminance([back]), len(colors))]) + 0.05
     return pair.max(0) / pair.min(0)
 
 
-@pytest.mark.parametrize(("colours", "expected"), [("#000000", 21.0), ("#767676", 4.54), ("#ffffff", 1.0)])
-def test_contrast_is_that_of_wcag(colours, expected):
-    """Black on white is 21 to 1, and 4.54 for the grey that the guidelines name."""
-    assert contrast([colours], "#ffffff")[0] == pytest.approx(expected, abs=0.005)
+@pytest.mark.parametrize(("colors", "expected"), [("#000000", 21.0), ("#767676", 4.54), ("#ffffff", 1.0)])
+def test_contrast_is_that_of_wcag(colors, expected):
+    """Black on white is 21 to 1, and 4.54 for the gray that the guidelines name."""
+    assert contrast([colors], "#ffffff")[0] == pytest.approx(expected, abs=0.005)
 
 
 @pytest.mark.parametrize("name", PALETTES)
-def test_every_colour_stands_out_from_its_page(name):
+def test_every_color_stands_out_from_its_page(name):
     """WCAG 1.4.11: 3 to 1 for graphics, on both grounds of the theme."""
     backs = grounds(name)
     assert len(backs) == 2
@@ -83,7 +83,7 @@ def test_every_colour_stands_out_from_its_page(name):
 
 @pytest.mark.parametrize("name", PALETTES)
 @pytest.mark.parametrize("sight", SIGHTS)
-def test_colours_are_told_apart_with_any_sight(name, sight):
+def test_colors_are_told_apart_with_any_sight(name, sight):
     """Distances in Oklab: .08 between any two of eight, .13 between the first four; .02 can just be seen."""
     seen = np.clip(linear(listed(name)) @ SIGHTS[sight].T, 0, 1)
     places = np.cbrt(seen @ CONES.T) @ LAB.T
@@ -93,7 +93,7 @@ def test_colours_are_told_apart_with_any_sight(name, sight):
     assert apart[:4, :4].min() >= 0.13
 
 
-def test_a_grey_copy_tells_lines_and_points_by_dash_and_shape():
+def test_a_gray_copy_tells_lines_and_points_by_dash_and_shape():
     """Eight dashes and eight shapes, all different, in figures and in the page."""
     script = asset("core.js")
     for name in ("DASHES", "MARKS", "GLYPHS"):
@@ -106,7 +106,7 @@ def test_a_grey_copy_tells_lines_and_points_by_dash_and_shape():
 
 
 def test_sixty_four_methods_differ_from_one_another():
-    """The ninth has the colour of the first with another dash and another mark."""
+    """The ninth has the color of the first with another dash and another mark."""
     looks = [tuple(map(str, plots.look(place).values())) for place in range(64)]
     assert len(set(looks)) == 64
     assert plots.look(8)["color"] == plots.look(0)["color"]
@@ -114,14 +114,14 @@ def test_sixty_four_methods_differ_from_one_another():
     assert plots.look(8)["marker"] != plots.look(0)["marker"]
 
 
-def test_figures_have_the_colours_of_the_page():
+def test_figures_have_the_colors_of_the_page():
     """One palette for methods, so that a figure and the report can be read together."""
-    assert list(plots.COLOURS) == listed("METHOD_COLOURS")
+    assert list(plots.COLORS) == listed("METHOD_COLORS")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_scale_of_heatmaps_is_even_in_grey(theme):
-    """Darker and darker in the light theme, lighter and lighter in the dark one, so that a copy in grey can be read."""
+def test_the_scale_of_heatmaps_is_even_in_gray(theme):
+    """Darker and darker in the light theme, lighter and lighter in the dark one, so that a copy in gray can be read."""
     found = re.search(rf"  {theme}: (\[\[.*?\]\]),", asset("core.js"))
     assert found is not None
     stops = [[int(n) for n in stop.split(",")] for stop in re.findall(r"\[([\d, ]+)\]", found[1])]
