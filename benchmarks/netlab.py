@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from coterie.net import local, roster
 from coterie.net.identity import Identity
-from coterie.net.node import Plan
+from coterie.net.node import RunSpec
 from coterie.net.roster import Roster
 from coterie.net.transport import Transport
 from coterie.studies import config
@@ -224,7 +224,7 @@ def keep(path: Path, command: str, results: list[Result], began: float) -> None:
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def plan_and_data(study: config.StudyConfig) -> tuple[Plan, Any]:
+def plan_and_data(study: config.StudyConfig) -> tuple[RunSpec, Any]:
     """Return what all nodes of a study of one run have in common, and the data of all of them."""
     from coterie.data.build import build_federation
     from coterie.net import nodefile

@@ -17,8 +17,8 @@ import zenoh
 
 from coterie.exchange.base import Message
 from coterie.net import hostile
-from coterie.net.desk import Missing
 from coterie.net.exchange import RemoteExchange
+from coterie.net.outbox import Missing
 from coterie.net.payload import Template
 from coterie.net.post import Post, Terms
 from coterie.net.wire import Address, seal
@@ -118,7 +118,7 @@ def fuzz(emit: netlab.Emit, folder: Path, *, scale: float = 1.0) -> None:
             data = first.transport.head("n2", "abc", 5.0)
             assert isinstance(data, bytes | Missing)
         still_well()
-        assert first.transport.desk.load[1] <= 8  # type: ignore[attr-defined]
+        assert first.transport.outbox.load[1] <= 8  # type: ignore[attr-defined]
     warm = memory[len(memory) // 10 :]
     emit({
         "messages": int(scale * MESSAGES), "answers": int(scale * ANSWERS), "questions": int(scale * QUESTIONS),

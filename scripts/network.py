@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from coterie.cli._tables import Sheet, markdown
+from coterie.cli._tables import TextTable, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "docs/reference/runs"
@@ -30,7 +30,7 @@ Results = list[dict[str, Any]]
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a Markdown table."""
-    return markdown(Sheet("", head, [[str(cell) for cell in row] for row in rows])).strip()
+    return markdown(TextTable("", head, [[str(cell) for cell in row] for row in rows])).strip()
 
 
 def yes(value: bool) -> str:

@@ -42,14 +42,14 @@ def number(value: object) -> str:
     return str(value)
 
 
-def plain(results: Rows) -> _tables.Sheet:
+def plain(results: Rows) -> _tables.TextTable:
     """Return a table with a column for each key."""
     columns = list(dict.fromkeys(key for row in results for key in row))
     rows = [[number(row.get(name)) for name in columns] for row in results]
-    return _tables.Sheet("", [name.replace("_", " ") for name in columns], rows)
+    return _tables.TextTable("", [name.replace("_", " ") for name in columns], rows)
 
 
-def engines(results: Rows) -> _tables.Sheet:
+def engines(results: Rows) -> _tables.TextTable:
     """Return the table of `coterie bench`."""
     head = (
         "cell", "engine", "threads", "times the usual loop", "from, to", "ms a client-round", "usual loop, ms",
@@ -70,10 +70,10 @@ def engines(results: Rows) -> _tables.Sheet:
         )
         for row in results
     ]
-    return _tables.Sheet("", head, rows)
+    return _tables.TextTable("", head, rows)
 
 
-def exchanges(results: Rows) -> _tables.Sheet:
+def exchanges(results: Rows) -> _tables.TextTable:
     """Return the table of rounds between machines beside the same bytes over raw TCP."""
     head = ("", "ms a round", "its runs", "times raw TCP", "90 % within (ms)", "MB a node received", "more bytes")
     middle = {}
@@ -96,10 +96,10 @@ def exchanges(results: Rows) -> _tables.Sheet:
         f"{first['nodes']} nodes, models of {first['model_bytes'] / 1e6:g} MB, {first['peers']} peers a round, "
         f"{first['rounds']} rounds a run after the first ones."
     )
-    return _tables.Sheet("", head, rows, what)
+    return _tables.TextTable("", head, rows, what)
 
 
-TABLES: dict[str, Callable[[Rows], _tables.Sheet]] = {
+TABLES: dict[str, Callable[[Rows], _tables.TextTable]] = {
     "engines": engines, "thousand": engines, "machine": engines, "network": exchanges,
 }  # fmt: skip
 

@@ -43,7 +43,7 @@ def store(run: Path, command: str, *, in_one_go: bool = True) -> Path:
     content["rows"] += _left_out(run, content["rows"])
     target = STORED / content["study"]
     target.mkdir(parents=True, exist_ok=True)
-    (target / "summary.json").write_text(json.dumps(summary.plain(content), indent=1, ensure_ascii=False) + "\n")
+    (target / "summary.json").write_text(json.dumps(summary.json_ready(content), indent=1, ensure_ascii=False) + "\n")
     shutil.copy(run / summary.CONFIG, target / summary.CONFIG)
     runs, _ = summary.find_runs([run])
     first = runs[0].provenance
@@ -147,18 +147,18 @@ def section(folder: Path) -> str:
         ]
     if comparison is None:
         return "\n\n".join([*parts, _tables.markdown(_alone(result)).strip()]) + "\n"
-    for sheet in _tables.against_paper(comparison):
-        parts += [f"### {sheet.title}", _tables.markdown(sheet).strip()]
+    for table in _tables.against_paper(comparison):
+        parts += [f"### {table.title}", _tables.markdown(table).strip()]
     if comparison.notes:
         parts.append("On the printed numbers: " + " ".join(comparison.notes))
     return "\n\n".join(parts) + "\n"
 
 
-def _alone(result: compare.Result) -> _tables.Sheet:
+def _alone(result: compare.Result) -> _tables.TextTable:
     """Return the numbers of a study that repeats no published experiment."""
     rows = [row for row in result.rows if row["cluster"] == "all" and row["mean"] is not None]
     cells = [(row["label"], row["metric"].replace("_", " "), f"{row['mean']:.4g}", str(row["seeds"])) for row in rows]
-    return _tables.Sheet("", ("method", "metric, mean over clients", "here", "seeds"), cells)
+    return _tables.TextTable("", ("method", "metric, mean over clients", "here", "seeds"), cells)
 
 
 def _seconds(folder: Path) -> str:
@@ -169,11 +169,11 @@ def _seconds(folder: Path) -> str:
     return ", ".join(f"{label} {sum(values) / len(values):,.3g}" for label, values in took.items())
 
 
-def _trials(rows: list[dict]) -> _tables.Sheet:
+def _trials(rows: list[dict]) -> _tables.TextTable:
     """Return the experiments that explain differences."""
     values = [f"{row['mean']:.2f}" + (f" ± {row['std']:.2f}" if row["seeds"] > 1 else "") for row in rows]
     cells = [(row["label"], row["changes"], value, str(row["seeds"])) for row, value in zip(rows, values, strict=True)]
-    return _tables.Sheet("", ("method", "changed", f"test {rows[0]['metric']}", "seeds"), cells)
+    return _tables.TextTable("", ("method", "changed", f"test {rows[0]['metric']}", "seeds"), cells)
 
 
 def page() -> str:

@@ -370,6 +370,6 @@ def test_a_flood_of_questions_leaves_the_node_answering_others(honest):
             session.get(f"{base}/n0/model/n2?r={honest.round + 50 + i};x=0;c=0;w=3", timeout=4.0) for i in range(200)
         ]
         assert honest.exchange(1).tolist() == [True]
-        assert honest.transports[0].desk.load[1] <= 8
+        assert honest.transports[0].outbox.load[1] <= 8
         codes = [json.loads(r.err.payload.to_bytes())["code"] for replies in open_ for r in replies if r.err]
     assert codes.count("busy") >= 190

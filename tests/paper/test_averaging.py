@@ -16,7 +16,7 @@ from coterie.methods.base import Method
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FairAvg, FedAvg, FedAvgM
 from coterie.methods.fedprox import FedProx
-from coterie.methods.server import Desk
+from coterie.methods.server import ServerContext
 from coterie.rng import Rng
 from coterie.simulation.loop import Loop
 
@@ -186,17 +186,17 @@ def test_methods_see_the_same_participants_and_batches():
 def test_too_few_updates_change_nothing():
     """Two of three clients answered: the privacy floor of three keeps the model; so does a cohort that diverged."""
     loop = follow(FedAvg(), rounds=0)
-    desk = Desk(0, Rng(3).at(0), loop.task.layout, 6)
+    context = ServerContext(0, Rng(3).at(0), loop.task.layout, 6)
     params = torch.randn(4, 15, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     message = Message(params, {"samples": torch.ones(4, dtype=torch.float64)}, torch.tensor([0, 2, 3, 5]))
     method, shared = FedAvg(), loop.state.shared
-    assert torch.equal(method.merge(desk, shared, message.rows(torch.tensor([0, 1]))).models, shared.models)
+    assert torch.equal(method.merge(context, shared, message.rows(torch.tensor([0, 1]))).models, shared.models)
     lost = dataclasses.replace(message, params=params.clone().index_fill_(0, torch.tensor([0]), torch.nan))
-    merged, reply = method._merge(desk, shared, lost)
+    merged, reply = method._merge(context, shared, lost)
     torch.testing.assert_close(merged.models[0], params[1:].mean(0))
     assert reply.index.shape == (4, 0)
     nothing = dataclasses.replace(message, params=torch.full_like(params, torch.nan))
-    assert method._merge(desk, shared, nothing)[0] is shared
+    assert method._merge(context, shared, nothing)[0] is shared
 
 
 def test_traffic_is_counted_from_the_tensors():

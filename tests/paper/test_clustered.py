@@ -18,7 +18,7 @@ from coterie.methods.fedavg import FairAvg, FedAvg
 from coterie.methods.fesem import Centers, FeSem
 from coterie.methods.ifca import Ifca, Models, _choose_candidates
 from coterie.methods.oneshot import OneShot
-from coterie.methods.server import Desk
+from coterie.methods.server import ServerContext
 from coterie.models.layout import Layout
 from coterie.rng import Rng
 from coterie.simulation.loop import Loop
@@ -88,14 +88,14 @@ def test_ifca_breaks_ties_towards_the_first_cluster_and_keeps_empty_ones():
 def test_ifca_divides_gradients_by_all_participants():
     """Two of six clients chose cluster 1: it moves by 2/6 of their mean update; a lone group of one can be skipped."""
     layout = Layout(nn.Linear(2, 1), torch.float64)
-    desk, old = Desk(0, Rng(0).at(0), layout, 6), torch.zeros(2, 3, dtype=torch.float64)
+    context, old = ServerContext(0, Rng(0).at(0), layout, 6), torch.zeros(2, 3, dtype=torch.float64)
     params = torch.arange(18, dtype=torch.float64).reshape(6, 3)
     fields = {"label": torch.tensor([0, 1, 0, 0, 1, 0]), "samples": torch.arange(1.0, 7.0)}
     message = Message(params, fields, torch.arange(6))
     shared = dataclasses.replace(follow(Ifca(clusters=2), rounds=0).state.shared, models=old)
-    moved = Ifca(clusters=2, averaging_of="gradients", step=0.5).merge(desk, shared, message).models
+    moved = Ifca(clusters=2, averaging_of="gradients", step=0.5).merge(context, shared, message).models
     torch.testing.assert_close(moved[1], 0.5 * params[[1, 4]].sum(0) / 6)
-    skipped = Ifca(clusters=2, min_group=3).merge(desk, shared, message).models
+    skipped = Ifca(clusters=2, min_group=3).merge(context, shared, message).models
     assert torch.equal(skipped[1], old[1])
     assert not torch.equal(skipped[0], old[0])
 
@@ -106,7 +106,7 @@ def test_ifca_can_share_all_but_the_last_layer():
     params = torch.tensor([[1.0, 10.0, 100.0], [3.0, 30.0, 300.0]], dtype=torch.float64)
     message = Message(params, {"label": torch.tensor([0, 1]), "samples": torch.tensor([1.0, 1.0])}, torch.arange(2))
     shared = dataclasses.replace(follow(Ifca(clusters=2), rounds=0).state.shared, models=torch.zeros_like(params))
-    merged = Ifca(clusters=2, share_representation=True).merge(Desk(0, Rng(0), layout, 2), shared, message)
+    merged = Ifca(clusters=2, share_representation=True).merge(ServerContext(0, Rng(0), layout, 2), shared, message)
     assert merged.models.tolist() == [[2.0, 10.0, 100.0], [2.0, 30.0, 300.0]]
 
 
@@ -127,10 +127,10 @@ def test_ifca_resamples_until_clusters_attract_their_share():
     candidates = Models(torch.arange(6.0).reshape(6, 1))
     votes = torch.tensor([[0, 0, 1], [0, 1, 0]])
     message = Message(torch.zeros(2, 0), {"label": votes}, torch.arange(2))
-    kept, _ = _choose_candidates(method, Desk(-1, Rng(0), loop.task.layout, 2), candidates, message)
+    kept, _ = _choose_candidates(method, ServerContext(-1, Rng(0), loop.task.layout, 2), candidates, message)
     assert kept.models.flatten().tolist() == [2.0, 3.0]
     lopsided = Message(torch.zeros(2, 0), {"label": torch.zeros(2, 3, dtype=torch.int64)}, torch.arange(2))
-    kept, _ = _choose_candidates(method, Desk(-1, Rng(0), loop.task.layout, 2), candidates, lopsided)
+    kept, _ = _choose_candidates(method, ServerContext(-1, Rng(0), loop.task.layout, 2), candidates, lopsided)
     assert kept.models.flatten().tolist() == [0.0, 1.0]
 
 
@@ -171,10 +171,10 @@ def test_both_steps_of_fesem_lower_the_objective(seed: int):
 
     shared = Centers(centers, centers[:, :0], label, torch.zeros(12, dtype=torch.bool))
     message = Message(points, {"samples": torch.ones(12, dtype=torch.float64)}, torch.arange(12))
-    merged = FeSem(clusters=3).merge(Desk(0, Rng(0), layout, 12), shared, message)
+    merged = FeSem(clusters=3).merge(ServerContext(0, Rng(0), layout, 12), shared, message)
     before, between = objective(centers, label), objective(centers, merged.label)
     assert objective(merged.models, merged.label) <= between <= before
-    frozen = FeSem(clusters=3, recluster_every=2).merge(Desk(1, Rng(0), layout, 12), shared, message)
+    frozen = FeSem(clusters=3, recluster_every=2).merge(ServerContext(1, Rng(0), layout, 12), shared, message)
     assert torch.equal(frozen.label, label)
 
 
@@ -188,9 +188,9 @@ def test_fesem_can_compare_last_layers():
         {"samples": torch.ones(1, dtype=torch.float64)},
         torch.arange(1),
     )
-    desk = Desk(0, Rng(0), layout, 1)
-    assert FeSem(clusters=2).merge(desk, shared, message).label.tolist() == [1]
-    assert FeSem(clusters=2, features="last_layer").merge(desk, shared, message).label.tolist() == [0]
+    context = ServerContext(0, Rng(0), layout, 1)
+    assert FeSem(clusters=2).merge(context, shared, message).label.tolist() == [1]
+    assert FeSem(clusters=2, features="last_layer").merge(context, shared, message).label.tolist() == [0]
 
 
 def test_strangers_are_served_by_the_largest_cluster():
@@ -199,9 +199,9 @@ def test_strangers_are_served_by_the_largest_cluster():
     seen = torch.tensor([True, True, True, True, False])
     shared = Centers(models, models[:, :0].double(), torch.tensor([1, 1, 1, 0, 0]), seen)
     message = Message(torch.zeros(5, 0), {}, torch.arange(5))
-    method, desk = FeSem(clusters=2), Desk(0, Rng(0), Layout(nn.Linear(1, 1)), 5)
-    assert method.deliver(desk, shared, message)[1].index[:, 0].tolist() == [1, 1, 1, 0, 1]
-    assert method.offer(desk, shared, message)[1].index[:, 0].tolist() == [1, 1, 1, 0, 0]
+    method, context = FeSem(clusters=2), ServerContext(0, Rng(0), Layout(nn.Linear(1, 1)), 5)
+    assert method.deliver(context, shared, message)[1].index[:, 0].tolist() == [1, 1, 1, 0, 1]
+    assert method.offer(context, shared, message)[1].index[:, 0].tolist() == [1, 1, 1, 0, 0]
 
 
 def test_first_memberships_are_balanced():

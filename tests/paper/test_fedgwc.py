@@ -24,7 +24,7 @@ from coterie.methods._presets import resolve
 from coterie.methods.fedavg import FairAvg, FedAvg, FedAvgM
 from coterie.methods.fedgwc import PRESETS, FedGwc, Interactions
 from coterie.methods.fedprox import FedProx
-from coterie.methods.server import Desk
+from coterie.methods.server import ServerContext
 from coterie.models.layout import Layout
 from coterie.rng import Rng
 from coterie.simulation.loop import Loop
@@ -52,7 +52,7 @@ def merge(method: FedGwc, shared: Interactions, ids: Tensor, losses: Tensor, ind
     """One round in which the clients `ids` report these losses and return the model 0."""
     fields = {"samples": torch.arange(1.0, len(ids) + 1, dtype=torch.float64), "losses": losses}
     message = Message(torch.zeros(len(ids), 1, dtype=torch.float64), fields, ids)
-    return method.merge(Desk(index, Rng(0).at(index), LAYOUT, len(shared.label)), shared, message)
+    return method.merge(ServerContext(index, Rng(0).at(index), LAYOUT, len(shared.label)), shared, message)
 
 
 def play(

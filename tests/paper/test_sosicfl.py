@@ -19,7 +19,7 @@ from coterie.functional import simplex
 from coterie.methods.base import Method
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FedAvg
-from coterie.methods.server import Desk
+from coterie.methods.server import ServerContext
 from coterie.methods.sosicfl import SosicFl, SosicFlAll, SosicFlPlus
 from coterie.models import simplex_layers
 from coterie.models.layout import Layout
@@ -370,7 +370,7 @@ def test_updates_have_the_sign_of_the_model_sent_minus_returned():
     shared = loop.state.shared
     noise = torch.from_numpy(Rng(0).generator("noise").normal(size=(12, loop.task.layout.size)))
     message = Message(shared.models + noise, {"samples": torch.ones(12, dtype=torch.float64)}, torch.arange(12))
-    merged = method.merge(Desk(1, Rng(0).at(1), loop.task.layout, 12), shared, message)
+    merged = method.merge(ServerContext(1, Rng(0).at(1), loop.task.layout, 12), shared, message)
     slots = simplex_layers.endpoint_slots(loop.task.layout)
     columns = torch.cat([torch.arange(s.start, s.stop) for s in slots])
     torch.testing.assert_close(merged.centers, simplex.gradient_points(-noise[:, columns], 2))

@@ -37,7 +37,7 @@ def compare(
 
     if paper:
         found = [comparing.with_paper(comparing.read(folder)) for folder in folders]
-        shown = [sheet for one in found for sheet in _tables.against_paper(one)]
+        shown = [table for one in found for table in _tables.against_paper(one)]
         notes = [note for one in found for note in (one.reference, *one.notes)]
     elif equal_bytes:
         found = [comparing.at_equal_bytes(folder) for folder in folders]
@@ -46,25 +46,25 @@ def compare(
         found = [comparing.read(folder) for folder in folders]
         shown, notes = [_tables.side_by_side(found)], []
     if json_:
-        typer.echo(json.dumps([comparing.plain(one) for one in found], indent=1, ensure_ascii=False))
+        typer.echo(json.dumps([comparing.as_json(one) for one in found], indent=1, ensure_ascii=False))
         return
     console = Console()
-    for sheet in shown:
-        _print_sheet(console, sheet)
+    for table in shown:
+        _print(console, table)
     for note in notes:
         console.print(note, markup=False, highlight=False)
 
 
-def _print_sheet(console: Console, sheet: Any) -> None:
-    console.print(sheet.title, style="italic", markup=False, highlight=False)
+def _print(console: Console, shown: Any) -> None:
+    console.print(shown.title, style="italic", markup=False, highlight=False)
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for place, head in enumerate(sheet.head):
+    for place, head in enumerate(shown.head):
         table.add_column(head, justify="left" if place == 0 else "right", overflow="fold")
-    for row in sheet.rows:
+    for row in shown.rows:
         table.add_row(*(escape(cell) for cell in row))
     console.print(table)
-    if sheet.foot:
-        console.print(sheet.foot, markup=False, highlight=False)
+    if shown.foot:
+        console.print(shown.foot, markup=False, highlight=False)
     console.print()
 
 

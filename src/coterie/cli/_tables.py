@@ -1,4 +1,4 @@
-"""Sheets: comparisons as tables of text, for the terminal and for pages."""
+"""Tables: comparisons as tables of text, for the terminal and for pages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ MEANS = {"all": "mean over clients", "clusters": "mean over clusters"}
 
 
 @dataclass(frozen=True)
-class Sheet:
+class TextTable:
     """A table of text.
 
     Args:
@@ -26,19 +26,19 @@ class Sheet:
     foot: str = ""
 
 
-def markdown(sheet: Sheet) -> str:
-    """Return a sheet as a Markdown table, numbers to the right."""
-    lines = [sheet.head, ["---", *["---:"] * (len(sheet.head) - 1)], *sheet.rows]
-    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-    return f"{table}\n\n{sheet.foot}\n" if sheet.foot else f"{table}\n"
+def markdown(table: TextTable) -> str:
+    """Return a table as a Markdown table, numbers to the right."""
+    lines = [table.head, ["---", *["---:"] * (len(table.head) - 1)], *table.rows]
+    text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return f"{text}\n\n{table.foot}\n" if table.foot else f"{text}\n"
 
 
-def against_paper(comparison: Comparison) -> list[Sheet]:
+def against_paper(comparison: Comparison) -> list[TextTable]:
     """Return the numbers beside the paper's, the chain of roles, and the clear pairs."""
-    sheets = [_numbers(comparison)]
+    tables = [_numbers(comparison)]
     if comparison.chain:
-        sheets.append(
-            Sheet(
+        tables.append(
+            TextTable(
                 "Orderings of the paper",
                 ("better", "worse", "paper", "here", "kept"),
                 [_ordering(one, comparison) for one in comparison.chain],
@@ -48,18 +48,18 @@ def against_paper(comparison: Comparison) -> list[Sheet]:
         broken = [one for one in comparison.pairs if not one.kept]
         kept = len(comparison.pairs) - len(broken)
         foot = f"{kept} of the {len(comparison.pairs)} pairs that are clearly apart in the paper are in its order here."
-        sheets.append(
-            Sheet(
+        tables.append(
+            TextTable(
                 "Pairs clearly apart in the paper and not in its order here",
                 ("better", "worse", "paper", "here", "kept"),
                 [_ordering(one, comparison) for one in broken],
                 foot,
             )
         )
-    return sheets
+    return tables
 
 
-def _numbers(comparison: Comparison) -> Sheet:
+def _numbers(comparison: Comparison) -> TextTable:
     several = len({line.metric for line in comparison.lines} - {"std_over_clusters"}) > 1
     rows = [
         (
@@ -82,7 +82,7 @@ def _numbers(comparison: Comparison) -> Sheet:
     )
     title = f"{comparison.study} beside the paper ({_unit(comparison.lines)})"
     head = ("method", *(["metric"] if several else []), "cluster", "here", "paper", "difference", "within")
-    return Sheet(title, head, rows, foot)
+    return TextTable(title, head, rows, foot)
 
 
 def _unit(lines: Sequence[Line]) -> str:
@@ -112,7 +112,7 @@ def _ordering(one: Ordering, comparison: Comparison) -> tuple[str, ...]:
     return one.better, one.worse, paper, ours, "yes" if one.kept else "no"
 
 
-def side_by_side(results: Sequence[Result]) -> Sheet:
+def side_by_side(results: Sequence[Result]) -> TextTable:
     """Return the methods of several studies beside each other, means over clients."""
     metric = results[0].metric
     labels = list(dict.fromkeys(entry.label for result in results for entry in result.study.methods))
@@ -126,10 +126,10 @@ def side_by_side(results: Sequence[Result]) -> Sheet:
     names = [result.study.name for result in results]
     heads = names if len(set(names)) == len(names) else [str(result.folder) for result in results]
     unit = "accuracy in %" if metric in HIGHER_IS_BETTER else metric
-    return Sheet(f"Test {unit}, mean over clients", ("method", *heads), rows)
+    return TextTable(f"Test {unit}, mean over clients", ("method", *heads), rows)
 
 
-def equal_bytes(ranking: EqualBytes) -> Sheet:
+def equal_bytes(ranking: EqualBytes) -> TextTable:
     """Return a ranking at equal bytes."""
     rows = [
         (row.label, f"{row.rounds:.0f}", f"{row.used / 1e6:.2f}", _number(ranking.metric, row.value))
@@ -137,4 +137,4 @@ def equal_bytes(ranking: EqualBytes) -> Sheet:
     ]
     unit = "accuracy in %" if ranking.metric in HIGHER_IS_BETTER else ranking.metric
     title = f"{ranking.study}: {ranking.split} {unit} when a client has used {ranking.budget / 1e6:.2f} MB"
-    return Sheet(title, ("method", "rounds", "MB used", unit), rows)
+    return TextTable(title, ("method", "rounds", "MB used", unit), rows)

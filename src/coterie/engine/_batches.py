@@ -12,7 +12,7 @@ from coterie.rng import Rng
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """The batches of one local training.
 
     Args:
@@ -33,7 +33,7 @@ class Plan:
 
 def plan(
     local: LocalTraining, samples: Int[Tensor, " clients"], ids: Int[Tensor, " clients"], rng: Rng, purpose: str
-) -> Plan:
+) -> BatchPlan:
     """Draw the batches of one local training.
 
     Args:
@@ -55,7 +55,7 @@ def plan(
             order[row, step, : len(batch)] = batch
             length[row, step] = len(batch)
     last = torch.tensor([first for _, first in schedules], dtype=torch.int64)
-    return Plan(torch.from_numpy(order), torch.from_numpy(length), last)
+    return BatchPlan(torch.from_numpy(order), torch.from_numpy(length), last)
 
 
 def _one(local: LocalTraining, samples: int, stream: np.random.Generator) -> tuple[list[np.ndarray], int]:
@@ -92,7 +92,7 @@ def steps(local: LocalTraining, samples: int) -> int:
     return local.epochs * (samples // size if local.drop_last else -(-samples // size))
 
 
-def last_epoch_mean(losses: Float[Tensor, "clients steps"], schedule: Plan) -> Float[Tensor, " clients"]:
+def last_epoch_mean(losses: Float[Tensor, "clients steps"], schedule: BatchPlan) -> Float[Tensor, " clients"]:
     """Return the mean batch loss of each client's last epoch; NaN when it took no step."""
     inside = (torch.arange(schedule.steps) >= schedule.last_epoch[:, None]) & (schedule.length > 0)
     return torch.where(inside, losses, 0).sum(1) / inside.sum(1)

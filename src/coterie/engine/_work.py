@@ -19,8 +19,8 @@ Batch = tuple[Tensor, Tensor, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
-class Samples:
-    """Samples as they are stored; they are prepared batch by batch.
+class RawSamples:
+    """RawSamples as they are stored; they are prepared batch by batch.
 
     Args:
         x: the inputs. uint8 images are scaled to [0, 1] and normalized.
@@ -93,7 +93,7 @@ class Training:
         foreign: (client's row) -> a context in which PyTorch's own generator is that client's, for foreign modules.
     """
 
-    samples: Samples
+    samples: RawSamples
     places: Int[Tensor, "clients steps batch"]
     length: Int[Tensor, "clients steps"]
     local: LocalTraining
@@ -168,7 +168,7 @@ class Pairs:
         noise: on the inputs of each set; the same for all models that are measured on it.
     """
 
-    samples: Samples
+    samples: RawSamples
     places: Int[Tensor, "sets width"]
     count: Int[Tensor, " sets"]
     models: Int[Tensor, " pairs"]

@@ -19,7 +19,7 @@ from coterie.data.federation import SPLITS, Federation
 from coterie.engine._augment import CropFlip
 from coterie.engine._base import Objective, cross_entropy, squared_error
 from coterie.engine._batches import last_epoch_mean, plan, steps
-from coterie.engine._work import Pairs, Samples, Training, distinct
+from coterie.engine._work import Pairs, RawSamples, Training, distinct
 from coterie.engine.noise import Noise
 from coterie.engine.optim import LocalTraining, Moments
 from coterie.engine.precision import check as check_precision
@@ -42,8 +42,8 @@ class Shared:
     """What all views of a task have in common: the data, stored once, and what is computed once."""
 
     federation: Federation
-    samples: Samples  # every sample of every client, one after another
-    tests: tuple[Samples, ...]
+    samples: RawSamples  # every sample of every client, one after another
+    tests: tuple[RawSamples, ...]
     positions: dict[str, Positions]
     origins: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     scored: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by split: models, losses; NaN: not yet
@@ -140,8 +140,8 @@ class Task:
         self.clusters = clusters
         where = {name: positions(federation.split, number) for name, number in SPLITS.items()}
 
-        def samples(x: Tensor, y: Tensor) -> Samples:
-            return Samples(x.to(device), y.to(device), self.classes, dtype, federation.mean, federation.std)
+        def samples(x: Tensor, y: Tensor) -> RawSamples:
+            return RawSamples(x.to(device), y.to(device), self.classes, dtype, federation.mean, federation.std)
 
         everything = samples(federation.x.flatten(0, 1), federation.y.flatten(0, 1))
         tests = tuple(samples(test.x, test.y) for test in federation.tests)
@@ -235,7 +235,7 @@ class Task:
         others = [initial(self.model, self.layout, rng.at(-1), purpose=f"init.{c}") for c in range(1, count)]
         return torch.stack([first, *(row.to(self.device) for row in others)])
 
-    def settle(
+    def apply_buffer_policy(
         self, before: Float[Tensor, "clients params"], merged: Float[Tensor, "clients params"]
     ) -> Float[Tensor, "clients params"]:
         """Apply the policy for running statistics to a merge that led from `before` to `merged`."""

@@ -262,7 +262,7 @@ class PeerMethod(Method):
                 break
             except PeersMissing as missing:
                 rnd = replace(rnd, reachable=rnd.reachable.index_fill(-1, missing.ids, False))
-        return replace(new, params=rnd.task.settle(state.params, new.params)), info
+        return replace(new, params=rnd.task.apply_buffer_policy(state.params, new.params)), info
 
 
 def drawn_uniformly(

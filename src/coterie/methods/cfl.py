@@ -12,7 +12,7 @@ from coterie.errors import require
 from coterie.exchange.base import Message
 from coterie.functional import clustering
 from coterie.functional.aggregation import weighted_mean
-from coterie.methods.server import MIN_UPDATES, Averaging, Clusters, Desk, ServerMethod, sizes
+from coterie.methods.server import MIN_UPDATES, Averaging, Clusters, ServerContext, ServerMethod, sizes
 from coterie.rng import Rng
 
 
@@ -88,19 +88,19 @@ class Cfl(ServerMethod):
             return torch.arange(population)
         return super().cohort(shared, rng, population, participation)
 
-    def merge(self, desk: Desk, shared: Updates, message: Message) -> Updates:
+    def merge(self, context: ServerContext, shared: Updates, message: Message) -> Updates:
         """Average or split each cluster."""
         assert message.ids is not None
         group = shared.label[message.ids]
-        updates = (message.params - shared.models[group.to(message.params.device)])[:, : desk.layout.trainable]
+        updates = (message.params - shared.models[group.to(message.params.device)])[:, : context.layout.trainable]
         if self.participation == "partial":
             last = shared.last.index_copy(0, message.ids.to(shared.last.device), updates)
-            shared = replace(shared, last=last, since=shared.since.index_fill(0, message.ids, desk.index))
+            shared = replace(shared, last=last, since=shared.since.index_fill(0, message.ids, context.index))
         members = sizes(shared.label, len(shared.models))
         merged = self.averaging.step(shared, message, group, members.clamp(max=MIN_UPDATES))
         for cluster in range(len(members)):
             rows = (group == cluster).nonzero().flatten()
-            part = self._split(desk, shared, cluster, message, rows, updates)
+            part = self._split(context, shared, cluster, message, rows, updates)
             if part is not None:
                 parent = shared.models[cluster]  # children start from it, not from this round's mean
                 models = torch.cat([merged.models, parent[None]])
@@ -111,11 +111,11 @@ class Cfl(ServerMethod):
         return merged
 
     def _split(
-        self, desk: Desk, shared: Updates, cluster: int, message: Message, rows: Tensor, updates: Tensor
+        self, context: ServerContext, shared: Updates, cluster: int, message: Message, rows: Tensor, updates: Tensor
     ) -> Tensor | None:
         """Return the ids that leave a cluster, or None."""
         assert message.ids is not None
-        if desk.index < self.warmup_rounds or len(rows) == 0:
+        if context.index < self.warmup_rounds or len(rows) == 0:
             return None
         mean = weighted_mean(updates[rows], message.fields["samples"][rows])
         if not (float(mean.norm()) < self.eps1 and float(updates[rows].norm(dim=1).max()) > self.eps2):
@@ -124,7 +124,7 @@ class Cfl(ServerMethod):
         members = (shared.label == cluster).nonzero().flatten()
         if self.participation == "partial":
             ids, known = members, shared.last[members.to(shared.last.device)]
-            age = desk.index - shared.since[members]
+            age = context.index - shared.since[members]
             if bool((shared.since[members] < 0).any()) or (self.max_age is not None and int(age.max()) > self.max_age):
                 return None
         if len(ids) < len(members) or len(ids) <= 2:

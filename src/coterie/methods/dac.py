@@ -208,7 +208,9 @@ class Acquaintance:
         known = self.status > UNKNOWN
         return known & (self.similarity > 0) if drop_nonpositive else known
 
-    def vouched(self, relay: str, *, drop_nonpositive: bool, dtype: torch.dtype) -> dict[str, Shaped[Tensor, "..."]]:
+    def shared_scores(
+        self, relay: str, *, drop_nonpositive: bool, dtype: torch.dtype
+    ) -> dict[str, Shaped[Tensor, "..."]]:
         """Return what a client tells its peers of others, as two extras of a message.
 
         Args:
@@ -228,12 +230,14 @@ class Acquaintance:
             values[rows].copy_(mine.similarity).masked_fill_(~told, 0)
         return {"similarity": values, "known": known}
 
-    def told(self, ids: Int[Tensor, " clients"], relays: Inbox, pick: str, *, fresh: bool = False) -> "Acquaintance":
+    def with_estimates(
+        self, ids: Int[Tensor, " clients"], relays: Inbox, pick: str, *, fresh: bool = False
+    ) -> "Acquaintance":
         """Estimate similarities to members never measured from what the chosen relays say.
 
         Args:
             ids: the hosted clients.
-            relays: messages with the extras of `vouched`.
+            relays: messages with the extras of `shared_scores`.
             pick: believe the "most" or the "least" similar relay.
             fresh: change this memory instead of a copy: nobody else has it yet.
         """
@@ -346,13 +350,13 @@ class Dac(PeerMethod):
         if state.memory.origin.shape[1]:
             fields["origin"] = state.memory.origin
         if self.two_hop and self.two_hop_scope == "current":
-            fields |= self.vouched(state)
+            fields |= self.shared_scores(state)
         return Message(state.params, fields)
 
-    def vouched(self, state: State) -> dict[str, Tensor]:
+    def shared_scores(self, state: State) -> dict[str, Tensor]:
         """Return what peers may pass on."""
         dropped, dtype = self.drop_nonpositive, state.params.dtype
-        return state.memory.vouched(self.two_hop_relay, drop_nonpositive=dropped, dtype=dtype)
+        return state.memory.shared_scores(self.two_hop_relay, drop_nonpositive=dropped, dtype=dtype)
 
     def tau_at(self, round: int) -> float:
         """Return the inverse temperature of a round."""
@@ -414,10 +418,10 @@ class Dac(PeerMethod):
         zero = torch.zeros_like(rnd.ids)
         if self.two_hop_scope == "history":
             relays = selection.listed((memory.count > 0) & rnd.candidates)
-            inbox = rnd.exchange.pull(Message(state.params[:, :0], self.vouched(state)), relays)
+            inbox = rnd.exchange.pull(Message(state.params[:, :0], self.shared_scores(state)), relays)
             cost["extra_bytes"] = cost.get("extra_bytes", zero) + inbox.bytes.sum(1)
         cost["extra_floats"] = cost.get("extra_floats", zero) + inbox.mask.sum(1) * rnd.task.population
-        return memory.told(rnd.ids, inbox, self.two_hop_pick, fresh=True), cost
+        return memory.with_estimates(rnd.ids, inbox, self.two_hop_pick, fresh=True), cost
 
 
 @final

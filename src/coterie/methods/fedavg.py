@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from coterie.exchange.base import Message
-from coterie.methods.server import MIN_UPDATES, Averaging, Desk, ServerMethod, Weights
+from coterie.methods.server import MIN_UPDATES, Averaging, ServerContext, ServerMethod, Weights
 
 
 @dataclass(frozen=True)
 class OneModel(ServerMethod):
     """A server with one model, averaged over the cohort."""
 
-    def merge(self, desk: Desk, shared: Any, message: Message) -> Any:
+    def merge(self, context: ServerContext, shared: Any, message: Message) -> Any:
         """Average."""
         everybody: Tensor = torch.zeros(len(message), dtype=torch.int64)
-        return self.averaging.step(shared, message, everybody, min(MIN_UPDATES, desk.population))
+        return self.averaging.step(shared, message, everybody, min(MIN_UPDATES, context.population))
 
 
 @final

@@ -16,7 +16,7 @@ from coterie.exchange.base import Inbox, Message
 from coterie.functional import clustering, selection
 from coterie.methods._presets import Preset, resolve, rules_of
 from coterie.methods.base import Info, Round, cohort_noise
-from coterie.methods.server import MIN_UPDATES, Averaging, Clusters, Desk, ServerMethod, sizes
+from coterie.methods.server import MIN_UPDATES, Averaging, Clusters, ServerContext, ServerMethod, sizes
 from coterie.rng import Rng
 
 
@@ -229,7 +229,7 @@ class FedGwc(ServerMethod):
             chosen.append(selection.cohort(noise, count, log_weights=often.double(), members=members))
         return torch.cat(chosen).sort().values
 
-    def merge(self, desk: Desk, shared: Interactions, message: Message) -> Interactions:
+    def merge(self, context: ServerContext, shared: Interactions, message: Message) -> Interactions:
         """Average, reward and, where a cluster has settled, split."""
         assert message.ids is not None
         group, before = shared.label[message.ids], len(shared.models)
@@ -238,10 +238,10 @@ class FedGwc(ServerMethod):
         for cluster in range(before):
             rows = message.rows((group == cluster).nonzero().flatten())
             if len(rows):
-                shared = self._observe(desk, shared, cluster, rows)
+                shared = self._observe(context, shared, cluster, rows)
         return shared
 
-    def _observe(self, desk: Desk, shared: Interactions, cluster: int, message: Message) -> Interactions:
+    def _observe(self, context: ServerContext, shared: Interactions, cluster: int, message: Message) -> Interactions:
         """Update a cluster's rewards and interactions, and split it if it has settled."""
         assert message.ids is not None
         rules, ids, size = self.rules, message.ids, int((shared.label == cluster).sum())
@@ -250,33 +250,33 @@ class FedGwc(ServerMethod):
         shared = replace(shared, pairs=pairs, sampled=shared.sampled.index_add(0, ids, torch.ones_like(ids)))
         if len(ids) < 2:
             return shared
-        alpha = self._alpha(desk.index, len(ids), size)
-        matrix = clustering.interact(shared.matrix, ids, self._rewards(desk, cluster, message), alpha)
+        alpha = self._alpha(context.index, len(ids), size)
+        matrix = clustering.interact(shared.matrix, ids, self._rewards(context, cluster, message), alpha)
         change = (matrix - shared.matrix).square().sum() / (size if rules.mse_scope == "matrix" else len(ids)) ** 2
         mse, patience = shared.mse.clone(), shared.patience.clone()
         mse[cluster] = (1 - alpha) * mse[cluster] + alpha * change
         patience[cluster] = patience[cluster] + 1 if mse[cluster] < self.eps else 0
         shared = replace(shared, matrix=matrix, mse=mse, patience=patience)
         needed = rules.patience or max(1, int(size / len(ids) + 0.5))
-        return self._try_split(desk, shared, cluster, len(ids)) if patience[cluster] >= needed else shared
+        return self._try_split(context, shared, cluster, len(ids)) if patience[cluster] >= needed else shared
 
     def _alpha(self, index: int, cohort: int, size: int) -> float:
         if self.rules.alpha_rule == "local_rate":
             return cohort / size
         return self.alpha * (1 + index) ** -self.kappa if self.rules.alpha_rule == "decay" else self.alpha
 
-    def _rewards(self, desk: Desk, cluster: int, message: Message) -> Float[Tensor, " clients"]:
+    def _rewards(self, context: ServerContext, cluster: int, message: Message) -> Float[Tensor, " clients"]:
         rules, losses = self.rules, message.fields["losses"].cpu()
         missing = rules.loss_sampling_size - len(losses)
         synthetic = None
         if missing > 0:
-            stream = desk.rng.generator(f"fedgwc.synthetic.{cluster}")
+            stream = context.rng.generator(f"fedgwc.synthetic.{cluster}")
             synthetic = torch.from_numpy(stream.normal(size=(missing, losses.shape[1])))
         weights = message.fields["samples"].cpu() if rules.reward_weights == "samples" else None
         rewards = clustering.gaussian_rewards(losses, ddof=rules.ddof, weights=weights, synthetic=synthetic)
         return rewards / rewards.sum() if rules.normalize_rewards else rewards
 
-    def _try_split(self, desk: Desk, shared: Interactions, cluster: int, cohort: int) -> Interactions:
+    def _try_split(self, context: ServerContext, shared: Interactions, cluster: int, cohort: int) -> Interactions:
         """Split a settled cluster if its members fall apart; start its clock anew."""
         rules, members = self.rules, (shared.label == cluster).nonzero().flatten()
         block, size = (members[:, None], members[None, :]), len(members)
@@ -293,7 +293,7 @@ class FedGwc(ServerMethod):
             min_cluster_size=rules.min_cluster_size,
             space=rules.db_space,
             labels=self.labels,
-            seed=int(desk.rng.generator(f"fedgwc.split.{cluster}").integers(1 << 31)),
+            seed=int(context.rng.generator(f"fedgwc.split.{cluster}").integers(1 << 31)),
         )
         mse, patience = shared.mse.clone(), shared.patience.clone()
         mse[cluster], patience[cluster] = 1.0, 0

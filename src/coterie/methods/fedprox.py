@@ -13,7 +13,7 @@ from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import selection
 from coterie.methods.base import Info, Round, State, cohort_noise
 from coterie.methods.fedavg import OneModel
-from coterie.methods.server import Averaging, Clusters, Desk, Weights, nothing
+from coterie.methods.server import Averaging, Clusters, ServerContext, Weights, nothing
 from coterie.rng import Rng
 
 
@@ -83,7 +83,7 @@ class FedProx(OneModel):
         return rnd.task.train(start, rnd.rng, rnd.local, anchor=start, prox=self.mu)
 
 
-def _register(desk: Desk, shared: Enrolled, message: Message) -> tuple[Enrolled, Reply]:
+def _register(context: ServerContext, shared: Enrolled, message: Message) -> tuple[Enrolled, Reply]:
     assert message.ids is not None
     samples = shared.samples.index_copy(0, message.ids, message.fields["samples"].double())
     return replace(shared, samples=samples), nothing(message)

@@ -12,7 +12,7 @@ from coterie.errors import require
 from coterie.exchange.base import Message, Reply
 from coterie.functional import aggregation, clustering
 from coterie.methods.base import check_positive
-from coterie.methods.server import Averaging, Clusters, Desk, ServerMethod, Weights
+from coterie.methods.server import Averaging, Clusters, ServerContext, ServerMethod, Weights
 from coterie.models.simplex_layers import last_layer
 from coterie.rng import Rng
 
@@ -74,7 +74,7 @@ class FeSem(ServerMethod):
         models = task.fresh(rng, self.clusters)
         return Centers(models, models[:, :0].double(), label, torch.zeros(task.population, dtype=torch.bool))
 
-    def deliver(self, desk: Desk, shared: Centers, message: Message) -> tuple[Centers, Reply]:
+    def deliver(self, context: ServerContext, shared: Centers, message: Message) -> tuple[Centers, Reply]:
         """Answer with the client's center, or the largest cluster's when the client is not known yet."""
         assert message.ids is not None
         known = shared.label[shared.seen]
@@ -83,19 +83,21 @@ class FeSem(ServerMethod):
             label = torch.where(shared.seen, label, torch.bincount(known, minlength=self.clusters).argmax())
         return shared, Reply(shared.models, label[message.ids][:, None])
 
-    def merge(self, desk: Desk, shared: Centers, message: Message) -> Centers:
+    def merge(self, context: ServerContext, shared: Centers, message: Message) -> Centers:
         """E-step and M-step over the models that came back."""
         assert message.ids is not None
         label = shared.label
-        if desk.index % self.recluster_every == 0:
-            nearest = clustering.nearest(self._features(desk, message.params), self._features(desk, shared.models))
+        if context.index % self.recluster_every == 0:
+            nearest = clustering.nearest(
+                self._features(context, message.params), self._features(context, shared.models)
+            )
             label = label.index_copy(0, message.ids, nearest.cpu())
         group, weights = label[message.ids], self.averaging.shares(message)
         models = aggregation.grouped_mean(message.params, group, weights, shared.models, self.min_group)
         seen = shared.seen.index_fill(0, message.ids, True)
         return replace(shared, models=models, label=label, seen=seen)
 
-    def _features(self, desk: Desk, models: Float[Tensor, "rows params"]) -> Float[Tensor, "rows features"]:
+    def _features(self, context: ServerContext, models: Float[Tensor, "rows params"]) -> Float[Tensor, "rows features"]:
         if self.features == "all":
-            return models[:, : desk.layout.trainable]
-        return models[:, last_layer(desk.layout).to(models.device)]
+            return models[:, : context.layout.trainable]
+        return models[:, last_layer(context.layout).to(models.device)]

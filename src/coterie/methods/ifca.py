@@ -14,7 +14,7 @@ from coterie.errors import require
 from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import aggregation
 from coterie.methods.base import Info, Round, State, check_positive
-from coterie.methods.server import Desk, ServerMethod, nothing, traffic
+from coterie.methods.server import ServerContext, ServerMethod, nothing, traffic
 from coterie.models.simplex_layers import last_layer
 from coterie.rng import Rng
 
@@ -100,24 +100,26 @@ class Ifca(ServerMethod):
         message = Message(state.params[:, :0], {"label": scores.argmin(2)})
         return replace(state, shared=self.ask(rnd, partial(_choose_candidates, self), message, shared)[0])
 
-    def offer(self, desk: Desk, shared: Models, message: Message) -> tuple[Models, Reply]:
+    def offer(self, context: ServerContext, shared: Models, message: Message) -> tuple[Models, Reply]:
         """Answer with all models; while groups are random, with the group's."""
-        if self.start != "random_groups" or desk.index >= self.group_rounds:
-            return _everything(desk, shared, message)
+        if self.start != "random_groups" or context.index >= self.group_rounds:
+            return _everything(context, shared, message)
         assert message.ids is not None
-        order = desk.rng.at(-1).generator("ifca.groups").permutation(desk.population)
+        order = context.rng.at(-1).generator("ifca.groups").permutation(context.population)
         return shared, Reply(shared.models, torch.from_numpy(order)[message.ids][:, None] % self.clusters)
 
-    def deliver(self, desk: Desk, shared: Models, message: Message) -> tuple[Models, Reply]:
+    def deliver(self, context: ServerContext, shared: Models, message: Message) -> tuple[Models, Reply]:
         """Answer with all models: whoever asks chooses."""
-        return _everything(desk, shared, message)
+        return _everything(context, shared, message)
 
-    def merge(self, desk: Desk, shared: Models, message: Message) -> Models:
+    def merge(self, context: ServerContext, shared: Models, message: Message) -> Models:
         """Average cluster by cluster."""
         label, samples = message.fields["label"], message.fields["samples"]
         old, groups = shared.models, torch.bincount(label, minlength=self.clusters)
         for cluster in (groups == 1).nonzero().flatten().tolist() if self.min_group == 1 else ():
-            logger.info("cluster %d has a single client in round %d: its model is that client's", cluster, desk.index)
+            logger.info(
+                "cluster %d has a single client in round %d: its model is that client's", cluster, context.index
+            )
         if self.averaging_of == "models":
             new = aggregation.grouped_mean(message.params, label, samples, old, self.min_group)
         else:
@@ -125,7 +127,7 @@ class Ifca(ServerMethod):
             pull = (self.step * groups / len(message))[:, None].to(old)
             new = old + pull * (moved - old)
         if self.share_representation:
-            own = last_layer(desk.layout).to(old.device)
+            own = last_layer(context.layout).to(old.device)
             new = torch.where(own, new, aggregation.weighted_mean(message.params, samples))
         return Models(new)
 
@@ -134,7 +136,7 @@ class Ifca(ServerMethod):
         request = self.request(rnd, state)
         shared, offer = self.ask(rnd, self.offer, request, state.shared)
         label, model = choice(rnd.task, offer)
-        start = rnd.task.settle(state.params, model)
+        start = rnd.task.apply_buffer_policy(state.params, model)
         params, info = rnd.task.train(start, rnd.rng, rnd.local)
         message = Message(params, {"samples": rnd.task.samples, "label": label})
         shared, _ = self.ask(rnd, self._merge, message, shared)
@@ -151,7 +153,7 @@ class Ifca(ServerMethod):
         """Fetch all models and take the best on the training data."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
         label, model = choice(rnd.task, offer)
-        return rnd.task.settle(state.params, model), {"label": label}
+        return rnd.task.apply_buffer_policy(state.params, model), {"label": label}
 
 
 def choosable(losses: Float[Tensor, "clients peers"]) -> Float[Tensor, "clients peers"]:
@@ -169,11 +171,11 @@ def choice(task: Task, offer: Inbox) -> tuple[Int[Tensor, " clients"], Float[Ten
     return label, offer.table[label]
 
 
-def _everything(desk: Desk, shared: Models, message: Message) -> tuple[Models, Reply]:
+def _everything(context: ServerContext, shared: Models, message: Message) -> tuple[Models, Reply]:
     return shared, Reply.everything(shared.models, len(message))
 
 
-def _choose_candidates(method: Ifca, desk: Desk, shared: Models, message: Message) -> tuple[Models, Reply]:
+def _choose_candidates(method: Ifca, context: ServerContext, shared: Models, message: Message) -> tuple[Models, Reply]:
     """Keep the first set of models in which every cluster attracts its share, or the most balanced set."""
     label = message.fields["label"]
     attracted = torch.stack([(label == c).float().mean(0) for c in range(method.clusters)]).amin(0)

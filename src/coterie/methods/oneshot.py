@@ -11,7 +11,7 @@ from coterie.errors import require
 from coterie.exchange.base import Message
 from coterie.functional import aggregation, clustering
 from coterie.methods.base import check_positive
-from coterie.methods.server import MIN_UPDATES, Clusters, Desk, ServerMethod, sizes
+from coterie.methods.server import MIN_UPDATES, Clusters, ServerContext, ServerMethod, sizes
 from coterie.rng import Rng
 
 
@@ -49,14 +49,14 @@ class OneShot(ServerMethod):
             return torch.arange(population)
         return super().cohort(shared, rng, population, participation)
 
-    def merge(self, desk: Desk, shared: Clusters, message: Message) -> Clusters:
+    def merge(self, context: ServerContext, shared: Clusters, message: Message) -> Clusters:
         """Average, or group and average."""
         assert message.ids is not None
         label = shared.label
-        if desk.index == self.warmup_rounds - 1:
+        if context.index == self.warmup_rounds - 1:
             count = min(self.clusters, len(message))
-            seed = int(desk.rng.generator("one-shot").integers(1 << 31))
-            found = clustering.k_means(message.params[:, : desk.layout.trainable].cpu(), count, seed=seed)
+            seed = int(context.rng.generator("one-shot").integers(1 << 31))
+            found = clustering.k_means(message.params[:, : context.layout.trainable].cpu(), count, seed=seed)
             label = label.index_copy(0, message.ids, found)
             models = shared.models.expand(int(found.max()) + 1, -1)
             models = aggregation.grouped_mean(message.params, found, message.fields["samples"], models)

@@ -2,7 +2,7 @@
 
 In the first exchange of a round the cohort asks and the server offers models; in the second it sends what it trained
 and the server merges. `offer`, `deliver` and `merge` run where the server role is: they are pure functions of the
-server's state, the cohort's message and the desk, and see nothing else of any client.
+server's state, the cohort's message and the context, and see nothing else of any client.
 """
 
 from abc import abstractmethod
@@ -31,7 +31,7 @@ Weights = Literal["samples", "uniform"]
 
 
 @dataclass(frozen=True)
-class Desk:
+class ServerContext:
     """What the server role knows beside its state and the message.
 
     Args:
@@ -128,7 +128,7 @@ def sizes(label: Int[Tensor, " population"], clusters: int) -> Int[Tensor, " clu
     return torch.bincount(label, minlength=clusters)
 
 
-ServerRule = Callable[[Desk, Any, Message], tuple[Any, Reply]]
+ServerRule = Callable[[ServerContext, Any, Message], tuple[Any, Reply]]
 
 
 @dataclass(frozen=True)
@@ -145,31 +145,31 @@ class ServerMethod(Method):
 
     # ---------------------------------------------------------------- where the server role is
 
-    def offer(self, desk: Desk, shared: Any, message: Message) -> tuple[Any, Reply]:
+    def offer(self, context: ServerContext, shared: Any, message: Message) -> tuple[Any, Reply]:
         """Answer each client of the cohort with the model it shall train: that of its cluster."""
         assert message.ids is not None
         return shared, Reply(shared.models, shared.label[message.ids][:, None])
 
-    def deliver(self, desk: Desk, shared: Any, message: Message) -> tuple[Any, Reply]:
+    def deliver(self, context: ServerContext, shared: Any, message: Message) -> tuple[Any, Reply]:
         """Answer any client with the model that serves it; changes nothing."""
-        return self.offer(desk, shared, message)
+        return self.offer(context, shared, message)
 
     @abstractmethod
-    def merge(self, desk: Desk, shared: Any, message: Message) -> Any:
+    def merge(self, context: ServerContext, shared: Any, message: Message) -> Any:
         """Return the server's new state. Rows of the message with NaN or infinity were left out before."""
 
-    def _merge(self, desk: Desk, shared: Any, message: Message) -> tuple[Any, Reply]:
+    def _merge(self, context: ServerContext, shared: Any, message: Message) -> tuple[Any, Reply]:
         finite = (~not_finite(message.params)).cpu().nonzero().flatten()
         if len(finite):
-            shared = self.merge(desk, shared, message.rows(finite))
+            shared = self.merge(context, shared, message.rows(finite))
         return shared, nothing(message)
 
     # ---------------------------------------------------------------- where the clients are
 
     def ask(self, rnd: Round, rule: ServerRule, message: Message, shared: Any) -> tuple[Any, Inbox]:
         """Send a message to the server and return its new state (where it is) and its answer."""
-        desk = Desk(rnd.index, rnd.rng, rnd.task.layout, rnd.task.population)
-        return rnd.exchange.serve(message, partial(rule, desk), shared)
+        context = ServerContext(rnd.index, rnd.rng, rnd.task.layout, rnd.task.population)
+        return rnd.exchange.serve(message, partial(rule, context), shared)
 
     def request(self, rnd: Round, state: State) -> Message:
         """Return the message that asks for a model."""
@@ -213,7 +213,7 @@ class ServerMethod(Method):
         """Ask, train, send."""
         request = self.request(rnd, state)
         shared, offer = self.ask(rnd, self.offer, request, state.shared)
-        start = rnd.task.settle(state.params, first(offer))
+        start = rnd.task.apply_buffer_policy(state.params, first(offer))
         params, info = self.train(rnd, start, offer)
         memory, more = self.remember(rnd, state.memory, start, offer)
         message = Message(params, self.report(rnd, info))
@@ -226,7 +226,7 @@ class ServerMethod(Method):
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch the newest model of each client's cluster."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
-        return rnd.task.settle(state.params, first(offer)), {"label": offer.peers[:, 0]}
+        return rnd.task.apply_buffer_policy(state.params, first(offer)), {"label": offer.peers[:, 0]}
 
 
 def nothing(message: Message) -> Reply:

@@ -16,7 +16,7 @@ from coterie.methods._presets import Preset, resolve, rules_of
 from coterie.methods.base import Info, Round, State
 from coterie.methods.ditto import personal_info, personal_training
 from coterie.methods.fedavg import OneModel
-from coterie.methods.server import Averaging, Clusters, Desk, first, nothing
+from coterie.methods.server import Averaging, Clusters, ServerContext, first, nothing
 from coterie.models import simplex_layers
 from coterie.models.layout import ModelFactory
 from coterie.rng import Rng
@@ -167,35 +167,35 @@ class SimplexMethod(OneModel):
             return torch.arange(population)
         return super().cohort(shared, rng, population, participation)
 
-    def offer(self, desk: Desk, shared: Regions, message: Message) -> tuple[Regions, Reply]:
+    def offer(self, context: ServerContext, shared: Regions, message: Message) -> tuple[Regions, Reply]:
         """Place the clients when it is time; answer with the model and the client's region."""
-        if self.rules.assignment == "labels" and desk.index == self.rules.warmup_rounds > 0:
-            shared = self._by_labels(desk, shared)
-        return self.deliver(desk, shared, message)
+        if self.rules.assignment == "labels" and context.index == self.rules.warmup_rounds > 0:
+            shared = self._by_labels(context, shared)
+        return self.deliver(context, shared, message)
 
-    def deliver(self, desk: Desk, shared: Regions, message: Message) -> tuple[Regions, Reply]:
+    def deliver(self, context: ServerContext, shared: Regions, message: Message) -> tuple[Regions, Reply]:
         """Answer with the model and the client's region."""
         assert message.ids is not None
         table = shared.models.expand(len(shared.centers), -1)
         fields = {"center": shared.centers, "radius": shared.radius}
         return shared, Reply(table, shared.region[message.ids][:, None], fields)
 
-    def merge(self, desk: Desk, shared: Regions, message: Message) -> Regions:
+    def merge(self, context: ServerContext, shared: Regions, message: Message) -> Regions:
         """Average; place the clients when their updates do it."""
-        merged = super().merge(desk, shared, message)
-        if self.rules.assignment == "labels" or desk.index != self.rules.warmup_rounds:
+        merged = super().merge(context, shared, message)
+        if self.rules.assignment == "labels" or context.index != self.rules.warmup_rounds:
             return merged
-        return self._by_gradients(desk, shared, merged, message)
+        return self._by_gradients(context, shared, merged, message)
 
-    def _register(self, desk: Desk, shared: Regions, message: Message) -> tuple[Regions, Reply]:
+    def _register(self, context: ServerContext, shared: Regions, message: Message) -> tuple[Regions, Reply]:
         """Take note of label counts."""
         assert message.ids is not None
         shared = replace(shared, counts=shared.counts.index_copy(0, message.ids, message.fields["counts"].cpu()))
-        return (self._by_labels(desk, shared) if self.rules.warmup_rounds == 0 else shared), nothing(message)
+        return (self._by_labels(context, shared) if self.rules.warmup_rounds == 0 else shared), nothing(message)
 
-    def _by_labels(self, desk: Desk, shared: Regions) -> Regions:
+    def _by_labels(self, context: ServerContext, shared: Regions) -> Regions:
         """Group clients by what their labels are mixed of."""
-        stream, topics = desk.rng.at(-1).generator("regions"), self.rules.endpoints
+        stream, topics = context.rng.at(-1).generator("regions"), self.rules.endpoints
         if self.topics == "classes":
             classes = shared.counts.shape[1]
             require(topics == classes, f"{self.kind}.topics", "classes", f"endpoints = {classes}, as many as classes")
@@ -207,16 +207,16 @@ class SimplexMethod(OneModel):
         )
         return replace(shared, region=region, centers=centers, radius=self._radii(centers))
 
-    def _by_gradients(self, desk: Desk, before: Regions, shared: Regions, message: Message) -> Regions:
+    def _by_gradients(self, context: ServerContext, before: Regions, shared: Regions, message: Message) -> Regions:
         """Place each client by its head's update; who did not answer keeps the whole simplex."""
         assert message.ids is not None
-        columns = torch.cat([torch.arange(s.start, s.stop) for s in simplex_layers.endpoint_slots(desk.layout)])
+        columns = torch.cat([torch.arange(s.start, s.stop) for s in simplex_layers.endpoint_slots(context.layout)])
         updates = (before.models - message.params)[:, columns.to(message.params.device)]
-        centers = shared.centers[:1].expand(desk.population, -1).clone()
+        centers = shared.centers[:1].expand(context.population, -1).clone()
         centers[message.ids] = simplex.gradient_points(updates.cpu(), self.rules.endpoints)
-        radius = torch.full((desk.population,), 2.0, dtype=torch.float64)
+        radius = torch.full((context.population,), 2.0, dtype=torch.float64)
         radius[message.ids] = self._radii(centers)[message.ids]
-        return replace(shared, region=torch.arange(desk.population), centers=centers, radius=radius)
+        return replace(shared, region=torch.arange(context.population), centers=centers, radius=radius)
 
     def _radii(self, centers: Float[Tensor, "regions topics"]) -> Float[Tensor, " regions"]:
         scale = simplex.mean_distance(centers).mean() if self.rules.radius_rule == "relative" else 1.0
@@ -265,13 +265,13 @@ class SimplexMethod(OneModel):
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch the simplex and stand at one's center."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
-        rows = rnd.task.settle(state.params, first(offer))
+        rows = rnd.task.apply_buffer_policy(state.params, first(offer))
         return self.placed(rnd, rows, offer), {"label": offer.peers[:, 0]}
 
     def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
         """Fetch the simplex and stand at its barycenter."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
-        rows = rnd.task.settle(state.params, first(offer))
+        rows = rnd.task.apply_buffer_policy(state.params, first(offer))
         middle = torch.full((len(rows), 1, self.rules.endpoints), 1 / self.rules.endpoints, dtype=torch.float64)
         return simplex_layers.compose(rnd.task.layout, rows, middle)
 
@@ -373,9 +373,9 @@ class SosicFlPlus(SimplexMethod):
             rnd = replace(rnd, local=replace(rnd.local, steps=0))
         return super().train(rnd, start, offer)
 
-    def merge(self, desk: Desk, shared: Regions, message: Message) -> Regions:
+    def merge(self, context: ServerContext, shared: Regions, message: Message) -> Regions:
         """Average, unless the global model is final."""
-        return shared if self._posthoc(desk.index) else super().merge(desk, shared, message)
+        return shared if self._posthoc(context.index) else super().merge(context, shared, message)
 
     def remember(
         self, rnd: Round, memory: PersonalSimplex, start: Float[Tensor, "clients params"], offer: Inbox
@@ -394,6 +394,6 @@ class SosicFlPlus(SimplexMethod):
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
         """Stand at one's center of one's own simplex, or of the global one before there is an own."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
-        received = rnd.task.settle(state.params, first(offer))
+        received = rnd.task.apply_buffer_policy(state.params, first(offer))
         own = torch.where(state.memory.started.to(received.device)[:, None], state.memory.model, received)
         return self.placed(rnd, own, offer), {"label": offer.peers[:, 0]}

@@ -19,7 +19,7 @@ from torch import Tensor
 from coterie.errors import ExchangeError, TransportError
 from coterie.exchange.base import COHORT, Inbox, Message, PeersMissing, Reply, Rule, check_peers, nbytes_row, read
 from coterie.exchange.in_memory import InMemory
-from coterie.net.desk import Missing
+from coterie.net.outbox import Missing
 from coterie.net.payload import Template
 from coterie.net.post import Post, RoundMissed, gaps
 from coterie.net.transport import Delivery

@@ -28,10 +28,10 @@ from coterie.methods.base import Method, Round
 from coterie.models.layout import ModelSource
 from coterie.net import head as heads
 from coterie.net import identity as identities
-from coterie.net.desk import Missing
 from coterie.net.exchange import RemoteExchange
 from coterie.net.head import Head
 from coterie.net.log import Log, Sample
+from coterie.net.outbox import Missing
 from coterie.net.payload import Refused
 from coterie.net.post import Post, RoundMissed, Terms
 from coterie.net.roster import Roster
@@ -49,7 +49,7 @@ _LEAST_DEADLINE = 30.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunSpec:
     """What all nodes of a run have in common.
 
     Args:
@@ -118,7 +118,7 @@ class Node:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RunSpec,
         federation: Federation,
         roster: Roster,
         transport: Transport,

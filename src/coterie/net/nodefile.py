@@ -16,7 +16,7 @@ from coterie.data.arrays import from_arrays
 from coterie.data.build import build_federation
 from coterie.data.federation import Federation
 from coterie.errors import ConfigError, DataError, require
-from coterie.net.node import Patience, Plan
+from coterie.net.node import Patience, RunSpec
 from coterie.net.post import Terms
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
@@ -166,10 +166,10 @@ def choose(study: StudyConfig, method: str = "", seed: int | None = None) -> tup
     return study.only(label, number), label, number
 
 
-def plan_of(study: StudyConfig) -> Plan:
+def plan_of(study: StudyConfig) -> RunSpec:
     """Return what all nodes of a study of one run have in common."""
     entry = study.scaled(study.methods[0].label)
-    return Plan(entry.method, entry.settings, study.model.kind, study.model.kind, study.seeds[0])
+    return RunSpec(entry.method, entry.settings, study.model.kind, study.model.kind, study.seeds[0])
 
 
 def load(path: Path) -> NodeFile:

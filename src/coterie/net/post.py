@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coterie.errors import ExchangeError, TransportError
 from coterie.net import identity
-from coterie.net.desk import Missing
+from coterie.net.outbox import Missing
 from coterie.net.payload import Refused, Template
 from coterie.net.roster import Roster
 from coterie.net.transport import Delivery, Transport

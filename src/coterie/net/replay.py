@@ -19,7 +19,7 @@ from coterie.errors import DataError
 from coterie.exchange.base import Inbox, Message
 from coterie.exchange.in_memory import InMemory
 from coterie.methods.base import Round
-from coterie.net.node import ARRIVALS, Plan
+from coterie.net.node import ARRIVALS, RunSpec
 from coterie.rng import Rng
 from coterie.simulation.loop import Loop
 from coterie.simulation.record import Record
@@ -146,7 +146,7 @@ class ReplayLoop(Loop):
         self._after(index, rows[kept], info)
 
 
-def replay(plan: Plan, federation: Federation, folders: Mapping[Path, Iterable[int]]) -> Loop:
+def replay(plan: RunSpec, federation: Federation, folders: Mapping[Path, Iterable[int]]) -> Loop:
     """Go through a recorded run in the simulator and evaluate it.
 
     Args:

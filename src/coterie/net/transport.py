@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from coterie.net.desk import Desk, Missing
+from coterie.net.outbox import Missing, Outbox
 from coterie.net.payload import Refused
 from coterie.net.wire import Address, Assembler, Expectation, Manifest, Parcel
 
@@ -111,7 +111,7 @@ class Hub:
 
 
 class InProcess:
-    """The network's twin inside one program: the same desk, the same wire format, no sockets.
+    """The network's twin inside one program: the same outbox, the same wire format, no sockets.
 
     Args:
         hub: where the nodes meet.
@@ -119,7 +119,7 @@ class InProcess:
     """
 
     def __init__(self, hub: Hub, name: str) -> None:
-        self.hub, self.name, self.desk = hub, name, Desk()
+        self.hub, self.name, self.outbox = hub, name, Outbox()
         self._announced = False
         self._head: Head | None = None
         with hub.lock:
@@ -127,12 +127,12 @@ class InProcess:
 
     def publish(self, address: Address, what: Parcel | Missing, *, to: str = "") -> None:
         """Keep a message for those who ask for it."""
-        self.desk.publish(address, what, to=to)
+        self.outbox.publish(address, what, to=to)
         self._announced = True
 
     def stand(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
         """Answer with one and the same message from a round on."""
-        self.desk.stand(address, seal)
+        self.outbox.stand(address, seal)
         self._announced |= address.kind != "probe"
 
     def fetch(self, peer: str, expect: Expectation, deadline: float) -> Delivery | Missing:
@@ -142,7 +142,7 @@ class InProcess:
         if node is None:
             return Missing("unreachable")
         box: queue.Queue[Parcel | Missing] = queue.Queue()
-        node.desk.ask(self.name, expect.address, WAIT * deadline, box.put)
+        node.outbox.ask(self.name, expect.address, WAIT * deadline, box.put)
         try:
             answer = box.get(timeout=deadline)
         except queue.Empty:
@@ -150,7 +150,7 @@ class InProcess:
         if isinstance(answer, Missing):
             return answer
         parts = [(attachment, bytes(chunk)) for attachment, chunk in answer.chunks()]
-        node.desk.sent(self.name)
+        node.outbox.sent(self.name)
         if self.hub.tamper is not None:
             parts = self.hub.tamper(parts)
         return assemble(expect, parts, time.monotonic() - started)
@@ -174,4 +174,4 @@ class InProcess:
         """Leave the hub."""
         with self.hub.lock:
             self.hub.nodes.pop(self.name, None)
-        self.desk.close()
+        self.outbox.close()

@@ -18,8 +18,8 @@ from typing import Any
 import zenoh
 
 from coterie.errors import TransportError
-from coterie.net.desk import REASONS, Desk, Missing
 from coterie.net.identity import Identity, split_address
+from coterie.net.outbox import REASONS, Missing, Outbox
 from coterie.net.payload import Refused, strict_json
 from coterie.net.roster import Roster
 from coterie.net.transport import WAIT, Delivery, Head
@@ -192,7 +192,7 @@ class ZenohTransport:
             )
             raise TransportError(f"cannot listen on {address}: {why[:300]}") from None
         room = max(64, 4 * len(roster.members))
-        self.desk = Desk()
+        self.outbox = Outbox()
         self._senders = ThreadPoolExecutor(senders, "coterie-send")
         self._questions = self._session.declare_queryable(f"{self._base}/{name}/**", zenoh.handlers.FifoChannel(room))
         self._tokens = self._session.liveliness().declare_subscriber(
@@ -288,12 +288,12 @@ class ZenohTransport:
 
     def publish(self, address: Address, what: Parcel | Missing, *, to: str = "") -> None:
         """Keep a message for those who ask for it; from the first one on, this node counts as alive."""
-        self.desk.publish(address, what, to=to)
+        self.outbox.publish(address, what, to=to)
         self._announce()
 
     def stand(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
         """Answer with one and the same message from a round on."""
-        self.desk.stand(address, seal)
+        self.outbox.stand(address, seal)
         if address.kind != "probe":
             self._announce()
 
@@ -346,7 +346,7 @@ class ZenohTransport:
                 except RuntimeError:  # closing: no more work is taken
                     _say(query, Missing("closing"))
 
-        self.desk.ask(asker, address, wait, answer)
+        self.outbox.ask(asker, address, wait, answer)
 
     def _send(self, query: Any, key: str, parcel: Parcel, asker: str) -> None:
         try:
@@ -356,7 +356,7 @@ class ZenohTransport:
         except zenoh.ZError as error:
             self._log("not_sent", level="warning", peer=asker, text=str(error)[:200])
         finally:
-            self.desk.sent(asker)
+            self.outbox.sent(asker)
 
     # ------------------------------------------------------------------ leaving
 
@@ -367,7 +367,7 @@ class ZenohTransport:
         if self._token is not None:
             self._token.undeclare()
         self._leaving.cancel()
-        self.desk.close()
+        self.outbox.close()
         self._questions.undeclare()
         self._tokens.undeclare()
         for thread in self._threads:

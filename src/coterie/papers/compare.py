@@ -15,7 +15,7 @@ import numpy as np
 
 from coterie.errors import ConfigError, DataError
 from coterie.papers import numbers
-from coterie.papers.numbers import Published
+from coterie.papers.numbers import PublishedNumber
 from coterie.results import summary
 from coterie.results.summary import HIGHER_IS_BETTER, StoredRun
 from coterie.results.traffic import traffic
@@ -203,7 +203,7 @@ def with_paper(result: Result) -> Comparison:
             f"{', '.join(sorted(numbers.EXPERIMENTS.values()))}"
         )
     published = numbers.published(experiment)
-    by_row: dict[str, list[Published]] = {}
+    by_row: dict[str, list[PublishedNumber]] = {}
     for one in published:
         by_row.setdefault(one.row, []).append(one)
     found = [
@@ -216,7 +216,7 @@ def with_paper(result: Result) -> Comparison:
     return Comparison(result.study.name, experiment, reference, result.study.scale, lines, chain, pairs, notes)
 
 
-def _line(result: Result, label: str, one: Published) -> Line | None:
+def _line(result: Result, label: str, one: PublishedNumber) -> Line | None:
     """Set one published number beside ours; None when we have none."""
     if one.metric == "std_over_clusters":
         means = _cluster_means(result, label)
@@ -371,8 +371,8 @@ def _at(run: StoredRun, metric: str, split: str, budget: float) -> tuple[float, 
     return last + 1, used, float(np.nanmean(values))
 
 
-def plain(value: Comparison | EqualBytes | Result) -> dict[str, Any]:
+def as_json(value: Comparison | EqualBytes | Result) -> dict[str, Any]:
     """Return plain values, for JSON."""
     if isinstance(value, Result):
-        return summary.plain({"study": value.study.name, "rows": list(value.rows)})
-    return summary.plain(asdict(value))
+        return summary.json_ready({"study": value.study.name, "rows": list(value.rows)})
+    return summary.json_ready(asdict(value))

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from coterie.errors import DataError
 from coterie.report import plots
 from coterie.report.data.packing import dense
-from coterie.report.figures import FIGURES, NOT_STORED, PUBLISHED, Kind, Published, plot
+from coterie.report.figures import FIGURES, NOT_STORED, PUBLISHED, Kind, PublishedFigure, plot
 from coterie.report.plots import COLORS, PERCENT, WIDTH, Drawn, Named, content_of, groups_of, panels_of
 from coterie.results.summary import StoredRun
 
@@ -130,8 +130,8 @@ def distributions(runs: Named, *, most: int = 12) -> Drawn:
     return figure, pd.DataFrame(rows, columns=["method", "found", "of", "count"])
 
 
-def _of(figure: str, study: str, **options: Any) -> Published:
-    return Published(figure, options, study)
+def _of(figure: str, study: str, **options: Any) -> PublishedFigure:
+    return PublishedFigure(figure, options, study)
 
 
 SIMILARITIES = ("Inverse loss", "Cosine of updates", "Cosine of weights", "L2")

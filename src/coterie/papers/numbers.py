@@ -115,7 +115,7 @@ _NOTES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedNumber:
     """One number of a paper.
 
     Args:
@@ -153,7 +153,7 @@ def table(source: str) -> tuple[dict[str, str], ...]:
 
 
 @lru_cache
-def published(experiment: str) -> tuple[Published, ...]:
+def published(experiment: str) -> tuple[PublishedNumber, ...]:
     """Return the numbers of an experiment in the names and units used here.
 
     Args:
@@ -184,9 +184,9 @@ def rows(experiment: str) -> list[str]:
     return list(dict.fromkeys(one.row for one in published(experiment)))
 
 
-def _translate(row: Mapping[str, str]) -> Published:
+def _translate(row: Mapping[str, str]) -> PublishedNumber:
     metric = {"test_accuracy": "accuracy", "test_mse": "mse"}.get(row["metric"], row["metric"])
     unit = 100 if metric == "std_over_clusters" or metric.removesuffix("_max").endswith("accuracy") else 1
     std = float(row["std"]) / unit if row["std"] else None
     key = f"{row['method']}/{row['aggregation']}"
-    return Published(key, _CLUSTERS[row["cluster"]], metric, float(row["mean"]) / unit, std)
+    return PublishedNumber(key, _CLUSTERS[row["cluster"]], metric, float(row["mean"]) / unit, std)

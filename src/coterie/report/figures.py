@@ -77,7 +77,7 @@ FIGURES: dict[str, Kind] = {  # `coterie.papers` adds those that only its papers
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedFigure:
     """A figure of a paper: the kind it is, with which options, of which study.
 
     Args:
@@ -91,10 +91,10 @@ class Published:
     study: str
 
 
-PUBLISHED: dict[str, Published] = {}
-"""Published figures by their name, such as "dac-3"; `coterie.papers` adds those of its papers."""
+PUBLISHED: dict[str, PublishedFigure] = {}
+"""PublishedFigure figures by their name, such as "dac-3"; `coterie.papers` adds those of its papers."""
 NOT_STORED: dict[str, str] = {}
-"""Published figures that stored runs cannot give, and why."""
+"""PublishedFigure figures that stored runs cannot give, and why."""
 
 
 def plot(

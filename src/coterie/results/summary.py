@@ -382,19 +382,19 @@ def interval(name: str, values: np.ndarray) -> dict[str, float | None]:
     return {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half}
 
 
-def plain(value: Any) -> Any:
+def json_ready(value: Any) -> Any:
     """Replace what JSON cannot say (NaN and infinity) by None, at any depth."""
     if isinstance(value, dict):
-        return {str(key): plain(entry) for key, entry in value.items()}
+        return {str(key): json_ready(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(entry) for entry in value]
+        return [json_ready(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_summary(study: str | Path) -> Path:
     """Write summary.json into a study's folder, atomically, and return its path."""
     path = Path(study) / "summary.json"
-    text = json.dumps(plain(summarize(study)), indent=1, ensure_ascii=False)
+    text = json.dumps(json_ready(summarize(study)), indent=1, ensure_ascii=False)
     write_atomically(path, text.encode())
     return path
 

@@ -106,17 +106,17 @@ def _dac(method: Dac, setting: Setting, round: int) -> Cost:
     cost += Cost(operations=products[method.similarity] * setting.params)
     if method.similarity == "cos_grad" and setting.start_apart:
         cost += Cost(extra_models=peers, bytes=peers * setting.params * size)
-    vouched = setting.population * (size + 1)  # a similarity for each member, and whether it counts
+    scores = setting.population * (size + 1)  # a similarity for each member, and whether it counts
     if method.two_hop and method.two_hop_scope == "current":
-        cost += Cost(extra_floats=peers * setting.population, bytes=peers * vouched)
+        cost += Cost(extra_floats=peers * setting.population, bytes=peers * scores)
     elif method.two_hop:
         known = setting.others * (1 - (1 - peers / max(1, setting.others)) ** (round + 1))
-        cost += Cost(extra_floats=known * setting.population, messages=known, bytes=known * vouched)
+        cost += Cost(extra_floats=known * setting.population, messages=known, bytes=known * scores)
     if method.loss_direction == "push":
         pushed = peers * (1 - peers / max(1, setting.others))  # those that ask and were not asked
         carried = setting.params + 1
-        beside = vouched if method.two_hop and method.two_hop_scope == "current" else 0
-        requests, answers = setting.others * (peers + 1) * 8, peers * (vouched + 8)
+        beside = scores if method.two_hop and method.two_hop_scope == "current" else 0
+        requests, answers = setting.others * (peers + 1) * 8, peers * (scores + 8)
         cost += Cost(
             extra_models=pushed,
             extra_floats=setting.others * peers + peers * setting.population,

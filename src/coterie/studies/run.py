@@ -88,7 +88,7 @@ class _Given:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Jobs:
     """What a worker needs to do any job of a study; `plan(given, emit)` does one."""
 
     config: StudyConfig
@@ -192,7 +192,7 @@ def run_study(
     if study.sweep:
         raise ConfigError(f"{study.name} is a sweep; run it with run_sweep")
     folder = Path(out) / study.name
-    plan = _Plan(study, folder, None if data_dir is None else Path(data_dir), federation, model)
+    plan = _Jobs(study, folder, None if data_dir is None else Path(data_dir), federation, model)
     _check_folder(study, folder, resume, overwrite)
     first = plan.data(study.seeds[0])
     plan.check(first)
@@ -267,7 +267,7 @@ def reopen_run(
     found = config.loads((path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG))
     if len(found.methods) != 1 or len(found.seeds) != 1:
         raise ConfigError(f"{folder} is a study; expected the folder of one run of it, <study>/<method>/seed-<n>")
-    plan = _Plan(found, path.parent.parent, None if data_dir is None else Path(data_dir), federation, model)
+    plan = _Jobs(found, path.parent.parent, None if data_dir is None else Path(data_dir), federation, model)
     entry, seed = found.scaled(found.methods[0].label), found.seeds[0]
     return reopen(path, plan.data(seed), entry.method, model=plan.network, settings=entry.settings, seed=seed)
 

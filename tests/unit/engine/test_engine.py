@@ -272,7 +272,7 @@ def test_merging_running_statistics_follows_the_policy():
     for policy in ("average", "local", "reset"):
         t = task(buffers=policy)
         before, merged = t.init(Rng(0)) + 1, t.init(Rng(0)) + 2
-        settled = t.settle(before, merged)
+        settled = t.apply_buffer_policy(before, merged)
         start = t.layout.trainable
         assert torch.equal(settled[:, :start], merged[:, :start])
         expected = {"average": merged, "local": before, "reset": t.init(Rng(0))}[policy]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coterie.engine._work import Samples, distinct
+from coterie.engine._work import RawSamples, distinct
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.task import Task
 from coterie.exchange.in_memory import InMemory
@@ -48,13 +48,13 @@ class Counted:
             return
         watch(self.task.engine, "gradients", lambda rows, x, y, inputs: self._train(len(rows) * x.shape[1]))
         watch(self.task.engine, "forward", lambda rows, x, inputs: self._pass(len(rows) * x.shape[1]))
-        inner = Samples.inputs
+        inner = RawSamples.inputs
 
-        def inputs(samples: Samples, places: torch.Tensor) -> torch.Tensor:
+        def inputs(samples: RawSamples, places: torch.Tensor) -> torch.Tensor:
             self.gathered += places.numel()
             return inner(samples, places)
 
-        monkeypatch.setattr(Samples, "inputs", inputs)
+        monkeypatch.setattr(RawSamples, "inputs", inputs)
 
     def _train(self, samples: int) -> None:
         self.trained += samples

@@ -55,7 +55,7 @@ def test_what_was_measured_stays_until_it_is_measured_again(play):
 @pytest.mark.parametrize(("relay", "known"), [("direct", [2]), ("any", [1, 2])])
 def test_relays_vouch_for_what_they_measured_or_for_anything(relay, known):
     """Option D5: of an estimate of 1 and a measurement of 2, "direct" passes on the latter alone."""
-    told = acquaintance([[0.0, 0.5, 0.7, 0.0]], [[0, 1, 2, 0]]).vouched(
+    told = acquaintance([[0.0, 0.5, 0.7, 0.0]], [[0, 1, 2, 0]]).shared_scores(
         relay, drop_nonpositive=False, dtype=torch.float32
     )
     assert told["known"][0].nonzero().flatten().tolist() == known
@@ -65,7 +65,7 @@ def test_relays_vouch_for_what_they_measured_or_for_anything(relay, known):
 def test_relays_do_not_vouch_for_dropped_similarities():
     """Option D7: a similarity of -0.2 counts as unknown."""
     memory = acquaintance([[0.0, -0.2, 0.7, 0.0]], [[0, 2, 2, 0]])
-    assert memory.vouched("direct", drop_nonpositive=True, dtype=torch.float64)["known"].tolist() == [
+    assert memory.shared_scores("direct", drop_nonpositive=True, dtype=torch.float64)["known"].tolist() == [
         [False, False, True, False]
     ]
 

@@ -13,7 +13,7 @@ from coterie.methods.random_gossip import Random
 from coterie.net import doctor, fleet, identity, local, nodefile
 from coterie.net.doctor import examine
 from coterie.net.head import Head
-from coterie.net.node import Node, Patience, Plan
+from coterie.net.node import Node, Patience, RunSpec
 from coterie.net.transport import Hub, InProcess
 from coterie.studies import config
 from coterie.testing import tiny_federation, tiny_settings
@@ -89,7 +89,7 @@ def test_a_key_that_others_can_read_and_a_roster_that_was_changed_are_found(tmp_
 def three(tmp_path):
     """n0, who asks; n1, who is there; n2, who is not."""
     who, keys = local.members([[0], [1], [2, 3, 4, 5]], port=23960)
-    plan, hub, nodes = Plan(Random(num_peers=2), tiny_settings(), "linear", "linear"), Hub(), []
+    plan, hub, nodes = RunSpec(Random(num_peers=2), tiny_settings(), "linear", "linear"), Hub(), []
     for number in range(2):
         rows = tiny_federation().host([number])
         place, sign = InProcess(hub, f"n{number}"), local.signer(keys[number])

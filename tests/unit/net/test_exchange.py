@@ -70,7 +70,7 @@ def test_a_peer_that_is_gone_is_masked_with_its_reason(network):
 
 
 def test_a_peer_that_does_not_come_to_the_round_in_time_is_masked(network):
-    """Its desk holds the question for 0.8 of the deadline and then says that it is not ready."""
+    """Its outbox holds the question for 0.8 of the deadline and then says that it is not ready."""
     _, (a, b), events = network(2, deadline=0.1)
     begin(a)
     publish(b)
@@ -199,7 +199,7 @@ def test_a_restarted_one_that_had_stopped_stands_again(network):
     kept = b.snapshot()
     c.ids, c.name = b.ids, b.name  # another process with the same client
     c.restore(kept)
-    assert set(c.post.transport.desk._standing) == {(0, 1, "model")}
+    assert set(c.post.transport.outbox._standing) == {(0, 1, "model")}
 
 
 def double(shared, whole):

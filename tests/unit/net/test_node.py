@@ -17,7 +17,7 @@ from coterie.methods import METHODS
 from coterie.net import local
 from coterie.net.head import study_hash
 from coterie.net.log import Log, exposition
-from coterie.net.node import Node, Patience, Plan
+from coterie.net.node import Node, Patience, RunSpec
 from coterie.net.post import Terms
 from coterie.net.replay import replay
 from coterie.net.transport import Hub, InProcess
@@ -37,7 +37,7 @@ def wide() -> nn.Module:
 class Network:
     """Six nodes with one client each, inside one program."""
 
-    def __init__(self, folder: Path, plan: Plan, **roster) -> None:
+    def __init__(self, folder: Path, plan: RunSpec, **roster) -> None:
         self.folder, self.plan, self.hub = folder, plan, Hub()
         server = "n0" if plan.method.server else ""
         who, self.keys = local.members([[i] for i in range(6)], server=server)
@@ -47,7 +47,7 @@ class Network:
         self.nodes: dict[int, Node] = {}
         self.logs: dict[int, io.StringIO] = {}
 
-    def node(self, number: int, plan: Plan | None = None, start: float = 20.0) -> Node:
+    def node(self, number: int, plan: RunSpec | None = None, start: float = 20.0) -> Node:
         """Start (or restart) a node."""
         name = f"n{number}"
         self.logs[number] = io.StringIO()
@@ -86,7 +86,7 @@ def networks(tmp_path) -> Iterator:
     made = []
 
     def make(kind: str, **settings) -> Network:
-        plan = Plan(METHODS[kind](), tiny_settings(**settings), "linear", "linear", seed=3)
+        plan = RunSpec(METHODS[kind](), tiny_settings(**settings), "linear", "linear", seed=3)
         made.append(Network(tmp_path, plan))
         return made[-1]
 
@@ -291,7 +291,7 @@ def test_the_log_is_one_json_object_a_line_from_a_level_on():
 def test_counted_bytes_are_within_half_a_percent_of_the_ledgers_prediction(tmp_path, kind):
     """Six nodes with a model of a few thousand numbers, two rounds: what they count on the wire, envelopes included."""
     options = {"num_peers": 2, "num_candidates": 3} if kind == "panm-grad" else {}
-    plan = Plan(METHODS[kind](**options), tiny_settings(rounds=2), wide, "wide", seed=3)
+    plan = RunSpec(METHODS[kind](**options), tiny_settings(rounds=2), wide, "wide", seed=3)
     network = Network(tmp_path, plan)
     try:
         network.run()

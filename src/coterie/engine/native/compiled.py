@@ -10,7 +10,7 @@ from torch import Tensor
 from coterie.engine._base import Engine, Objective, cross_entropy, squared_error
 from coterie.engine._loop import LoopEngine
 from coterie.engine._vmap import VmapEngine
-from coterie.engine._work import Pairs, Samples, Training
+from coterie.engine._work import Pairs, RawSamples, Training
 from coterie.engine.native.library import NativeProgram
 from coterie.engine.native.stack import NotAStackError
 from coterie.engine.optim import LocalTraining
@@ -61,7 +61,7 @@ class CompiledEngine(VmapEngine):
         places = torch.arange(len(x))[None, None]
         keys = (torch.ones(1, dtype=torch.int64), layout.keys) if layout.keys else None
         work = Training(
-            Samples(x, y, classes, layout.dtype), places, torch.tensor([[len(x)]]),
+            RawSamples(x, y, classes, layout.dtype), places, torch.tensor([[len(x)]]),
             LocalTraining(optimizer="sgd", lr=1.0), inputs=self._unequal(), keys=keys,
         )  # fmt: skip
         results = []

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie.engine._work import Pairs, Samples, Training
+from coterie.engine._work import Pairs, RawSamples, Training
 from coterie.engine.native import compiler, program, stack
 from coterie.engine.noise import Noise
 from coterie.models.layout import Layout
@@ -67,7 +67,7 @@ class _Measuring(ctypes.Structure):
 
 @dataclass(frozen=True)
 class _Kept:
-    """Samples in the form the program reads, with the tensors that own the memory."""
+    """RawSamples in the form the program reads, with the tensors that own the memory."""
 
     store: _Store
     owners: tuple[Tensor | None, ...]
@@ -122,21 +122,23 @@ class NativeProgram:
         for name in ("train", "measure"):
             function = getattr(self._library, name)
             function.argtypes, function.restype = (_POINTER, _LONG, _LONG), None
-        self._kept: weakref.WeakKeyDictionary[Samples, _Kept] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[RawSamples, _Kept] = weakref.WeakKeyDictionary()
 
-    def _store(self, samples: Samples) -> _Store:
+    def _store(self, samples: RawSamples) -> _Store:
         kept = self._kept.get(samples)
         if kept is None:
             kept = self._kept[samples] = self._keep(samples)
         return kept.store
 
-    def _keep(self, samples: Samples) -> _Kept:
+    def _keep(self, samples: RawSamples) -> _Kept:
         dtype = self.layout.dtype
         values = None
         if samples.x.dtype == torch.uint8:
             x, channels = samples.x.contiguous(), samples.features[0]
             every = torch.arange(256, dtype=torch.uint8).reshape(256, *(1 for _ in samples.features))
-            levels = Samples(every.expand(256, channels, *every.shape[2:]), every, 0, dtype, samples.mean, samples.std)
+            levels = RawSamples(
+                every.expand(256, channels, *every.shape[2:]), every, 0, dtype, samples.mean, samples.std
+            )
             values = levels.inputs(torch.arange(256)).reshape(256, channels).T.contiguous()
         else:
             x = samples.x.to(dtype).contiguous()

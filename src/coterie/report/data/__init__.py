@@ -25,8 +25,8 @@ from coterie.results.summary import (
     by_label,
     cluster_names,
     gains_of,
+    json_ready,
     main_metric,
-    plain,
     summary_of,
 )
 
@@ -52,7 +52,7 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
     groups = by_label(runs)
     alike = {label: [run for run in group if run.clients.equals(truth)] for label, group in groups.items()}
     path, config = folder / FEDERATION, folder / CONFIG
-    return plain(
+    return json_ready(
         {
             "study": runs[0].study,
             "metric": metric,

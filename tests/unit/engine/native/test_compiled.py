@@ -15,7 +15,7 @@ from coterie.engine import _choice
 from coterie.engine._augment import CropFlip
 from coterie.engine._base import cross_entropy, squared_error
 from coterie.engine._loop import LoopEngine
-from coterie.engine._work import Pairs, Samples, Training
+from coterie.engine._work import Pairs, RawSamples, Training
 from coterie.engine.native import compiler
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.stack import (
@@ -55,7 +55,7 @@ def samples(features, classes, dtype, number=40, uint8=False):
     if classes:
         y = torch.randint(0, classes, (number,), generator=stream)
     mean = tuple(0.1 * c + 0.3 for c in range(features[0])) if uint8 else ()
-    return Samples(x, y, classes, dtype, mean, tuple(m / 2 for m in mean))
+    return RawSamples(x, y, classes, dtype, mean, tuple(m / 2 for m in mean))
 
 
 def training(layout, data, local, clients=3, steps=4, prox=0.0):

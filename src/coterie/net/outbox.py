@@ -1,4 +1,4 @@
-"""The desk: what a node has published, and who is waiting for what it has not published yet.
+"""The outbox: what a node has published, and who is waiting for what it has not published yet.
 
 It answers from memory, holds questions about a round that is still to come, and is bounded everywhere: the last few
 rounds are kept, each asker has few questions open, and old ones are answered that nothing will come. It knows nothing
@@ -46,7 +46,7 @@ class _Waiting:
     answer: Answer
 
 
-class Desk:
+class Outbox:
     """A node's published messages and open questions.
 
     Args:
@@ -63,7 +63,7 @@ class Desk:
         self._newest = -2
         self._closed = False
         self._change = threading.Condition()
-        self._sweeper = threading.Thread(target=self._sweep, name="coterie-desk", daemon=True)
+        self._sweeper = threading.Thread(target=self._sweep, name="coterie-outbox", daemon=True)
         self._sweeper.start()
 
     def publish(self, address: Address, what: Parcel | Missing, *, to: str = "") -> None:
@@ -81,7 +81,7 @@ class Desk:
             if address.round > self._newest:
                 self._newest = address.round
                 self._forget()
-            answers = self._settle()
+            answers = self._due()
         _give(answers)
 
     def stand(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
@@ -93,7 +93,7 @@ class Desk:
         """
         with self._change:
             self._standing[address.exchange, address.client, address.kind] = (address.round, seal)
-            answers = self._settle()
+            answers = self._due()
         _give(answers)
 
     def ask(self, asker: str, address: Address, wait: float, answer: Answer) -> None:
@@ -115,7 +115,7 @@ class Desk:
                 answers.append((answer, self._missing("busy")))
             else:
                 self._waiting[asker, address] = waiting
-                answers += self._settle()
+                answers += self._due()
                 self._change.notify_all()
         _give(answers)
 
@@ -173,7 +173,7 @@ class Desk:
             return self._missing("gone")
         return self._missing("not_ready") if waiting.until <= self._clock() else None
 
-    def _settle(self) -> list[tuple[Answer, Parcel | Missing]]:
+    def _due(self) -> list[tuple[Answer, Parcel | Missing]]:
         """Take the questions that have an answer by now."""
         out: list[tuple[Answer, Parcel | Missing]] = []
         for key, waiting in list(self._waiting.items()):
@@ -192,7 +192,7 @@ class Desk:
                     return
                 first = min((w.until for w in self._waiting.values()), default=None)
                 self._change.wait(None if first is None else max(0.0, first - self._clock()))
-                answers = self._settle()
+                answers = self._due()
             _give(answers)
 
 

@@ -1,0 +1,135 @@
+"""The outbox: what is answered, when, and what is forgotten. Its clock is turned by hand."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from coterie.errors import TransportError
+from coterie.net.outbox import Missing, Outbox
+from coterie.net.wire import Address, Parcel
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def outbox(clock) -> Iterator[Outbox]:
+    outbox = Outbox(per_asker=3, clock=clock)
+    yield outbox
+    outbox.close()
+
+
+def parcel(text: str) -> Parcel:
+    return Parcel(text.encode(), bytes(64), b"payload")
+
+
+def at(round: int, client: int = 0, exchange: int = 0) -> Address:
+    return Address(round, exchange, client)
+
+
+def ask(outbox, asker, address, wait=60.0) -> list:
+    answers: list = []
+    outbox.ask(asker, address, wait, answers.append)
+    return answers
+
+
+def test_a_question_waits_for_its_message(outbox):
+    answers = ask(outbox, "b", at(0))
+    assert answers == []
+    outbox.publish(at(0), parcel("m"))
+    assert answers == [parcel("m")]
+    assert ask(outbox, "c", at(0)) == [parcel("m")]
+
+
+def test_the_last_eight_rounds_are_kept_and_older_ones_are_gone(outbox):
+    for round in range(10):
+        outbox.publish(at(round), parcel(str(round)))
+    assert ask(outbox, "b", at(2)) == [parcel("2")]
+    assert ask(outbox, "b", at(1)) == [Missing("gone", 9)]
+    assert outbox.load == (8, 0)
+
+
+def test_of_large_messages_fewer_rounds_are_kept_but_two_at_least(outbox, monkeypatch):
+    """With room for 150 bytes: messages of 84 bytes leave room for one, so that two are kept all the same."""
+    monkeypatch.setattr("coterie.net.outbox.KEEP_BYTES", 150)
+    for round in range(4):
+        outbox.publish(at(round), parcel(str(round)))
+    assert outbox.load == (2, 0)
+
+
+def test_a_round_that_was_skipped_is_gone_for_those_who_waited(outbox):
+    """A node that jumps from round 1 to round 5 will never publish round 3."""
+    outbox.publish(at(1), parcel("1"))
+    waiting = ask(outbox, "b", at(3))
+    outbox.publish(at(5), parcel("5"))
+    assert waiting == [Missing("gone", 5)]
+    assert ask(outbox, "c", at(1)) == [parcel("1")]
+
+
+def test_what_is_not_ready_in_time_is_said_to_be_so(outbox, clock):
+    answers = ask(outbox, "b", at(0), wait=5.0)
+    clock.now = 6.0
+    ask(outbox, "c", at(0))
+    assert answers == [Missing("not_ready", -2)]
+
+
+def test_a_message_for_one_reader_is_for_nobody_else(outbox):
+    outbox.publish(at(0), parcel("for b"), to="b")
+    assert ask(outbox, "c", at(0)) == [Missing("forbidden", 0)]
+    assert ask(outbox, "b", at(0)) == [parcel("for b")]
+
+
+def test_what_is_withheld_is_answered_at_once(outbox):
+    outbox.publish(at(0), Missing("withheld"))
+    assert ask(outbox, "b", at(0)) == [Missing("withheld", 0)]
+
+
+def test_a_member_may_have_few_questions_open_and_messages_being_sent(outbox):
+    """Three at most: two waiting and one being sent leave no room, until the sending ends."""
+    outbox.publish(at(0), parcel("m"))
+    assert ask(outbox, "b", at(0)) == [parcel("m")]
+    ask(outbox, "b", at(1))
+    ask(outbox, "b", at(2))
+    assert ask(outbox, "b", at(0)) == [Missing("busy", 0)]
+    assert ask(outbox, "c", at(0)) == [parcel("m")]
+    outbox.sent("b")
+    assert ask(outbox, "b", at(0)) == [parcel("m")]
+
+
+def test_asking_again_replaces_the_question(outbox):
+    first = ask(outbox, "b", at(0))
+    second = ask(outbox, "b", at(0))
+    outbox.publish(at(0), parcel("m"))
+    assert (first, second) == ([Missing("busy", -2)], [parcel("m")])
+
+
+def test_a_thousand_questions_leave_few_open(outbox):
+    for round in range(1000):
+        ask(outbox, "b", at(round + 10))
+    assert outbox.load == (0, 3)
+
+
+def test_one_that_stopped_answers_for_every_later_round(outbox):
+    outbox.stand(at(4), lambda address: parcel(f"round {address.round}"))
+    assert ask(outbox, "b", at(4)) == [parcel("round 4")]
+    outbox.sent("b")
+    assert ask(outbox, "b", at(900)) == [parcel("round 900")]
+
+
+def test_closing_answers_everybody(clock):
+    outbox = Outbox(clock=clock)
+    answers = ask(outbox, "b", at(0))
+    outbox.close()
+    assert answers == [Missing("closing", -2)]
+    assert ask(outbox, "b", at(0)) == [Missing("closing", -2)]
+    with pytest.raises(TransportError, match="closed"):
+        outbox.publish(at(0), parcel("m"))
