@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from _pages import REFERENCE, write
 
 from coterie.cli import _catalog
 from coterie.cli.app import app
@@ -22,7 +23,6 @@ from coterie.net.nodefile import DataSource, NetworkSettings, NodeFile
 from coterie.simulation.settings import Settings
 from coterie.studies import config
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs/reference"
 MADE = "<!-- made by scripts/reference.py; do not edit -->\n"
 
 EXTENDS = """## extends
@@ -182,8 +182,8 @@ def node_file() -> str:
     return "\n".join([*lines, "## [data]", "", *rows(DataSource), "", "## [network]", "", *rows(NetworkSettings)])
 
 
-def pages() -> dict[str, str]:
-    """Return the text of every generated page, by its name."""
+def pages() -> dict[Path, str]:
+    """Return the text of every generated page."""
     made = {
         "methods.md": methods(),
         "studies.md": studies(),
@@ -191,20 +191,8 @@ def pages() -> dict[str, str]:
         "commands.md": commands(),
         "node-files.md": node_file(),
     }
-    return {name: MADE + text.rstrip() + "\n" for name, text in made.items()}
-
-
-def main() -> int:
-    """Write the pages; with --check, return 1 when one is not up to date."""
-    stale = 0
-    for name, text in pages().items():
-        path = FOLDER / name
-        if "--check" in sys.argv:
-            stale |= not path.exists() or path.read_text(encoding="utf-8") != text
-        else:
-            path.write_text(text, encoding="utf-8")
-    return int(stale)
+    return {REFERENCE / name: MADE + text.rstrip() + "\n" for name, text in made.items()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write(pages()))
