@@ -159,7 +159,10 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method, in deta
 
 
 @app.command()
-def studies(name: Annotated[str | None, typer.Argument(help="Print one study's file.")] = None) -> None:
+def studies(
+    name: Annotated[str | None, typer.Argument(help="Print one study's file.")] = None,
+    resolved: Annotated[bool, typer.Option("--resolved", help="With all it extends and every default.")] = False,
+) -> None:
     """List the built-in studies; with a name, print that study's file, to copy and change.
 
     [bold]Example[/bold]
@@ -168,14 +171,15 @@ def studies(name: Annotated[str | None, typer.Argument(help="Print one study's f
     """
     from coterie.studies import config
 
-    found = config.builtin()
     if name is not None:
+        found = config.builtin(bases=not resolved)
         if name not in found:
             raise ConfigError(unknown("study", name, found))
-        typer.echo(found[name].read_text(encoding="utf-8"), nl=False)
+        text = config.dumps(config.load(name)) if resolved else found[name].read_text(encoding="utf-8")
+        typer.echo(text, nl=False)
         return
     console = Console()
-    for title in found:
+    for title in config.builtin():
         study = config.load(title)
         size = f"{len(study.methods)} methods x {len(study.seeds)} seeds, {study.settings.rounds} rounds"
         console.print(f"[bold]{title}[/bold]  [dim]{size}[/dim]", highlight=False)

@@ -32,7 +32,7 @@ def load(source: str | Path = DEFAULT_STUDY, overrides: Iterable[str] = ()) -> S
     """Read a study.
 
     Args:
-        source: path of a TOML file, or the name of a built-in study.
+        source: path of a TOML file, or the name of a built-in study. What it `extends` is read first.
         overrides: assignments such as "methods.dac.tau=30"; they win over the file.
 
     Raises:
@@ -42,8 +42,8 @@ def load(source: str | Path = DEFAULT_STUDY, overrides: Iterable[str] = ()) -> S
         >>> load("rotated-digits", ["rounds=3"]).settings.rounds
         3
     """
-    text, name = _read(str(source))
-    return loads(text, str(source), overrides, name=name)
+    name, file = _find(str(source), builtin())
+    return parse({"name": name, **_read(file)}, overrides)
 
 
 def loads(text: str, where: str = "the study", overrides: Iterable[str] = (), *, name: str = "study") -> StudyConfig:
@@ -55,11 +55,7 @@ def loads(text: str, where: str = "the study", overrides: Iterable[str] = (), *,
         overrides: assignments.
         name: of the study, when the text has none.
     """
-    try:
-        content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where} is not valid TOML: {error}") from error
-    return parse({"name": name, **content}, overrides)
+    return parse({"name": name, **_whole(text, where)}, overrides)
 
 
 def parse(content: Mapping[str, Any], overrides: Iterable[str] = ()) -> StudyConfig:
@@ -139,37 +135,133 @@ def difference(found: StudyConfig, wanted: StudyConfig) -> str:
     return ""
 
 
-def builtin() -> dict[str, Traversable]:
-    """Return the built-in studies by name."""
+def builtin(*, bases: bool = False) -> dict[str, Traversable]:
+    """Return the built-in studies by name; with `bases` also `_NAME` files, which are only there to be extended."""
 
     def walk(folder: Traversable, prefix: str) -> dict[str, Traversable]:
         found: dict[str, Traversable] = {}
         for item in folder.iterdir():
             if item.is_dir():
                 found |= walk(item, f"{prefix}{item.name}/")
-            elif item.name.endswith(".toml"):
+            elif item.name.endswith(".toml") and (bases or not item.name.startswith("_")):
                 found[prefix + item.name.removesuffix(".toml")] = item
         return found
 
     return dict(sorted(walk(resources.files("coterie.studies") / "builtin", "").items()))
 
 
-def _read(source: str) -> tuple[str, str]:
-    """The text of a study and its name."""
-    studies = builtin()
-    if source in studies:
-        return studies[source].read_text(encoding="utf-8"), source
-    path = Path(source)
+def _find(source: str, named: Mapping[str, Traversable], folder: Path = Path()) -> tuple[str, Traversable]:
+    """The name and the file of a study: one that has a name, or one at a path from a folder."""
+    if source in named:
+        return source, named[source]
+    path = folder / source
     if path.is_dir():
-        raise ConfigError(f"{source} is a folder; expected a study file or a name (`coterie studies` lists them)")
+        raise ConfigError(f"{path} is a folder; expected a study file or a name (`coterie studies` lists them)")
     if not path.exists():
         if path.suffix == ".toml":
-            raise ConfigError(f"there is no study file {source}; `coterie studies` lists those that have a name")
-        raise ConfigError(unknown("study", source, studies))
+            raise ConfigError(f"there is no study file {path}; `coterie studies` lists those that have a name")
+        raise ConfigError(unknown("study", source, named))
+    return path.stem, path
+
+
+def _read(file: Traversable, readers: Sequence[Path] = ()) -> dict[str, Any]:
+    """The table of a study file with all that it extends.
+
+    Args:
+        file: where it is.
+        readers: the files that extend it, the nearest last.
+    """
+    here = Path(str(file)).resolve()
+    if here in readers:
+        circle = " extends ".join(path.name for path in (*readers[readers.index(here) :], here))
+        raise ConfigError(f"{file} extends itself: {circle}")
     try:
-        return path.read_text(encoding="utf-8"), path.stem
+        text = file.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"cannot read {source}: {error}") from error
+        raise ConfigError(f"cannot read {file}: {error}") from error
+    return _whole(text, str(file), Path(str(file)).parent, (*readers, here))
+
+
+def _whole(text: str, where: str, folder: Path = Path(), readers: Sequence[Path] = ()) -> dict[str, Any]:
+    """The table of a study file's text with all that it extends; see `_read`."""
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where} is not valid TOML: {error}") from error
+    if "extends" not in content:
+        return content
+    source = content.pop("extends")
+    try:
+        require(isinstance(source, str), "extends", source, "the name of a study or the path of a file, as text")
+        base = _read(_find(source, builtin(bases=True), folder)[1], readers)
+        base.pop("name", None)
+        _extend(base, content)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return base
+
+
+def _extend(base: dict[str, Any], own: dict[str, Any]) -> None:
+    """Change the table of a study, in place, as a file says that extends it.
+
+    First what it unsets goes. Then tables merge key by key, and any other value replaces. `methods.NAME.key` changes
+    methods as `--set` does; a [[methods]] entry changes the method of its label, or is added when there is none.
+    Last, `use_methods` says which run, in which order.
+    """
+    unset, used, methods = own.pop("unset", []), own.pop("use_methods", None), own.pop("methods", {})
+    for name, value in (("unset", unset), ("use_methods", used or [])):
+        require(isinstance(value, list) and all(isinstance(v, str) for v in value), name, value, "a list of names")
+    for path in unset:
+        _unset(base, keys(path), path)
+    _merge(base, own, "")
+    merged = base.setdefault("methods", [])
+    _require_methods(merged)
+    if isinstance(methods, Mapping):
+        _merge_methods(merged, methods)
+    else:
+        _require_methods(methods)
+        there = {_label(entry).lower(): entry for entry in merged}
+        for entry in methods:
+            label = _label(entry)
+            if label.lower() in there:
+                changed = {key: value for key, value in entry.items() if key != "label"}
+                _merge(there[label.lower()], changed, f"methods.{label}")
+            elif "kind" in entry:
+                merged.append(entry)
+            else:
+                raise ConfigError(f"{unknown('method', label, map(_label, merged))}; a new one needs a kind")
+    if used is not None:
+        base["methods"] = [entry for name in used for entry in _named(merged, name)]
+
+
+def _unset(content: dict[str, Any], parts: Sequence[str], path: str) -> None:
+    """Take out what is at a path; `methods.NAME` reaches a method, or all of a kind, as `--set` does."""
+    first, *rest = parts
+    if first not in content:
+        raise ConfigError(f"unset {path}: {unknown('key', first, content)}")
+    inner = content[first]
+    if not rest:
+        del content[first]
+    elif first == "methods":
+        _require_methods(inner)
+        found, key = _named(inner, rest[0]), rest[1:]
+        if not key:
+            content["methods"] = [entry for entry in inner if entry not in found]
+        else:
+            for entry in [entry for entry in found if key[0] in entry] or found[:1]:
+                _unset(entry, key, path)
+    else:
+        require(isinstance(inner, dict), f"unset {path}: {first}", inner, "a table")
+        _unset(inner, rest, path)
+
+
+def _require_methods(value: object) -> None:
+    fits = isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value)
+    require(fits, "methods", value, "[[methods]] tables, each with a kind")
+
+
+def _label(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("label", entry.get("kind")))
 
 
 @dataclass(frozen=True)
@@ -368,7 +460,7 @@ def _merge_methods(methods: Sequence[dict[str, Any]], changes: Mapping[str, Any]
 
 def _named(methods: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     """The methods of a label, or else those of a kind."""
-    labels = [str(entry.get("label", entry.get("kind"))) for entry in methods]
+    labels = [_label(entry) for entry in methods]
     kinds = [str(entry.get("kind")) for entry in methods]
     for names in (labels, kinds):
         found = [entry for entry, own in zip(methods, names, strict=True) if own.lower() == name.lower()]
