@@ -46,6 +46,10 @@ def load(source: str | Path = DEFAULT_STUDY, overrides: Iterable[str] = ()) -> S
     return loads(text, str(source), overrides, name=name)
 
 
+load_study = load
+"""`load` as it is called among the public names."""
+
+
 def loads(text: str, where: str = "the study", overrides: Iterable[str] = (), *, name: str = "study") -> StudyConfig:
     """Read a study from the text of a study file; see `load`.
 
