@@ -16,11 +16,10 @@ def _exported(file: Path) -> dict[str, str]:
     """Return the module of each name that a file imports for others, by the rule of type checkers: `A as A`, or `*`."""
     found: dict[str, str] = {}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        for alias in node.names if isinstance(node, ast.ImportFrom) and node.module else ():
-            if alias.name == "*":
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.names[0].name == "*":
                 found |= _exported(Path(__file__).parent.joinpath(*node.module.split(".")[1:], "__init__.py"))
-            elif alias.asname == alias.name:
-                found[alias.name] = node.module
+            found |= {alias.name: node.module for alias in node.names if alias.asname == alias.name}
     return found
 
 
