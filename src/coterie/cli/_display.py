@@ -18,7 +18,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from coterie.methods import METHODS
 from coterie.results.summary import HIGHER_IS_BETTER
 from coterie.simulation import checkpoint
 from coterie.simulation.run import Observer
@@ -221,7 +220,7 @@ def rounds(study: Study, console: Console) -> None:
         study: the study.
         console: where to write.
     """
-    if not any(METHODS[entry.kind].server for entry in study.config.methods if entry.kind in METHODS):
+    if not study.server:
         return
     further(study.summary["rows"], console)
     for row in study.summary.get("undefined", ()):

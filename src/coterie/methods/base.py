@@ -137,16 +137,18 @@ class Method(ABC):
         server: whether it needs a server.
         order: which comes first in a round when the run does not say.
         tracks: how many models each client trains in a round.
+        timed_against: the kind of method against whose best accuracy its speed is told.
     """
 
     kind: ClassVar[str]
-    summary: ClassVar[str]
+    summary: ClassVar[str] = ""
     references: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[frozenset[str]] = frozenset()
     exchanges: ClassVar[int] = 1
     server: ClassVar[bool] = False
     order: ClassVar[Order] = "exchange_first"
     tracks: ClassVar[int] = 1
+    timed_against: ClassVar[str] = "fedavg"
 
     @abstractmethod
     def init(self, task: Task, rng: Rng) -> State:

@@ -346,6 +346,7 @@ class SosicFlPlus(SimplexMethod):
 
     kind: ClassVar[str] = "sosicfl-plus"
     tracks: ClassVar[int] = 2
+    timed_against: ClassVar[str] = "ditto"
     summary: ClassVar[str] = "SosicFL with a personal simplex for each client, near the global one"
     references: ClassVar[tuple[str, ...]] = REFERENCES
     lam: float = 1.0

@@ -160,7 +160,7 @@ def read(folder: str | Path) -> Result:
     content = json.loads(stored.read_text("utf-8")) if stored.is_file() else summary.summarize(path)
     if not content["rows"]:
         raise DataError(f"{folder} has no finished run; `coterie resume {folder}` goes on with it")
-    study = config.loads((path / summary.CONFIG).read_text("utf-8"), str(path / summary.CONFIG))
+    study = config.loads((path / summary.CONFIG).read_text("utf-8"), str(path / summary.CONFIG), to_run=False)
     return Result(path, study, content["rows"])
 
 

@@ -23,6 +23,8 @@ from scipy import stats
 from coterie._util.files import write_atomically
 from coterie.errors import DataError
 from coterie.functional import metrics
+from coterie.methods import METHODS
+from coterie.methods.base import Method
 from coterie.simulation.record import EDGE_COLUMNS, METRIC_COLUMNS
 
 CONFIG, METRICS, EDGES, PROVENANCE = "config.toml", "metrics.parquet", "edges.parquet", "provenance.json"
@@ -399,9 +401,12 @@ def write_summary(study: str | Path) -> Path:
     return path
 
 
-BASES = {"sosicfl-plus": "ditto"}
-"""The kind of method whose best accuracy others are timed against; FedAvg where a kind is not named."""
 TIMED = ("accuracy", "global_accuracy")
+
+
+def declared(run: "StoredRun", name: str) -> Any:
+    """Return what the class of a run's method declares, as the run noted it: `server` or `timed_against`."""
+    return run.provenance.get(name, getattr(METHODS.get(run.kind, Method), name))
 
 
 def client_rounds(table: pd.DataFrame) -> int:
@@ -434,7 +439,8 @@ def participation(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
 def time_to_accuracy(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     r"""Return how much sooner each method reaches the largest accuracy of a baseline than the baseline did.
 
-    The baseline of SosicFL+ is Ditto, that of all others FedAvg; both need evaluations over the rounds (`eval_every`).
+    The baseline is what the method declares (`Method.timed_against`): Ditto for SosicFL+, FedAvg for most others. Both
+    need evaluations over the rounds (`eval_every`).
 
     Args:
         runs: finished runs of one study.
@@ -448,7 +454,7 @@ def time_to_accuracy(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     bases: dict[tuple[str, int], StoredRun] = {(run.kind, run.seed): run for run in runs}
     found: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {}
     for run in runs:
-        base = bases.get((BASES.get(run.kind, "fedavg"), run.seed))
+        base = bases.get((declared(run, "timed_against"), run.seed))
         for metric in TIMED if base is not None and base.label != run.label else ():
             own, theirs = curve(run.metrics, metric), curve(base.metrics, metric)  # type: ignore[union-attr]
             if own[0] and theirs[0]:

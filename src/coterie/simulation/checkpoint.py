@@ -168,6 +168,8 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "round": loop.next_round,
         "config_hash": run,
         "method": {"kind": loop.method.kind, **{k: str(v) for k, v in dataclasses.asdict(loop.method).items()}},
+        "server": loop.method.server,
+        "timed_against": loop.method.timed_against,
         "engine": {
             "name": loop.task.engine.name,
             "block": loop.task.block,

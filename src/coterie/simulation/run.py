@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -12,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coterie._util import pages
+from coterie._util.facts import Told
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
@@ -44,8 +46,8 @@ class Progress:
 Observer = Callable[[Progress], None]
 
 
-@dataclass(frozen=True)
-class Run:
+@dataclass(frozen=True, repr=False)
+class Run(Told):
     """The result of a run.
 
     Attributes:
@@ -54,6 +56,7 @@ class Run:
         timing: wall_s, train_s and train_samples.
         params: the model of each client that was evaluated.
         diverged: ids of the clients whose model became NaN or infinite.
+        folder: where its files are; None when nothing was written.
     """
 
     label: str
@@ -65,6 +68,27 @@ class Run:
     timing: dict[str, float]
     params: Float[Tensor, "clients params"]
     diverged: tuple[int, ...]
+    folder: Path | None = None
+
+    def facts(self) -> tuple[str, dict[str, Any]]:
+        """Return a title, and what the run came to in a few words; `print` and notebooks show it."""
+        table = self.metrics
+        last = int(table["round"].to_numpy().max())
+        tests = table.loc[((table["split"] == "test") & (table["round"] == last)).to_numpy()]
+        best = tests.loc[(tests["model"] == "best").to_numpy()]
+        final = {
+            f"test {metric}": f"{rows['value'].mean():.4g} ± {rows['value'].std(ddof=0):.2g} (mean ± std over clients)"
+            for metric, rows in (tests if best.empty else best).groupby("metric", sort=False, observed=True)
+        }
+        lost = f"{len(self.diverged)} of {len(self.params)} clients" if self.diverged else "no client"
+        return f"Run of {self.label!r} with seed {self.seed}", {
+            "method": self.method,
+            "clients": len(self.params),
+            "rounds": last + 1,
+            **final,
+            "diverged": lost,
+            "folder": self.folder or "none: nothing was written",
+        }
 
 
 def simulate(
@@ -132,8 +156,9 @@ def simulate(
     metrics = loop.record.metrics
     lost = set(metrics.loc[metrics["metric"] == "diverged", "client"].tolist())
     return Run(
-        label or method.kind, seed, method, settings, metrics, loop.record.edges, timing, params, tuple(sorted(lost))
-    )
+        label or method.kind, seed, method, settings, metrics, loop.record.edges, timing, params, tuple(sorted(lost)),
+        folder,
+    )  # fmt: skip
 
 
 def reopen(

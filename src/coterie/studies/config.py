@@ -20,7 +20,7 @@ from coterie._util import tables
 from coterie.data.build import DataConfig
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, require, unknown
-from coterie.methods import METHODS
+from coterie.methods import METHODS, registry
 from coterie.simulation.settings import Settings
 from coterie.studies.definition import NAME, MethodConfig, ModelConfig, StudyConfig
 
@@ -46,7 +46,13 @@ def load(source: str | Path = DEFAULT_STUDY, overrides: Iterable[str] = ()) -> S
     return parse({"name": name, **_read(file)}, overrides)
 
 
-def loads(text: str, where: str = "the study", overrides: Iterable[str] = (), *, name: str = "study") -> StudyConfig:
+load_study = load
+"""`load` as it is called among the public names."""
+
+
+def loads(
+    text: str, where: str = "the study", overrides: Iterable[str] = (), *, name: str = "study", to_run: bool = True
+) -> StudyConfig:
     """Read a study from the text of a study file; see `load`.
 
     Args:
@@ -54,12 +60,14 @@ def loads(text: str, where: str = "the study", overrides: Iterable[str] = (), *,
         where: what to call it in messages.
         overrides: assignments.
         name: of the study, when the text has none.
+        to_run: whether it shall run. To read its results no module is imported: methods that are not built in are
+            `registry.StoredMethod`.
     """
-    return parse({"name": name, **_whole(text, where)}, overrides)
+    return parse({"name": name, **_whole(text, where)}, overrides, to_run=to_run)
 
 
-def parse(content: Mapping[str, Any], overrides: Iterable[str] = ()) -> StudyConfig:
-    """Check the table of a study file and return the study; see `load`."""
+def parse(content: Mapping[str, Any], overrides: Iterable[str] = (), *, to_run: bool = True) -> StudyConfig:
+    """Check the table of a study file and return the study; see `loads`."""
     content = copy.deepcopy(dict(content))
     for assignment in overrides:
         assign(content, assignment)
@@ -81,7 +89,7 @@ def parse(content: Mapping[str, Any], overrides: Iterable[str] = ()) -> StudyCon
         data=tables.parse(DataConfig, _section(content, "data"), "data"),
         model=tables.parse(ModelConfig, _section(content, "model"), "model"),
         settings=settings,
-        methods=_methods(content.get("methods", []), settings),
+        methods=_methods(content.get("methods", []), settings, to_run),
         **{f.name: getattr(head, f.name) for f in fields(head)},
     )
 
@@ -118,6 +126,7 @@ def identity(study: StudyConfig) -> dict[str, Any]:
         del content["precision"]
     for entry in content["methods"]:
         entry.pop("paper", None)
+        entry.pop("package", None)
     return dict(sorted(_leaves("", content)))
 
 
@@ -261,7 +270,7 @@ def _require_methods(value: object) -> None:
 
 
 def _label(entry: Mapping[str, Any]) -> str:
-    return str(entry.get("label", entry.get("kind")))
+    return str(entry.get("label") or _kind(entry))
 
 
 @dataclass(frozen=True)
@@ -314,10 +323,10 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def _methods(value: object, settings: Settings) -> tuple[MethodConfig, ...]:
+def _methods(value: object, settings: Settings, to_run: bool) -> tuple[MethodConfig, ...]:
     if not isinstance(value, list):
         raise ConfigError(f"methods is {value!r}; expected [[methods]] tables, each with a kind")
-    return tuple(_method(entry, settings, f"methods[{i}]") for i, entry in enumerate(value))
+    return tuple(_method(entry, settings, f"methods[{i}]", to_run) for i, entry in enumerate(value))
 
 
 @dataclass(frozen=True)
@@ -327,12 +336,13 @@ class _Head:
     kind: str
     label: str | None = None
     paper: str | None = None
+    package: str = ""
 
 
 _HEAD = tuple(f.name for f in fields(_Head))
 
 
-def _method(entry: object, settings: Settings, where: str) -> MethodConfig:
+def _method(entry: object, settings: Settings, where: str, to_run: bool) -> MethodConfig:
     """One [[methods]] table: its own fields, any key of [local], and any setting of the study.
 
     Where a method has a field of the same name, its own is meant; `local.NAME` says local training's all the same.
@@ -340,12 +350,10 @@ def _method(entry: object, settings: Settings, where: str) -> MethodConfig:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where} is {entry!r}; expected a table with a kind")
     head = tables.parse(_Head, {key: entry[key] for key in _HEAD if key in entry}, where)
-    if head.kind not in METHODS:
-        raise ConfigError(unknown("method", head.kind, METHODS))
-    label = head.label or head.kind
+    kind = registry.find(head.kind, head.package) if to_run else METHODS.get(head.kind)
+    label = head.label or (kind.kind if kind is not None and ":" in head.kind else head.kind)
     require(bool(NAME.fullmatch(label)), f"{where}: label", label, "letters, digits and ' ._+=,()-'")
-    kind = METHODS[head.kind]
-    own = {f.name for f in fields(kind) if f.init}
+    own = _unknown_keys(entry) if kind is None else {f.name for f in fields(kind) if f.init}
     local = {f.name for f in fields(LocalTraining)} - own
     run = {f.name for f in fields(Settings)} - {"local"} - own
     where = f"methods.{label}"
@@ -359,7 +367,22 @@ def _method(entry: object, settings: Settings, where: str) -> MethodConfig:
     given = {**_every(settings.local), **part(local), **_section(entry, "local")}
     trained = tables.parse(LocalTraining, given, where)
     settings = tables.parse(Settings, {**_every(settings), **part(run), "local": trained}, where)
+    if kind is None:
+        rest = {key: value for key, value in entry.items() if key not in ("kind", "label", "paper")}
+        return MethodConfig(label, registry.StoredMethod(head.kind, rest), settings, head.paper)
     return MethodConfig(label, tables.parse(kind, part(own), where), settings, head.paper)
+
+
+def _unknown_keys(entry: Mapping[str, Any]) -> set[str]:
+    """The keys of a [[methods]] table that may be a method's own: neither [local] nor the study has such a setting."""
+    known = {key: kind for kind in (LocalTraining, Settings) for key in (f.name for f in fields(kind))}
+    own = set(entry) - set(known) - {"local", *_HEAD}
+    for key in set(entry) & set(known) - {"local"}:
+        try:
+            tables.parse(known[key], {key: entry[key]}, key)
+        except ConfigError:
+            own.add(key)
+    return own
 
 
 def _every(value: Any) -> dict[str, Any]:
@@ -368,7 +391,10 @@ def _every(value: Any) -> dict[str, Any]:
 
 def _entry(entry: MethodConfig, study: Settings) -> dict[str, Any]:
     """One [[methods]] table: all its hyperparameters, and where its settings differ from the study's."""
-    own = {f.name for f in fields(entry.method)}
+    method, paper = entry.method, {"paper": entry.paper} if entry.paper else {}
+    if isinstance(method, registry.StoredMethod):
+        return {"kind": entry.kind, "label": entry.label, **paper, **method.settings}
+    own = {f.name for f in fields(method)}
 
     def changed(mine: Any, theirs: Any) -> dict[str, Any]:
         differs = {name: value for name, value in _every(mine).items() if value != getattr(theirs, name)}
@@ -377,8 +403,9 @@ def _entry(entry: MethodConfig, study: Settings) -> dict[str, Any]:
     local, run = changed(entry.settings.local, study.local), changed(entry.settings, study)
     hidden = {name: value for name, value in local.items() if name in own}
     said = {name: value for name, value in {**run, **local}.items() if name not in {"local", *hidden}}
-    head = {"kind": entry.kind, "label": entry.label, **({"paper": entry.paper} if entry.paper else {})}
-    return {**head, **tables.plain(entry.method), **head, **said, **({"local": hidden} if hidden else {})}
+    kind, package = registry.name_of(type(method))
+    head = {"kind": kind, "label": entry.label, **paper, **({"package": package} if package else {})}
+    return {**head, **tables.plain(method), **head, **said, **({"local": hidden} if hidden else {})}
 
 
 def assign(content: dict[str, Any], assignment: str) -> None:
@@ -467,3 +494,9 @@ def _named(methods: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]
         if found:
             return found
     raise ConfigError(unknown("method of this study", name, {*labels, *kinds}))
+
+
+def _kind(entry: Mapping[str, Any]) -> str:
+    """The kind of a method, by which it is called when it has no label: not the import path that leads to its class."""
+    kind = str(entry.get("kind"))
+    return registry.find(kind).kind if ":" in kind else kind

@@ -61,6 +61,13 @@ def test_sosicfl_plus_is_timed_against_ditto():
     assert (found["ditto"]["ratio"], found["ditto"]["reached"], found["ditto"]["tta"]) == (0.0, 0, math.inf)
 
 
+def test_a_method_of_another_package_is_timed_against_what_it_declared_when_it_ran():
+    """Its class is not here: the run's provenance says "ditto"."""
+    mine = run("ring", BASE, timed_against="ditto")
+    rows = summary.time_to_accuracy([run("fedavg", BASE), run("ditto", BASE), mine])
+    assert {row["label"]: row["base"] for row in rows} == {"ring": "ditto", "ditto": "fedavg"}
+
+
 def test_no_ratio_has_a_reason():
     """Who is there in round 0 has no ratio; without evaluations, or without the baseline, there is no row at all."""
     (row,) = summary.time_to_accuracy([run("fedavg", BASE), run("ifca", {0: (0.9, 0.9)})])
@@ -93,7 +100,7 @@ def test_what_the_command_line_shows():
     }  # fmt: skip
 
     def shown(kind: str) -> str:
-        study = Study(Path(), make_study([METHODS[kind]()]), summary, {})
+        study = Study(Path(), make_study([METHODS[kind]()]), summary, {}, METHODS[kind].server)
         out = io.StringIO()
         _display.rounds(study, Console(file=out, width=80))
         return out.getvalue()
