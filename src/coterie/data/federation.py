@@ -29,7 +29,7 @@ _PIECE = 1 << 20  # bytes
 
 def checksum(values: Shaped[Tensor, "..."]) -> bytes:
     """Return a checksum of the bytes of a tensor: 32 bits for each megabyte."""
-    data = memoryview(values.contiguous().flatten().view(torch.uint8).numpy())
+    data = values.contiguous().flatten().view(torch.uint8).numpy().data
     return b"".join(zlib.crc32(data[at : at + _PIECE]).to_bytes(4, "big") for at in range(0, len(data), _PIECE))
 
 

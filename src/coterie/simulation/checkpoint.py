@@ -24,6 +24,7 @@ from coterie._util.files import replacing, write_atomically
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError
+from coterie.functional.metrics import stored
 from coterie.methods.base import Method, State
 
 if TYPE_CHECKING:
@@ -183,6 +184,7 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "threads": torch.get_num_threads(),
         "timing": timing,
         "undefined": loop.undefined,
+        **({"metrics": own} if (own := stored(loop.recorded.values())) else {}),
     }
 
 

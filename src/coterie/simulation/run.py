@@ -2,8 +2,8 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
 from coterie.exchange.base import Exchange
 from coterie.exchange.in_memory import InMemory
+from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS
 from coterie.methods.base import Method
 from coterie.models.layout import ModelSource, source
 from coterie.rng import Rng
@@ -32,7 +33,7 @@ __all__ = ["Observer", "Progress", "Run", "Settings", "simulate"]
 
 @dataclass(frozen=True)
 class Progress:
-    """What an observer hears after each round."""
+    """What an observer hears after each round; `reported` has means over clients of what the method reported."""
 
     label: str
     seed: int
@@ -41,6 +42,7 @@ class Progress:
     loss: float
     accuracy: float
     seconds: float
+    reported: Mapping[str, float] = field(default_factory=dict)
 
 
 Observer = Callable[[Progress], None]
@@ -154,7 +156,7 @@ def simulate(
     if folder is not None:
         checkpoint.finish(folder, loop, identity, timing)
     metrics = loop.record.metrics
-    lost = set(metrics.loc[metrics["metric"] == "diverged", "client"].tolist())
+    lost = set(metrics.loc[metrics["metric"] == DIVERGED.name, "client"].tolist())
     return Run(
         label or method.kind, seed, method, settings, metrics, loop.record.edges, timing, params, tuple(sorted(lost)),
         folder,
@@ -264,7 +266,8 @@ def _progress(loop: Loop, label: str, seed: int, started: float) -> Progress:
         seed=seed,
         round=loop.next_round - 1,
         rounds=loop.settings.rounds,
-        loss=mean("loss"),
-        accuracy=mean("accuracy"),
+        loss=mean(LOSS.name),
+        accuracy=mean(ACCURACY.name),
         seconds=time.perf_counter() - started,
+        reported=dict(loop.reported),
     )

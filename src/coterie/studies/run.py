@@ -24,6 +24,7 @@ from coterie.data.build import build_federation
 from coterie.data.federation import Federation
 from coterie.engine import ENGINES
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require, unknown
+from coterie.functional.metrics import DIVERGED
 from coterie.models.layout import ModelSource
 from coterie.results import summary
 from coterie.simulation import checkpoint
@@ -332,7 +333,7 @@ def _conclude(study: StudyConfig, folder: Path) -> Study:
     runs, _ = summary.find_runs([folder])
     diverged = {}
     for run in runs:
-        lost = run.metrics.loc[(run.metrics["metric"] == "diverged").to_numpy(), "client"].unique()
+        lost = run.metrics.loc[(run.metrics["metric"] == DIVERGED.name).to_numpy(), "client"].unique()
         if len(lost):
             diverged[Job(run.label, run.seed)] = tuple(sorted(int(client) for client in lost))
     return Study(folder, study, content, diverged, any(summary.declared(run, "server") for run in runs))

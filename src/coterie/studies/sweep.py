@@ -156,6 +156,8 @@ def joined(studies: Sequence[Study]) -> dict[str, Any]:
         point = one.config.name.removeprefix(f"{name}/")
         for part in ("rows", "timing"):
             content[part] += [{**row, "label": f"{row['label']}, {point}"} for row in one.summary[part]]
+        if declared := one.summary.get("metrics"):
+            content["metrics"] = {**content.get("metrics", {}), **declared}
     return content
 
 
