@@ -112,7 +112,7 @@ def test_a_run_on_its_way_is_named_and_left_out_of_the_tables(small, write_run, 
 def test_a_study_without_local_says_that_there_is_nothing_to_compare_with(tmp_path, write_run, final_rows):
     """No gain is invented."""
     write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=final_rows([0.2], [0]))
-    assert "nothing to compare training alone with" in page.write_report(tmp_path / "s").read_text()
+    assert "no finished run of Local" in page.write_report(tmp_path / "s").read_text()
 
 
 def test_the_question_is_said_in_words(small, write_run, final_rows):
@@ -150,7 +150,7 @@ def test_a_folder_without_runs_is_refused(tmp_path):
 def test_a_hundred_clients_three_hundred_rounds_four_methods_and_three_seeds_stay_below_five_megabytes(
     population_study, tmp_path
 ):
-    """The size that the page promises, all of it: twelve runs, with curves of every client and who read whom."""
+    """The size that the page promises, all of it: twelve runs, with curves of every client and the models that each used."""
     clusters = [0] * 70 + [1] * 20 + [2] * 5 + [3] * 5
     study = population_study(tmp_path / "hundred", clusters=clusters, rounds=300, seeds=3, reads=5)
     runs, _ = find_runs([study])
