@@ -39,6 +39,7 @@ test-all: setup ## every test; those marked gpu skip where there is none
 	$(PYTEST)
 
 docs: setup ## write the generated pages of docs/reference
+	$(BIN)/python scripts/design.py
 	$(BIN)/python scripts/reference.py
 	$(BIN)/python scripts/reproduction.py
 	$(BIN)/python scripts/performance.py

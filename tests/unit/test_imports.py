@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
+from scripts.design import MODULES, PICTURE, entry, imported, picture
 
 import coterie
 
@@ -20,29 +21,6 @@ ORDER = (
 BESIDE = {("report", "studies")}
 """Entries that import nothing from those before them either."""
 ROOT = Path(coterie.__file__).parent
-MODULES = {
-    ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in sorted(ROOT.rglob("*.py"))
-}
-
-
-def top(module: str) -> str:
-    return module.split(".")[1] if module.startswith("coterie.") else ""
-
-
-def imported(source: str, known: Collection[str] = MODULES) -> set[str]:
-    """The modules of the package that a file imports: in functions and for type checkers too."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            assert not node.level, "imports are absolute"
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in known else node.module for name in names}
-    return {name for name in found if name in known and name != "coterie"}
-
-
 IMPORTS = {name: imported(path.read_text()) for name, path in MODULES.items()}
 
 
@@ -74,28 +52,35 @@ def test_a_circle_is_found():
     assert circles({"a": ["b"], "b": ["c"], "c": [], "a.d": ["a"]}) == []
 
 
+def test_the_picture_of_the_design_is_that_of_the_imports():
+    assert PICTURE.read_text("utf-8") == picture(), "python scripts/design.py draws it"
+
+
 def test_no_two_modules_import_each_other_by_any_way():
     assert circles(IMPORTS) == []
 
 
 def test_the_order_names_what_is_there():
     """No entry is missing and none is named that does not exist."""
-    assert {top(name) for name in MODULES} - {""} == set(ORDER)
+    assert {entry(name) for name in MODULES} - {""} == set(ORDER)
 
 
-@pytest.mark.parametrize("name", sorted(MODULES.keys() - {"coterie"}))
-def test_a_module_imports_only_from_its_own_entry_or_those_below(name):
+def test_a_module_imports_only_from_its_own_entry_or_those_below():
     """What a module needs never needs the module."""
-    own = top(name)
-    others = {top(other) for other in IMPORTS[name]} - {own}
-    assert not {other for other in others if ORDER.index(other) > ORDER.index(own)}
-    assert not {(own, other) for other in others} & BESIDE
+    pairs = {(entry(name), entry(other), name) for name, found in IMPORTS.items() if entry(name) for other in found}
+    upward = {(name, other) for own, other, name in pairs if ORDER.index(other) > ORDER.index(own)}
+    assert not upward
+    assert not {name for own, other, name in pairs if (own, other) in BESIDE}
 
 
-@pytest.mark.parametrize("name", sorted(MODULES.keys() - {"coterie"}))
-def test_a_module_with_an_underscore_is_imported_by_its_own_package_alone(name):
-    foreign = {other for other in IMPORTS[name] if "._" in other and not other.startswith("coterie._util")}
-    assert not {other for other in foreign if not f"{name}.".startswith(f"{other.rpartition('.')[0]}.")}
+def test_a_module_with_an_underscore_is_imported_by_its_own_package_alone():
+    private = {
+        (name, other)
+        for name, found in IMPORTS.items()
+        for other in found
+        if "._" in other.removeprefix("coterie._util") and not f"{name}.".startswith(f"{other.rpartition('.')[0]}.")
+    }
+    assert not private
 
 
 def test_importing_the_package_loads_no_heavy_library():

@@ -6,6 +6,7 @@ array; images stay uint8 and are normalized batch by batch. Test sets are stored
 
 import hashlib
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,13 @@ from coterie.errors import DataError
 
 PADDING, TRAIN, VALIDATION = -1, 0, 1
 SPLITS = {"train": TRAIN, "validation": VALIDATION}
+_PIECE = 1 << 20  # bytes
+
+
+def checksum(values: Shaped[Tensor, "..."]) -> bytes:
+    """Return a checksum of the bytes of a tensor: 32 bits for each megabyte."""
+    data = memoryview(values.contiguous().flatten().view(torch.uint8).numpy())
+    return b"".join(zlib.crc32(data[at : at + _PIECE]).to_bytes(4, "big") for at in range(0, len(data), _PIECE))
 
 
 @dataclass(frozen=True)
@@ -150,17 +158,32 @@ class Federation:
         )
 
     def fingerprint(self) -> str:
-        """Hash which samples every client holds, in which split, and what was done to them."""
-        digest = hashlib.sha256()
-        origin = self.split if self.origin is None else self.origin
-        for part in (self.ids, origin, self.split, self.y, self.test_of):
-            digest.update(str(tuple(part.shape)).encode())
-            digest.update(part.contiguous().numpy().tobytes())
+        """Hash all that results depend on: every client's samples and splits, the test sets, and what was done to them.
+
+        A gigabyte takes about a second.
+        """
+        digest = hashlib.blake2b(digest_size=8)
+        parts = [self.ids, self.split, self.x, self.y, self.test_of]
+        parts += [part for test in self.tests for part in (test.x, test.y)]
+        parts += [] if self.origin is None else [self.origin]
+        for part in parts:
+            digest.update(json.dumps([list(part.shape), str(part.dtype)]).encode())
+            digest.update(checksum(part))
+        noise = None if self.noise is None else self.noise.tolist()
         shift = self.truth.shift if self.truth else ()
-        digest.update(json.dumps([self.name, self.mean, self.std, shift]).encode())
-        if self.noise is not None:
-            digest.update(json.dumps([self.noise.tolist(), [test.noise for test in self.tests]]).encode())
-        return digest.hexdigest()[:16]
+        cluster = self.truth.cluster.tolist() if self.truth else ()
+        more = [
+            self.name,
+            self.mean,
+            self.std,
+            shift,
+            cluster,
+            noise,
+            [test.noise for test in self.tests],
+            self.classes,
+        ]
+        digest.update(json.dumps([*more, self.population]).encode())
+        return digest.hexdigest()
 
     def validate(self) -> "Federation":
         """Check everything a user could get wrong, once, at the door.

@@ -1,9 +1,20 @@
-"""Which engine "auto" takes."""
+"""Which engine runs a module: the one that was asked for, or what "auto" expects to be fastest; tried once."""
+
+import warnings
 
 import torch
 from torch import Tensor, nn
 
+from coterie.engine._base import Engine, Objective
+from coterie.engine._loop import LoopEngine
+from coterie.engine._vmap import VmapEngine
+from coterie.engine.native.compiled import CompiledEngine
+from coterie.engine.native.compiler import CompilerError
+from coterie.engine.native.stack import NotAStackError
+from coterie.errors import ConfigError, ModelError, unknown
 from coterie.models.layout import Layout
+
+ENGINES: dict[str, type[Engine]] = {"loop": LoopEngine, "vmap": VmapEngine, "compiled": CompiledEngine}
 
 _SECONDS = 2.0  # compiling takes two or three seconds, once for a machine and a model
 _SAMPLE, _PRODUCT = 25e-6, 4.5e-10  # seconds of the vmap engine for a sample, and for a product in its forward pass
@@ -68,3 +79,92 @@ def batching_pays(layout: Layout, x: Tensor, batch_size: int | None) -> bool:
         batch_size: samples of a client's step; None for unknown.
     """
     return x.device.type != "cpu" or batch_size is None or batch_size * products(layout, x) <= _BATCH
+
+
+def make(
+    name: str,
+    layout: Layout,
+    objective: Objective,
+    x: Tensor,
+    y: Tensor,
+    expected: float | None = None,
+    *,
+    batch_size: int | None = None,
+    precision: str = "full",
+    cuda_graphs: bool = False,
+) -> Engine:
+    """Return an engine that can run a module, tried on a sample batch.
+
+    Args:
+        name: "auto", or a name of ENGINES.
+        layout: the module's layout.
+        objective: the loss of each sample.
+        x: a small batch of prepared inputs, [samples, *features].
+        y: its targets.
+        expected: how many samples will be trained on in all; "auto" compiles only where that pays. None: a few.
+        batch_size: samples of a client's step; "auto" batches clients only where that is expected to be faster.
+        precision: see `engine.precision.computing`.
+        cuda_graphs: see `VmapEngine`.
+
+    Raises:
+        ConfigError: for an unknown name, or an engine that does not compute at that precision.
+        ModelError: when the module cannot be run on such inputs at all.
+    """
+    if name != "auto" and name not in ENGINES:
+        raise ConfigError(unknown("engine", name, ["auto", *ENGINES]))
+    if name == "compiled" and precision != "full":
+        raise ConfigError(f"engine = 'compiled' computes in full; found precision = {precision!r}: take another engine")
+    loop = LoopEngine(layout, objective, precision)
+    problem = _failure(loop, x, y)
+    if problem is not None:
+        layer, error = problem
+        shape = tuple(x.shape[1:])
+        raise ModelError(f"the module cannot be trained on inputs of shape {shape}: {layer}: {error}") from error
+    if name == "loop":
+        return loop
+    if name == "compiled" or (name == "auto" and precision == "full" and compiling_pays(layout, x, expected)):
+        try:
+            return CompiledEngine(layout, objective, x, y)
+        except (NotAStackError, CompilerError) as error:
+            if name == "compiled" or isinstance(error, CompilerError):
+                warnings.warn(f"the vmap engine is used: the module cannot be compiled: {error}", stacklevel=3)
+    if name == "auto" and not batching_pays(layout, x, batch_size):
+        return loop
+    engine = VmapEngine(layout, objective, precision, cuda_graphs)
+    problem = _failure(engine, x, y)
+    if problem is None:
+        return engine
+    layer, error = problem
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    warnings.warn(f"the loop engine is used: {layer} cannot be run over many clients at once ({first})", stacklevel=3)
+    return loop
+
+
+def _failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception] | None:
+    """Try an engine on two equal clients; return the layer at which it failed and the error."""
+    layout = engine.layout
+    rows = torch.cat([layout.flatten_copy(layout.train_module)[None]] * 2)
+    inputs = layout.zero_inputs(2)
+    trail: list[str] = []
+    handles = []
+    for module in engine.modules:
+        for path, part in module.named_modules():
+            name = f"{type(part).__name__} {path!r}" if path else type(part).__name__
+            handles.append(part.register_forward_pre_hook(lambda _m, _a, name=name: trail.append(name)))
+            handles.append(part.register_forward_hook(lambda _m, _a, _o: trail.pop() and None))
+    x2, y2 = torch.stack([x, x]), torch.stack([y, y])
+    try:
+        engine.gradients(rows, x2, y2, inputs)
+        engine.forward(rows, x2, inputs)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
+        return (trail[-1] if trail else type(layout.train_module).__name__), error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return None
+
+
+def default_block(layout: Layout, device: str) -> int:
+    """Return how many clients to train at once: what keeps a block's parameters, gradients and moments near 32 MB."""
+    budget = 2_000_000 if device == "cpu" else 200_000_000
+    return max(4, min(128 if device == "cpu" else 4096, budget // layout.size))

@@ -13,12 +13,12 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from coterie import engine as engines
 from coterie._util import pages
 from coterie.data.federation import SPLITS, Federation
 from coterie.engine._augment import CropFlip
 from coterie.engine._base import Objective, cross_entropy, squared_error
 from coterie.engine._batches import last_epoch_mean, plan, steps
+from coterie.engine._choice import default_block, make
 from coterie.engine._work import Pairs, RawSamples, Training, distinct
 from coterie.engine.noise import Noise
 from coterie.engine.optim import LocalTraining, Moments
@@ -153,7 +153,7 @@ class Task:
         objective = objective or (cross_entropy if self.classes else squared_error)
         probe = torch.arange(2) % max(1, len(everything))
         x, y = everything.inputs(probe), everything.targets(probe)
-        self.engine = engines.make(
+        self.engine = make(
             engine,
             self.layout,
             objective,
@@ -165,7 +165,7 @@ class Task:
             cuda_graphs=cuda_graphs,
         )
         self._check_outputs(x)
-        self.block = block or (1 if self.engine.name == "loop" else engines.default_block(self.layout, device))
+        self.block = block or (1 if self.engine.name == "loop" else default_block(self.layout, device))
 
     def __len__(self) -> int:
         return len(self.ids)

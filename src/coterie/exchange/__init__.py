@@ -1,1 +1,1 @@
-"""The only door to other clients: messages, inboxes and exchanges."""
+"""The only door to other clients: messages, inboxes, exchanges."""

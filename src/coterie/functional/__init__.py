@@ -1,1 +1,1 @@
-"""The formulas of the papers, as pure functions on tensors: one module for each family."""
+"""The formulas of the papers: pure functions on tensors, a module for each family."""

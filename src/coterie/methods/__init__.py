@@ -1,4 +1,4 @@
-"""The methods, one file each, and METHODS: the list that the command line, study files and contract tests read."""
+"""The methods: one file each; METHODS is the list that the command line, study files and contract tests read."""
 
 from coterie.methods.base import Method
 from coterie.methods.cfl import Cfl

@@ -1,1 +1,1 @@
-"""A module as a row of one matrix: `layout`; the networks that studies name: `networks`; `simplex_layers`."""
+"""A module as a row of one flat matrix: `layout`, the `networks` that studies name, `simplex_layers`."""

@@ -1,6 +1,6 @@
-"""Real peers: the same methods between real machines, without a server and without trust in strangers.
+"""The same methods between real machines; without a server, and without trust in strangers.
 
 Needs the extra `coterie[net]`. A node is the run's own loop with one hosted client and a remote exchange; the modules,
 from the bottom up: `wire` (what a message is), `identity` and `roster` (who may speak), `outbox`, `transport` and
-`zenoh_transport` (how messages travel), `exchange` (the methods' door), `node` (the process), `cli`.
+`zenoh_transport` (how messages travel), `exchange` (the methods' door), `node` (the process).
 """

@@ -1,1 +1,1 @@
-"""The five papers: their published numbers, beside which a study's results are set, and their own analyses."""
+"""The five papers beside our results: published `numbers`, `compare`, their `analyses` and `figures`."""

@@ -1,1 +1,1 @@
-"""Stored runs, read again: summaries, graphs of who learned from whom, traffic."""
+"""Stored runs, read again: summaries, graphs of which models each client used, traffic."""

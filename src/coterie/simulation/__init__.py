@@ -1,1 +1,1 @@
-"""One run: its settings, its rounds, its record and its checkpoints."""
+"""One run: its settings, rounds, record and checkpoints."""

@@ -1,1 +1,1 @@
-"""Studies: methods x seeds over one federation, from a file or from Python; sweeps and tuning."""
+"""Methods x seeds over one federation: from a study file or from Python, with sweeps and tuning."""

@@ -1,4 +1,4 @@
-"""Contract tests for methods and exchanges, and tiny federations to run them on; public, for your own methods too.
+"""Contract tests for methods and exchanges, and tiny federations to run them on: for your own methods too.
 
     from coterie.testing import check_method
     check_method(MyMethod())

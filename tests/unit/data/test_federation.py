@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from coterie.data.federation import Federation
+from coterie.data.federation import Federation, checksum
 from coterie.errors import DataError
 from coterie.testing import tiny_federation
 
@@ -62,3 +62,29 @@ def test_the_fingerprint_tells_samples_splits_and_transforms_apart():
 def test_data_that_cannot_be_used_are_refused_at_the_door(change, words):
     with pytest.raises(DataError, match=words):
         change(tiny_federation()).validate()
+
+
+@pytest.mark.parametrize("part", ["x", "y", "split", "tests.x", "tests.y", "truth"])
+def test_one_changed_number_anywhere_changes_the_fingerprint(part):
+    federation = tiny_federation()
+    values = {"tests.x": federation.tests[1].x, "tests.y": federation.tests[1].y, "truth": federation.truth.cluster}
+    changed = values.get(part, getattr(federation, part, None)).clone()
+    changed.view(-1)[-1] += 1
+    if part.startswith("tests."):
+        name = part.removeprefix("tests.")
+        other = replace(federation, tests=(federation.tests[0], replace(federation.tests[1], **{name: changed})))
+    elif part == "truth":
+        other = replace(federation, truth=replace(federation.truth, cluster=changed))
+    else:
+        other = replace(federation, **{part: changed})
+    assert other.fingerprint() != federation.fingerprint()
+
+
+def test_every_piece_of_large_inputs_counts():
+    """Inputs of some megabytes: a bit in the first, in the last and in a middle one."""
+    values = torch.zeros(3 << 20, dtype=torch.uint8)
+    seen = {checksum(values)}
+    for place in (0, 3 << 19, (3 << 20) - 1):
+        values[place] ^= 1
+        seen.add(checksum(values))
+    assert len(seen) == 4

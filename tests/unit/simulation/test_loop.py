@@ -238,3 +238,12 @@ def test_best_models_are_kept_only_where_somebody_needs_them():
     assert len(tracker.best) == 0
     assert tracker.best_loss.tolist() == [0.5, 1.0]
     assert tracker.stopped.tolist() == [False, True]
+
+
+def test_a_run_does_not_go_on_with_inputs_that_were_prepared_otherwise(tmp_path):
+    """Same clients, splits and targets, other numbers: the old checkpoint is of another run."""
+    federation, settings = tiny_federation(), tiny_settings(rounds=2)
+    simulate(federation, Random(), model="linear", settings=settings, folder=tmp_path)
+    other = dataclasses.replace(federation, x=federation.x * 2)
+    with pytest.raises(CheckpointError, match="other settings or data"):
+        simulate(other, Random(), model="linear", settings=settings, folder=tmp_path, resume=True)

@@ -3,7 +3,6 @@
 import io
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -13,7 +12,8 @@ from rich.console import Console
 from coterie.cli import _display
 from coterie.methods import METHODS
 from coterie.results import summary
-from coterie.simulation.record import METRIC_COLUMNS
+from coterie.results.summary import StoredRun
+from coterie.simulation.record import EDGE_COLUMNS, METRIC_COLUMNS
 from coterie.studies.definition import make_study
 from coterie.studies.run import Study
 
@@ -24,7 +24,8 @@ def run(kind: str, accuracy: dict[int, tuple[float, float]], *, seed: int = 0, t
     rows += [(-1, 0, -1, "train", "current", "loss", 1.0), (0, 0, -1, "train", "current", "bytes_up", 8.0)]
     rows += [(t, 0, -1, "train", "current", "loss", 1.0) for t in range(trained)]
     table = pd.DataFrame(rows, columns=METRIC_COLUMNS)
-    return SimpleNamespace(kind=kind, label=kind, seed=seed, metrics=table, provenance=provenance)
+    config = {"methods": [{"kind": kind, "label": kind}]}
+    return StoredRun(Path(f"seed-{seed}"), config, provenance, table, pd.DataFrame(columns=EDGE_COLUMNS))
 
 
 BASE = {9: (0.2, 0.4), 19: (0.5, 0.7), 29: (0.4, 0.6)}  # means 0.3, 0.6, 0.5: the best in round 19
@@ -32,7 +33,7 @@ BASE = {9: (0.2, 0.4), 19: (0.5, 0.7), 29: (0.4, 0.6)}  # means 0.3, 0.6, 0.5: t
 
 def test_total_participation_counts_local_trainings():
     """Rounds in which a client trained; neither the warm-up nor other reports."""
-    assert summary.participation([run("fedavg", BASE, trained=7)]) == [  # type: ignore[list-item]
+    assert summary.participation([run("fedavg", BASE, trained=7)]) == [
         {"label": "fedavg", "seed": 0, "client_rounds": 7}
     ]
 
@@ -45,7 +46,7 @@ def test_time_to_accuracy_by_hand():
         run("sosicfl", {9: (0.6, 0.6), 19: (0.1, 0.1)}),
         run("sosicfl", {9: (0.5, 0.6), 19: (0.1, 0.1)}, seed=1),
     ]
-    (row,) = summary.time_to_accuracy(runs)  # type: ignore[arg-type]
+    (row,) = summary.time_to_accuracy(runs)
     assert (row["label"], row["base"], row["metric"]) == ("sosicfl", "fedavg", "accuracy")
     assert row["ratio"] == pytest.approx(19 / 9 / 2)
     assert (row["seeds"], row["reached"], row["tta"], row["reason"]) == (2, 1, 9.0, "")
@@ -54,7 +55,7 @@ def test_time_to_accuracy_by_hand():
 def test_sosicfl_plus_is_timed_against_ditto():
     """Ditto's best mean is 0.3 in round 9, reached at once; Ditto itself is timed against FedAvg, and never arrives."""
     ditto = run("ditto", {9: (0.3, 0.3), 19: (0.2, 0.2)})
-    rows = summary.time_to_accuracy([run("fedavg", BASE), ditto, run("sosicfl-plus", BASE)])  # type: ignore[list-item]
+    rows = summary.time_to_accuracy([run("fedavg", BASE), ditto, run("sosicfl-plus", BASE)])
     found = {row["label"]: row for row in rows}
     assert (found["sosicfl-plus"]["base"], found["sosicfl-plus"]["ratio"]) == ("ditto", 1.0)
     assert (found["ditto"]["ratio"], found["ditto"]["reached"], found["ditto"]["tta"]) == (0.0, 0, math.inf)
@@ -62,19 +63,17 @@ def test_sosicfl_plus_is_timed_against_ditto():
 
 def test_no_ratio_has_a_reason():
     """Who is there in round 0 has no ratio; without evaluations, or without the baseline, there is no row at all."""
-    (row,) = summary.time_to_accuracy([run("fedavg", BASE), run("ifca", {0: (0.9, 0.9)})])  # type: ignore[list-item]
+    (row,) = summary.time_to_accuracy([run("fedavg", BASE), run("ifca", {0: (0.9, 0.9)})])
     assert math.isnan(row["ratio"])
     assert "round 0" in row["reason"]
-    assert summary.time_to_accuracy([run("fedavg", BASE), run("ifca", {})]) == []  # type: ignore[list-item]
-    assert summary.time_to_accuracy([run("ifca", BASE)]) == []  # type: ignore[list-item]
+    assert summary.time_to_accuracy([run("fedavg", BASE), run("ifca", {})]) == []
+    assert summary.time_to_accuracy([run("ifca", BASE)]) == []
 
 
 def test_reasons_are_told_once():
     """Two seeds with the same reason are one line."""
     runs = [run("cfl", BASE, seed=s, undefined={"was": "WAS is undefined: one cluster"}) for s in range(2)]
-    assert summary.undefined(runs) == [  # type: ignore[arg-type]
-        {"label": "cfl", "metric": "was", "reason": "WAS is undefined: one cluster"}
-    ]
+    assert summary.undefined(runs) == [{"label": "cfl", "metric": "was", "reason": "WAS is undefined: one cluster"}]
 
 
 def test_what_the_command_line_shows():
