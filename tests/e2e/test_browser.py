@@ -217,7 +217,8 @@ def test_a_heatmap_is_read_by_keyboard(browser, study):
     load(browser, write_report(study).as_uri(), "reads")
     canvas = browser.find_element(By.CSS_SELECTOR, "#heatmaps canvas")
     canvas.send_keys(Keys.ARROW_RIGHT)
-    assert "client 0 (rotation 0) used the model of client 1 (rotation 0)" in browser.find_element(By.ID, "heatmaps").text
+    readout = browser.find_element(By.ID, "heatmaps").text
+    assert "client 0 (rotation 0) used the model of client 1 (rotation 0)" in readout
 
 
 def test_the_table_of_clients_sorts_and_opens_a_client(browser, study):

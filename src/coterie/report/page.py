@@ -254,9 +254,7 @@ def gain_table(data: Mapping[str, Any]) -> str:
     """Each client's gain over the baseline, in summaries."""
     gains = data["gains"]
     if gains["baseline"] is None or not gains["rows"]:
-        return (
-            "<p>No gains: the study has no finished run of Local, against which they are measured.</p>"
-        )
+        return "<p>No gains: the study has no finished run of Local, against which they are measured.</p>"
     metric, body = gains["metric"], []
     for row in gains["rows"]:
         line = [f'<th scope="row">{escape(row["label"])}</th>']

@@ -43,7 +43,9 @@ def test_the_readme_lists_every_method_with_its_papers():
         (line,) = [line for line in README.splitlines() if line.startswith(f"| `{kind}` |")]
         for reference in method.references:
             author = reference.split(",")[0]
-            assert author in line and re.search(r", (\d{4})(,|$)", reference).group(1) in line
+            year = re.search(r", (\d{4})(,|$)", reference)[1]
+            assert author in line
+            assert year in line
             address = re.search(r"https?://\S+", reference)
             assert address is None or address.group() in line
 
