@@ -2,10 +2,10 @@
 
     python scripts/performance.py            (`--check` only says whether the page is up to date)
 
-A measurement is NAME.json: {"command": ..., "machine": {...}, "results": [one flat object a row]}. What it says is in
-NAME.md beside it, written by hand, without results: a title (`## ...`) and what was measured. The table has a column
-for each key of the results; a measurement that needs another table has a function in TABLES. `order` in NAME.json says
-where its section stands (100 when it is missing). No number of the tables is typed.
+A measurement is NAME.json: {"command": ..., "machine": {...}, "results": [one flat object a row]}. NAME.md beside it,
+written by hand, has a title (`## ...`) and says what was measured, without results. The table has a column for each key
+of the results; a measurement that needs another table has a function in TABLES. Sections are sorted by `order` in
+NAME.json (100 when it is missing). No number of the tables is typed.
 """
 
 import json
@@ -20,11 +20,10 @@ from coterie.cli import _tables
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "docs/reference/runs/performance"
 PAGE = ROOT / "docs/reference/performance.md"
-HEAD = """# How fast it is
+HEAD = """# Performance
 
 Written by `make docs` from the stored measurements of `docs/reference/runs/performance`; do not edit. Each section
-names the command that repeats it. Ratios are what carries over to another machine; milliseconds are of
-the machine named.
+names the command that repeats it. Ratios carry over to other machines; milliseconds are those of the machine named.
 """
 Rows = Sequence[Mapping[str, Any]]
 
@@ -50,7 +49,7 @@ def plain(results: Rows) -> _tables.TextTable:
 
 
 def engines(results: Rows) -> _tables.TextTable:
-    """Return the table of `coterie bench`."""
+    """Return the table of `python -m benchmarks.engines`."""
     head = (
         "cell", "engine", "threads", "times the usual loop", "from, to", "ms a client-round", "usual loop, ms",
         "share of matrix speed", "peak MB", "processor share",
