@@ -33,7 +33,7 @@ class _Axis:
 
     Args:
         path: the setting, as parts of its dotted path.
-        values: what it takes.
+        values: its values.
     """
 
     path: tuple[str, ...]
@@ -41,17 +41,17 @@ class _Axis:
 
     @property
     def own_study(self) -> bool:
-        """Whether each value makes a study of its own."""
+        """Whether each value makes a separate study."""
         return self.path[0] in _FEDERATED
 
     def tag(self, value: Any) -> str:
-        """Name a value, in a form that can be part of a folder's name."""
+        """Return a name of a value that can be part of a folder's name."""
         text = json.dumps(value) if isinstance(value, (list, dict, bool)) else str(value)
         return f"{self.path[-1]}={re.sub(r'[^A-Za-z0-9._+-]+', '-', text).strip('-')}"
 
 
 def expand(study: StudyConfig) -> tuple[StudyConfig, ...]:
-    """Return the studies of a sweep; the study itself when it sweeps nothing.
+    """Return the studies of a sweep; the study itself when it has no sweep.
 
     Raises:
         ConfigError: when a setting does not exist, or a value does not fit.
@@ -78,7 +78,7 @@ def run_sweep(study: StudyConfig | str | Path, *, out: str | Path = "runs", **op
 
     Args:
         study: a study, the path of a study file, or the name of a built-in one.
-        out: the folder under which the sweep's folder is made.
+        out: the folder in which the sweep's folder is created.
         options: those of `run_study`.
 
     Returns:
