@@ -184,7 +184,7 @@ class Pairs:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """The metrics measured: the loss, and accuracy for classes or mean squared error for regression."""
+        """What is measured: the loss, and accuracy for classes or mean squared error else."""
         return ("loss", "accuracy") if self.samples.classes else ("loss", "mse")
 
 

@@ -62,7 +62,7 @@ def positions(split: Int[Tensor, "clients samples"], wanted: int) -> Positions:
 
 
 def going_on(moments: Float[Tensor, "clients moments trainable"], taken: Int[Tensor, " clients"]) -> dict[str, Tensor]:
-    """Report the optimizer state that clients keep; a diverged client starts with a fresh one."""
+    """Report what clients keep of their optimizers; who diverged starts afresh."""
     lost = not_finite(moments.flatten(1))
     moments[lost] = 0
     return {"moments": moments, "taken": taken.masked_fill(lost.cpu(), 0)}

@@ -60,7 +60,7 @@ class Result:
 
     @property
     def metric(self) -> str:
-        """The metric by which methods are compared."""
+        """By which metric methods are compared."""
         names = {str(row["metric"]) for row in self.rows}
         return next((name for name in ("accuracy", "mse") if name in names), "loss")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from coterie.functional import metrics
 
 MAXIMA = ("accuracy", "balanced_accuracy", "global_accuracy")
-"""Metrics reported also in the round with the largest mean over clients, as "accuracy_max" and so on."""
+"""Metrics whose largest mean over clients is reported, as "accuracy_max" and so on."""
 
 
 def cluster_metrics(
@@ -68,7 +68,7 @@ def reductions(
 
 
 def maxima(table: pd.DataFrame) -> dict[str, Tensor]:
-    """Return each client's value in the round with the largest mean over clients, for each metric of MAXIMA.
+    """Return each client's value in the round in which the mean over clients was largest, for each of MAXIMA.
 
     Their mean is ACC as papers of personalized learning report it: the maximum over rounds on test data, which is
     optimistic.

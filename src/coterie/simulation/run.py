@@ -30,7 +30,7 @@ __all__ = ["Observer", "Progress", "Run", "Settings", "simulate"]
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a run, passed to observers after each round."""
+    """What an observer hears after each round."""
 
     label: str
     seed: int

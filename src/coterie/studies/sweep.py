@@ -51,7 +51,7 @@ class _Axis:
 
 
 def expand(study: StudyConfig) -> tuple[StudyConfig, ...]:
-    """Return the studies of a sweep; the study itself when it has no sweep.
+    """Return the studies of a sweep; the study itself when it sweeps nothing.
 
     Raises:
         ConfigError: when a setting does not exist, or a value does not fit.
@@ -78,7 +78,7 @@ def run_sweep(study: StudyConfig | str | Path, *, out: str | Path = "runs", **op
 
     Args:
         study: a study, the path of a study file, or the name of a built-in one.
-        out: the folder in which the sweep's folder is created.
+        out: the folder under which the sweep's folder is made.
         options: those of `run_study`.
 
     Returns:

@@ -94,7 +94,7 @@ function drawClient(root, data, client, values, gains) {
   const grid = h("div", { class: "grid" });
   root.append(grid);
   if (data.clients.curves.length) {
-    const place = h("div", {}, h("h3", {}, `Validation ${metric}`));
+    const place = h("div", {}, h("h3", {}, `Its validation ${metric}`));
     grid.append(place);
     chart(place, {
       height: 300,

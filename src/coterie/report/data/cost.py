@@ -22,8 +22,8 @@ def cost(groups: dict[str, list[StoredRun]], metric: str) -> list[dict[str, Any]
         metric: the metric on the validation sets.
 
     Returns:
-        An entry per method: totals of `received` bytes, `sent` (to a server), `bytes` (both), `reads`, `missing`, the
-        method's own counts (`passes`, `extra_models`, `extra_floats`; None where it has none), `train_samples` and
+        An entry per method: totals of `received` bytes, `sent` (to a server), `bytes` (both), `reads`, `missing`, what
+        the method counted itself (`passes`, `extra_models`, `extra_floats`; None where it did not), `train_samples` and
         `wall_s` of the whole run, and over `rounds` the cumulative bytes `spent` and the metric `reached`.
     """
     return [{"method": place, **_method(runs, metric)} for place, runs in enumerate(groups.values()) if runs]
