@@ -55,17 +55,17 @@ begin with `_`, such as `similarity/_base`, hold what the studies of a paper sha
 
 def rows(cls: type) -> list[str]:
     """Return the fields of a configuration class as a Markdown table."""
-    lines = ["| name | default | meaning |", "|---|---|---|"]
+    lines = ["| name | default | accepts | meaning |", "|---|---|---|---|"]
     for p in _catalog.parameters(cls):
-        text = p.text.replace("|", "\\|")
-        lines.append(f"| `{p.name}` | {code(p)} | {text} |")
+        lines.append(f"| `{p.name}` | {code(p)} | {cell(p.expects)} | {cell(p.text)} |")
     return lines if len(lines) > 2 else ["It has no settings."]
 
 
 def code(parameter: _catalog.Parameter) -> str:
-    """Return a default as code; nothing for a setting that must be given, or whose default is made up of others."""
-    shown = _catalog.default(parameter.default)
-    return f"`{shown}`" if len(shown) <= 40 else ""
+    """Return a default as code; nothing for a setting whose default is made up of others."""
+    if parameter.default == _catalog.REQUIRED:
+        return f"**{_catalog.REQUIRED}**"
+    return f"`{parameter.default}`" if len(parameter.default) <= 40 else ""
 
 
 def methods() -> str:

@@ -419,7 +419,7 @@ def test_settings_are_checked():
         SosicFl(endpoints=4, test_samples=3)
     with pytest.raises(ConfigError, match=r"warmup_rounds is 0; expected at least 1 with assignment = 'gradient'"):
         SosicFl(assignment="gradient")
-    with pytest.raises(ConfigError, match=r"sosicfl-all\.test_samples is 2; expected 1"):
+    with pytest.raises(ConfigError, match=r"sosicfl-all: test_samples is 2; expected 1"):
         SosicFlAll(test_samples=2)
     with pytest.raises(ConfigError, match="endpoints is 10; expected at most the 3 classes"):
         follow(SosicFl(regions=2), rounds=1)

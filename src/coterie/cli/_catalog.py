@@ -3,9 +3,12 @@
 import inspect
 import re
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, get_type_hints
+from typing import Any
 
-from coterie._util.tables import words
+from coterie._util.settings import required, settable, words
+
+REQUIRED = "required"
+"""The default of what must be given."""
 
 
 @dataclass(frozen=True)
@@ -14,31 +17,27 @@ class Parameter:
 
     Args:
         name: its name.
-        expects: its type, in words.
-        default: its default; None when it has none.
+        expects: what it accepts, in words.
+        default: its default as a study file would write it, or `REQUIRED`.
         text: its entry in the class's docstring.
     """
 
     name: str
     expects: str
-    default: Any
+    default: str
     text: str
 
 
 def parameters(cls: type[Any]) -> list[Parameter]:
     """Return the fields of a dataclass with their defaults and the texts of its docstring's Args section."""
-    texts, kinds = {}, get_type_hints(cls)
+    texts, must = {}, required(cls)
     for base in reversed(cls.__mro__):
         texts |= arguments(inspect.cleandoc(base.__doc__ or ""))
-    found = []
-    for field in fields(cls):
-        default = field.default
-        if default is MISSING and field.default_factory is not MISSING:
-            default = field.default_factory()
-        if field.init:
-            text = texts.get(field.name, "")
-            found.append(Parameter(field.name, words(kinds[field.name]), None if default is MISSING else default, text))
-    return found
+    defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(cls)}
+    return [
+        Parameter(name, words(hint), REQUIRED if name in must else _said(defaults[name]), texts.get(name, ""))
+        for name, hint in settable(cls).items()
+    ]
 
 
 def arguments(doc: str) -> dict[str, str]:
@@ -61,8 +60,7 @@ def arguments(doc: str) -> dict[str, str]:
     return entries
 
 
-def default(value: Any) -> str:
-    """Return a default as it is written in a study file."""
+def _said(value: Any) -> str:
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -142,7 +142,7 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method, in deta
             except ConfigError as error:  # of another package: the rest of the list is wanted all the same
                 console.print(f"[bold]{kind}[/bold]: {escape(str(error))}", highlight=False)
                 continue
-            settings = ", ".join(f"{p.name} = {_catalog.default(p.default)}" for p in _catalog.parameters(method))
+            settings = ", ".join(f"{p.name} = {p.default}" for p in _catalog.parameters(method))
             console.print(f"[bold]{kind}[/bold]: {escape(method.summary)}")
             console.print(f"    {escape(settings or 'no parameters')}", style="dim", highlight=False)
             for reference in method.references:
@@ -155,7 +155,7 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method, in deta
     for head in ("parameter", "default", "meaning"):
         table.add_column(head, overflow="fold")
     for p in _catalog.parameters(method):
-        table.add_row(p.name, _catalog.default(p.default), escape(f"{p.text} ({p.expects})"))
+        table.add_row(p.name, p.default, escape(f"{p.text} ({p.expects})"))
     console.print(table)
     for reference in method.references:
         console.print(f"\n{escape(reference)}", highlight=False)

@@ -7,30 +7,33 @@ client are laid out once, transformed (`assemble`). What a run draws comes from 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from annotated_types import Ge, Lt, MinLen
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from coterie._util.tables import parse, settle
+from coterie._util.settings import Configurable, NonNegativeInt, PositiveInt, plain
 from coterie.data._partition import Wish, allocate, share
 from coterie.data.datasets import load
 from coterie.data.federation import PADDING, TRAIN, VALIDATION, Federation, TestSet, Truth
 from coterie.data.plan import Client, Clients, Recipe, Shift
-from coterie.data.shifts import Natural, read_shift, write_shift
+from coterie.data.shifts import Natural, read_shift
 from coterie.data.source import Constants, Samples, Source
 from coterie.data.transforms import noisy
-from coterie.errors import ConfigError, DataError, require
+from coterie.errors import ConfigError, DataError
 from coterie.rng import EVERYONE, Rng
+
+Part = Annotated[float, Ge(0), Lt(1)]
 
 NUM_CLIENTS = 20
 """How many clients there are when neither the settings nor natural groups say it."""
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Configurable):
     """The `[data]` table of a study.
 
     Args:
@@ -54,33 +57,27 @@ class DataConfig:
         options: further settings of a dataset; "synthetic-regression" has `dim`, `noise`, `test`, `low` and `high`.
     """
 
-    dataset: str | Sequence[str]
-    num_clients: int | None = None
-    train: int | None = None
-    validation: int | None = None
+    dataset: str | Annotated[Sequence[str], MinLen(1)]
+    num_clients: PositiveInt | None = None
+    train: PositiveInt | None = None
+    validation: NonNegativeInt | None = None
     shift: Sequence[Mapping[str, Any] | Shift] = ()
     normalize: Literal["half", "standard", "none"] = "half"
     test: Literal["cluster", "client"] = "cluster"
-    test_samples: int | None = None
+    test_samples: PositiveInt | None = None
     test_source: Literal["train", "test"] = "train"
-    validation_fraction: float | int = 0.2
-    test_fraction: float | int = 0.2
-    fixed_seed: int | None = None
+    validation_fraction: Part = 0.2
+    test_fraction: Part = 0.2
+    fixed_seed: NonNegativeInt | None = None
     label: str | None = None
     download: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        settle(self)
-        tables = [write_shift(one) if isinstance(one, Shift) else one for one in self.shift]
-        resolved = (write_shift(read_shift(table, f"shift[{i}]")) for i, table in enumerate(tables))
+    def check(self) -> None:
+        """Read the shifts; samples for validation are counted where those for training are."""
+        tables = [plain(one) if isinstance(one, Shift) else one for one in self.shift]
+        resolved = (plain(read_shift(table, f"shift[{i}]")) for i, table in enumerate(tables))
         object.__setattr__(self, "shift", tuple(resolved))
-        require(len(self.names) > 0, "dataset", self.dataset, "a name or a list of names")
-        for name, low in {"num_clients": 1, "train": 1, "validation": 0, "test_samples": 1, "fixed_seed": 0}.items():
-            value = getattr(self, name)
-            require(value is None or value >= low, name, value, f"at least {low}")
-        for name in ("validation_fraction", "test_fraction"):
-            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "a share from 0 to below 1")
         if self.validation is not None and self.train is None:
             raise ConfigError(
                 f"validation is {self.validation} but train is not given; give both, or validation_fraction"
@@ -113,15 +110,6 @@ class DataConfig:
         test = (self.test_samples or round(rest * self.test_fraction / (1 - self.test_fraction))) if own_test else 0
         total = rest + test
         return total, (self.train / total, validation / total, test / total)
-
-    @staticmethod
-    def from_table(table: Mapping[str, Any], where: str = "data") -> "DataConfig":
-        """Make the settings from a table of a study file.
-
-        Raises:
-            ConfigError: on an unknown key or a value that does not fit.
-        """
-        return parse(DataConfig, table, where)
 
 
 def build_federation(data: DataConfig, seed: int, data_dir: str | Path | None = None) -> Federation:

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from coterie._util.tables import settle
+from coterie._util.settings import Configurable
 from coterie.data.source import Source
 from coterie.data.transforms import Transform
 from coterie.errors import ConfigError, DataError, require
@@ -143,19 +143,12 @@ Clients = tuple[Client, ...]
 
 
 @dataclass(frozen=True)
-class Shift(ABC):
+class Shift(Configurable, ABC):
     """One way in which clients differ."""
 
     kind: ClassVar[str]
     chooses_pool: ClassVar[bool] = False
     """Whether it decides where a client's samples come from; those kinds are applied before all others."""
-
-    def __post_init__(self) -> None:
-        settle(self)
-        self.check()
-
-    def check(self) -> None:  # noqa: B027 (many kinds have nothing to check)
-        """Check the settings that can be checked without data."""
 
     @abstractmethod
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:

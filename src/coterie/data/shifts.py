@@ -1,4 +1,4 @@
-"""Distribution shifts between clients: covariate and concept shift here, label and quantity shift in `label_shifts`.
+"""Distribution shifts between clients: of labels, quantities, inputs and concepts.
 
 Each kind is a frozen dataclass; its fields are the keys of a `[[data.shift]]` table, and `apply` is a pure function
 from plan to plan that also writes down what it planted. Shifts compose in the order given. Labels are those of the
@@ -7,18 +7,22 @@ client's own dataset.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import numpy as np
+from annotated_types import Ge, Le, MinLen
 from jaxtyping import Float, Int
 
-from coterie._util.tables import parse
+from coterie._util.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, parse
 from coterie.data._partition import share
 from coterie.data.plan import Assign, Client, Clients, Linear, Shift, Streams, members, spread
 from coterie.data.source import Source
 from coterie.data.transforms import MID_GRAY, Blur, Rotate, Transform
 from coterie.errors import ConfigError, DataError, require, unknown
 from coterie.rng import EVERYONE
+
+Sizes = Sequence[NonNegativeInt]
+Levels = NonNegativeFloat | Annotated[Sequence[NonNegativeFloat], MinLen(1)]
 
 
 @final
@@ -45,13 +49,12 @@ class Labels(Shift):
     """
 
     kind: ClassVar[str] = "labels"
-    groups: Sequence[str | Sequence[int]] = ()
-    sizes: Sequence[int] | None = None
+    groups: Annotated[Sequence[str | Sequence[int]], MinLen(1)]
+    sizes: Sizes | None = None
     assign: Assign = "blocks"
 
     def check(self) -> None:
-        """Check that there are groups, and read those given as text."""
-        require(len(self.groups) > 0, "groups", self.groups, "at least one list of labels")
+        """Read the groups given as text."""
         object.__setattr__(self, "groups", tuple(_read_labels(group) for group in self.groups))
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
@@ -84,9 +87,9 @@ class DirichletPerClient(Shift):
     """
 
     kind: ClassVar[str] = "dirichlet-per-client"
-    concentration_total: float | int | Sequence[float | int] | None = None
-    concentration_per_class: float | int | Sequence[float | int] | None = None
-    sizes: Sequence[int] | None = None
+    concentration_total: Levels | None = None
+    concentration_per_class: Levels | None = None
+    sizes: Sizes | None = None
     assign: Assign = "blocks"
 
     def check(self) -> None:
@@ -96,12 +99,6 @@ class DirichletPerClient(Shift):
             raise ConfigError(
                 f"{self.kind} needs one of concentration_total and concentration_per_class; {len(given)} given"
             )
-        require(
-            len(self.levels) > 0 and min(self.levels) >= 0,
-            "concentration",
-            self.levels,
-            "numbers that are not negative",
-        )
 
     @property
     def levels(self) -> tuple[float, ...]:
@@ -166,13 +163,8 @@ class DirichletPerClass(Shift):
     """
 
     kind: ClassVar[str] = "dirichlet-per-class"
-    concentration_per_client: float | int
-    minimum: int = 10
-
-    def check(self) -> None:
-        """Check the ranges."""
-        require(self.concentration_per_client > 0, "concentration_per_client", self.concentration_per_client, "above 0")
-        require(self.minimum >= 1, "minimum", self.minimum, "at least 1")
+    concentration_per_client: PositiveFloat
+    minimum: PositiveInt = 10
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Share every class of every dataset."""
@@ -224,15 +216,9 @@ class KFold(Shift):
     """
 
     kind: ClassVar[str] = "k-fold"
-    folds: int = 5
-    primary: float | int = 0.8
+    folds: PositiveInt = 5
+    primary: Share = 0.8
     rest: Literal["even", "released"] = "even"
-
-    def check(self) -> None:
-        """Check the ranges."""
-        require(self.folds >= 1, "folds", self.folds, "at least 1")
-        require(0 <= self.primary <= 1, "primary", self.primary, "a share from 0 to 1")
-        require(self.rest in ("even", "released"), "rest", self.rest, "'even' or 'released'")
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Set every client's class counts."""
@@ -277,13 +263,8 @@ class Quantity(Shift):
     """
 
     kind: ClassVar[str] = "quantity"
-    concentration_per_client: float | int
-    minimum: int = 10
-
-    def check(self) -> None:
-        """Check the ranges."""
-        require(self.concentration_per_client > 0, "concentration_per_client", self.concentration_per_client, "above 0")
-        require(self.minimum >= 1, "minimum", self.minimum, "at least 1")
+    concentration_per_client: PositiveFloat
+    minimum: PositiveInt = 10
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Draw the sizes."""
@@ -376,15 +357,10 @@ class Rotation(Shift):
     """
 
     kind: ClassVar[str] = "rotation"
-    degrees: Sequence[float | int] = (0.0, 90.0, 180.0, 270.0)
-    sizes: Sequence[int] | None = None
+    degrees: Annotated[Sequence[float], MinLen(1)] = (0.0, 90.0, 180.0, 270.0)
+    sizes: Sizes | None = None
     assign: Assign = "blocks"
-    fill: int = MID_GRAY
-
-    def check(self) -> None:
-        """Check the angles and the fill."""
-        require(len(self.degrees) > 0, "degrees", self.degrees, "at least one angle")
-        require(0 <= self.fill <= 255, "fill", self.fill, "a value from 0 to 255")
+    fill: Annotated[int, Ge(0), Le(255)] = MID_GRAY
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Turn the images of each cluster."""
@@ -421,16 +397,11 @@ class Visual(Shift):
 
     kind: ClassVar[str] = "visual"
     domains: Sequence[Literal["clean", "noise", "blur"]] = ("clean", "noise", "blur")
-    sizes: Sequence[int] | None = None
+    sizes: Sizes | None = None
     assign: Assign = "blocks"
-    sigma: float | int = 0.5
-    radius: float | int = 2.0
+    sigma: NonNegativeFloat = 0.5
+    radius: NonNegativeFloat = 2.0
     noise: Literal["redrawn", "fixed"] = "redrawn"
-
-    def check(self) -> None:
-        """Check the strengths."""
-        require(self.sigma >= 0, "sigma", self.sigma, "a number that is not negative")
-        require(self.radius >= 0, "radius", self.radius, "a number that is not negative")
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Blur or disturb the images of each cluster."""
@@ -462,13 +433,12 @@ class LabelSwap(Shift):
     """
 
     kind: ClassVar[str] = "label-swap"
-    swaps: Sequence[Sequence[Sequence[int]]] = ()
-    sizes: Sequence[int] | None = None
+    swaps: Annotated[Sequence[Sequence[Sequence[int]]], MinLen(1)]
+    sizes: Sizes | None = None
     assign: Assign = "blocks"
 
     def check(self) -> None:
         """Check that the swaps are pairs."""
-        require(len(self.swaps) > 0, "swaps", self.swaps, "one list of pairs for each cluster")
         pairs = [tuple(pair) for cluster in self.swaps for pair in cluster]
         require(all(len(set(pair)) == len(pair) == 2 for pair in pairs), "swaps", self.swaps, "pairs of two labels")
         for cluster in self.swaps:
@@ -507,18 +477,16 @@ class RegressionTargets(Shift):
     """
 
     kind: ClassVar[str] = "regression-targets"
-    clusters: int = 3
-    sizes: Sequence[int] | None = None
+    clusters: PositiveInt = 3
+    sizes: Sizes | None = None
     assign: Assign = "blocks"
-    low: float | int = -10.0
-    high: float | int = 10.0
-    noise: float | int = 3.0
+    low: float = -10.0
+    high: float = 10.0
+    noise: NonNegativeFloat = 3.0
 
     def check(self) -> None:
-        """Check the ranges."""
-        require(self.clusters >= 1, "clusters", self.clusters, "at least 1")
+        """Check that the range is one."""
         require(self.low < self.high, "low", self.low, f"a number below high ({self.high:g})")
-        require(self.noise >= 0, "noise", self.noise, "a number that is not negative")
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Give each cluster its coefficients."""
@@ -548,7 +516,7 @@ class Domain(Shift):
 
     kind: ClassVar[str] = "domain"
     chooses_pool: ClassVar[bool] = True
-    sizes: Sequence[int] | None = None
+    sizes: Sizes | None = None
     assign: Assign = "blocks"
     offset_labels: bool = True
 
@@ -657,16 +625,6 @@ def read_shift(table: Mapping[str, Any], where: str = "shift") -> Shift:
         names = ", ".join(field.name for field in fields(SHIFTS[kind]) if field.name.startswith("concentration"))
         raise ConfigError(f"{where}: alpha means different things in different papers; use one of: {names}")
     return parse(SHIFTS[kind], rest, where)
-
-
-def write_shift(shift: Shift) -> dict[str, Any]:
-    """Return the table that `read_shift` makes this shift from; values that are not given are left out."""
-    values = {field.name: getattr(shift, field.name) for field in fields(shift)}
-    return {"kind": shift.kind} | {name: _lists(value) for name, value in values.items() if value is not None}
-
-
-def _lists(value: Any) -> Any:
-    return [_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _require_images(sources: Sequence[Source], kind: str) -> None:

@@ -1,19 +1,21 @@
 """SGD and Adam on rows of parameters, each client with its own state; equal to torch.optim's."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge, Lt
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from coterie._util.settings import Configurable, NonNegativeFloat, NonNegativeInt, PositiveInt
 from coterie.errors import require
 
 ADAM_BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
 
 
 @dataclass(frozen=True)
-class LocalTraining:
+class LocalTraining(Configurable):
     """How a client trains on its own data between two exchanges.
 
     Args:
@@ -32,31 +34,23 @@ class LocalTraining:
             an optimizer with a state, and the synchronous schedule.
     """
 
-    epochs: int = 1
-    steps: int | None = None
-    batch_size: int = 8
+    epochs: NonNegativeInt = 1
+    steps: NonNegativeInt | None = None
+    batch_size: PositiveInt = 8
     optimizer: Literal["adam", "sgd"] = "adam"
-    lr: float = 1e-3
-    momentum: float = 0.0
-    weight_decay: float = 0.0
+    lr: NonNegativeFloat = 1e-3
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     drop_last: bool = False
     augment: Literal["none", "crop-flip"] = "none"
-    padding: int = 4
+    padding: NonNegativeInt = 4
     persistent_client_optimizer: bool = False
 
-    def __post_init__(self) -> None:
-        require(self.epochs >= 0, "local.epochs", self.epochs, "0 or more")
-        require(self.steps is None or self.steps >= 0, "local.steps", self.steps, "0 or more, or nothing")
-        require(self.batch_size >= 1, "local.batch_size", self.batch_size, "at least 1")
-        require(self.optimizer in ("adam", "sgd"), "local.optimizer", self.optimizer, "'adam' or 'sgd'")
-        require(self.lr >= 0, "local.lr", self.lr, "0 or more")
-        require(self.augment in ("none", "crop-flip"), "local.augment", self.augment, "'none' or 'crop-flip'")
-        require(self.padding >= 0, "local.padding", self.padding, "0 or more")
-        require(0 <= self.momentum < 1, "local.momentum", self.momentum, "at least 0 and below 1")
-        require(self.weight_decay >= 0, "local.weight_decay", self.weight_decay, "0 or more")
+    def check(self) -> None:
+        """Only an optimizer with a state can keep it."""
         stateless = self.persistent_client_optimizer and not self.moments
         sentence = "momentum above 0, or optimizer = 'adam': plain SGD has no state to keep"
-        require(not stateless, "local.persistent_client_optimizer", True, sentence)
+        require(not stateless, "persistent_client_optimizer", True, sentence)
 
     @property
     def moments(self) -> int:

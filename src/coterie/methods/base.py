@@ -9,13 +9,14 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, final, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, final
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie._util import pages
+from coterie._util.settings import Configurable
 from coterie.engine.optim import Moments
 from coterie.engine.task import LocalTraining, Task
 from coterie.errors import require
@@ -134,7 +135,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Method(ABC):
+class Method(Configurable, ABC):
     """A federated method; concrete ones are final frozen dataclasses in a file of their own.
 
     Class attributes:
@@ -323,20 +324,26 @@ def mixing(
     }
 
 
-def check_positive(method: Method, **fields: float) -> None:
-    """Check that hyperparameters are at least 1; for `__post_init__`."""
-    for name, value in fields.items():
-        require(value >= 1, f"{method.kind}.{name}", value, "at least 1")
+M = TypeVar("M", bound=Method)
 
 
-def check_choices(method: Method) -> None:
-    """Check that fields which take one of a few words have one of them; for `__post_init__`."""
-    for item in dataclasses.fields(method):
-        if get_origin(item.type) is Literal:
-            valid, value = get_args(item.type), getattr(method, item.name)
-            require(value in valid, f"{method.kind}.{item.name}", value, f"one of {', '.join(map(str, valid))}")
+def variant(base: type[M], name: str, kind: str, summary: str, *, fixed: bool = False, **defaults: Any) -> type[M]:
+    """Return a method that differs from another in the defaults of some settings.
 
-
-def no_peers(clients: int) -> Int[Tensor, "clients peers"]:
-    """Return an empty set of peers for each client."""
-    return torch.full((clients, 0), -1, dtype=torch.int64)
+    Args:
+        base: the other method.
+        name: of the new class, and of the variable it is bound to.
+        kind: its name in METHODS.
+        summary: one line on what it does.
+        fixed: these settings are no settings of the variant: it has always these values.
+        defaults: by the name of the setting.
+    """
+    hints = {item.name: ClassVar[item.type] if fixed else item.type for item in dataclasses.fields(base)}
+    settings = ", ".join(f"{key} = {value!r}" for key, value in defaults.items() if key in hints)
+    body = {
+        "__module__": base.__module__,
+        "__doc__": f"{summary[0].upper()}{summary[1:]}: {base.kind} with {settings}; see `{base.__name__}`.",
+        "__annotations__": {key: hints[key] for key in defaults if key in hints},
+    }
+    made = type(base)(name, (base,), {**body, **defaults, "kind": kind, "summary": summary})
+    return dataclass(frozen=True)(made)

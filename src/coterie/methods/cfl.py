@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from coterie._util.settings import NonNegativeFloat, NonNegativeInt, PositiveInt
 from coterie.engine.task import Task
-from coterie.errors import require
 from coterie.exchange.base import Message
 from coterie.functional import clustering
 from coterie.functional.aggregation import weighted_mean
@@ -60,20 +60,14 @@ class Cfl(ServerMethod):
         "Sattler, Müller, Samek, Clustered federated learning: model-agnostic distributed multitask optimization "
         "under privacy constraints, 2020, https://arxiv.org/abs/1910.01991",
     )
-    eps1: float = 0.4
-    eps2: float = 1.6
-    warmup_rounds: int = 20
+    eps1: NonNegativeFloat = 0.4
+    eps2: NonNegativeFloat = 1.6
+    warmup_rounds: NonNegativeInt = 20
     linkage: Literal["single", "complete"] = "single"
-    gamma_max: float | None = None
-    min_cluster_size: int = 3
+    gamma_max: NonNegativeFloat | None = None
+    min_cluster_size: PositiveInt = 3
     participation: Literal["full", "partial"] = "full"
-    max_age: int | None = None
-
-    def __post_init__(self) -> None:
-        require(self.linkage in ("single", "complete"), "cfl.linkage", self.linkage, "'single' or 'complete'")
-        require(self.min_cluster_size >= 1, "cfl.min_cluster_size", self.min_cluster_size, "at least 1")
-        valid = ("full", "partial")
-        require(self.participation in valid, "cfl.participation", self.participation, "'full' or 'partial'")
+    max_age: NonNegativeInt | None = None
 
     def shared(self, task: Task, rng: Rng) -> Updates:
         """Return one cluster and no updates."""

@@ -13,11 +13,12 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from coterie._util import pages
+from coterie._util.settings import NonNegativeFloat, PositiveInt
 from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.exchange.base import Inbox, Message
 from coterie.functional import aggregation, selection, similarity
-from coterie.methods.base import ROWS, Info, PeerMethod, Round, State, check_choices, check_positive, mixing
+from coterie.methods.base import ROWS, Info, PeerMethod, Round, State, mixing, variant
 from coterie.rng import Rng
 
 Metric = Literal["inv_loss", "inv_l2", "cos_weight", "cos_grad"]
@@ -303,8 +304,8 @@ class Dac(PeerMethod):
         "Listo Zec, Hagander, Ihre-Thomason, Girdzijauskas, On the effects of similarity metrics in decentralized deep "
         "learning under distributional shift, 2024, https://arxiv.org/abs/2409.10720",
     )
-    num_peers: int = 5
-    tau: float = 30.0
+    num_peers: PositiveInt = 5
+    tau: NonNegativeFloat = 30.0
     similarity: Metric = "inv_loss"
     aggregation: Literal["fedavg", "fedsim", "fedsim_prior"] = "fedavg"
     two_hop: bool = True
@@ -315,20 +316,16 @@ class Dac(PeerMethod):
     drop_nonpositive: bool = False
     loss_direction: Literal["pull", "push"] = "pull"
     tau_schedule: Literal["constant", "var", "reference", "entropy"] = "constant"
-    b: float = 0.2
-    entropy: float = 2.0
+    b: NonNegativeFloat = 0.2
+    entropy: NonNegativeFloat = 2.0
     scaling: Literal["none", "minmax"] = "none"
-    eps: float = 1e-6
-    eps_p: float = 1e-6
+    eps: NonNegativeFloat = 1e-6
+    eps_p: NonNegativeFloat = 1e-6
 
-    def __post_init__(self) -> None:
-        check_positive(self, num_peers=self.num_peers)
-        check_choices(self)
-        for name in ("tau", "b", "entropy", "eps", "eps_p"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, f"{self.kind}.{name}", value, "a number from 0")
-        push_fits = self.loss_direction == "pull" or self.similarity == "inv_loss"
-        require(push_fits, f"{self.kind}.loss_direction", self.loss_direction, "'pull' unless similarity = 'inv_loss'")
+    def check(self) -> None:
+        """Parameters are compared at home only."""
+        fits = self.loss_direction == "pull" or self.similarity == "inv_loss"
+        require(fits, "loss_direction", self.loss_direction, "'pull' unless similarity = 'inv_loss'")
 
     @property
     def exchanges(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -424,21 +421,10 @@ class Dac(PeerMethod):
         return memory.with_estimates(rnd.ids, inbox, self.two_hop_pick, fresh=True), cost
 
 
-@final
-@dataclass(frozen=True)
-class DacVar(Dac):
-    """DAC with an inverse temperature that rises from 1 to `tau`; see `Dac`."""
-
-    kind: ClassVar[str] = "dac-var"
-    summary: ClassVar[str] = "DAC that explores first: the inverse temperature rises with the rounds"
-    tau_schedule: Literal["constant", "var", "reference", "entropy"] = "var"
-
-
-@final
-@dataclass(frozen=True)
-class DacNoTwoHop(Dac):
-    """DAC without estimates at second hand; see `Dac`."""
-
-    kind: ClassVar[str] = "dac-no-two-hop"
-    summary: ClassVar[str] = "DAC that knows only whom it has read itself"
-    two_hop: bool = False
+DacVar = variant(
+    Dac, "DacVar", "dac-var",
+    "DAC that explores first: the inverse temperature rises with the rounds", tau_schedule="var",
+)  # fmt: skip
+DacNoTwoHop = variant(
+    Dac, "DacNoTwoHop", "dac-no-two-hop", "DAC that knows only whom it has read itself", two_hop=False
+)

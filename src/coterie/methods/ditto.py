@@ -6,8 +6,8 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
+from coterie._util.settings import NonNegativeFloat, NonNegativeInt
 from coterie.engine.task import LocalTraining, Task
-from coterie.errors import require
 from coterie.exchange.base import Inbox
 from coterie.methods.base import Info, Round, State
 from coterie.methods.fedavg import OneModel
@@ -49,15 +49,11 @@ class Ditto(OneModel):
         "Li, Hu, Beirami, Smith, Ditto: fair and robust federated learning through personalization, 2021, "
         "https://arxiv.org/abs/2012.04221",
     )
-    lam: float = 1.0
+    lam: NonNegativeFloat = 1.0
     weights: Weights = "samples"
     interleaved: bool = False
-    personal_epochs: int | None = None
-    personal_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        require(self.lam >= 0, "ditto.lam", self.lam, "0 or more")
-        self.averaging.check(self.kind)
+    personal_epochs: NonNegativeInt | None = None
+    personal_steps: NonNegativeInt | None = None
 
     @property
     def averaging(self) -> Averaging:

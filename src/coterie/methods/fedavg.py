@@ -6,8 +6,10 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
+from coterie._util.settings import PositiveFloat
 from coterie.exchange.base import Message
-from coterie.methods.server import MIN_UPDATES, Averaging, ServerContext, ServerMethod, Weights
+from coterie.methods.base import variant
+from coterie.methods.server import MIN_UPDATES, Averaging, Momentum, ServerContext, ServerMethod, Weights
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,6 @@ class FedAvg(OneModel):
     )
     weights: Weights = "samples"
 
-    def __post_init__(self) -> None:
-        self.averaging.check(self.kind)
-
     @property
     def averaging(self) -> Averaging:
         """By samples or uniform."""
@@ -71,12 +70,9 @@ class FedAvgM(OneModel):
         "Hsu, Qi, Brown, Measuring the effects of non-identical data distribution for federated visual "
         "classification, 2019, https://arxiv.org/abs/1909.06335",
     )
-    momentum: float = 0.9
-    server_lr: float = 1.0
+    momentum: Momentum = 0.9
+    server_lr: PositiveFloat = 1.0
     nesterov: bool = False
-
-    def __post_init__(self) -> None:
-        self.averaging.check(self.kind)
 
     @property
     def averaging(self) -> Averaging:
@@ -84,22 +80,7 @@ class FedAvgM(OneModel):
         return Averaging("samples", self.momentum, self.server_lr, self.nesterov)
 
 
-@final
-@dataclass(frozen=True)
-class FairAvg(OneModel):
-    r"""Uniform averaging: $\theta^{t+1} = \frac{1}{|P|} \sum_{k \in P} \theta_k^{t+1}$.
-
-    References:
-        Michieli, Ozay, Are all users treated fairly in federated learning systems?, 2021.
-    """
-
-    kind: ClassVar[str] = "fairavg"
-    summary: ClassVar[str] = "FedAvg with the same weight for every client"
-    references: ClassVar[tuple[str, ...]] = (
-        "Michieli, Ozay, Are all users treated fairly in federated learning systems?, 2021",
-    )
-
-    @property
-    def averaging(self) -> Averaging:
-        """Uniform."""
-        return Averaging("uniform")
+FairAvg = variant(
+    FedAvg, "FairAvg", "fairavg", "FedAvg with the same weight for every client", fixed=True, weights="uniform",
+    references=("Michieli, Ozay, Are all users treated fairly in federated learning systems?, 2021",),
+)  # fmt: skip

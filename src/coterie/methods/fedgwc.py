@@ -4,20 +4,21 @@ Longer than other methods: paper, authors' code and this project differ in fifte
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import torch
+from annotated_types import Ge, Gt, Le, Lt
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from coterie._util.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, WithPresets
 from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.exchange.base import Inbox, Message
 from coterie.functional import clustering, metrics, selection
 from coterie.functional.metrics import Metric
-from coterie.methods._presets import Preset, resolve, rules_of
 from coterie.methods.base import Info, Round, cohort_noise
-from coterie.methods.server import MIN_UPDATES, Averaging, Clusters, ServerContext, ServerMethod, sizes
+from coterie.methods.server import MIN_UPDATES, Averaging, Clusters, Momentum, ServerContext, ServerMethod, sizes
 from coterie.rng import Rng
 
 
@@ -40,43 +41,21 @@ class Interactions(Clusters):
     patience: Int[Tensor, " clusters"]
 
 
-@dataclass(frozen=True)
-class Rules:
-    """The settings in which the presets differ; see `FedGwc`."""
-
-    alpha_rule: Literal["constant", "local_rate", "decay"] = "constant"
-    reward_weights: Literal["uniform", "samples"] = "uniform"
-    ddof: int = 1
-    loss_sampling_size: int = 0
-    normalize_rewards: bool = False
-    start: Literal["zero", "uniform"] = "zero"
-    upv_axis: clustering.Axis = "column"
-    minmax: bool = False
-    diagonal: float = 1.0
-    db_space: clustering.Space = "rows"
-    n_max_by: Literal["size", "cohort"] = "size"
-    mse_scope: Literal["matrix", "sampled"] = "matrix"
-    patience: int = 0
-    clients_per_round: int = 0
-    explore: bool = True
-    min_cluster_size: int = 3
-    min_pair_updates: float = 1.0
-
-
 PRESETS = {
-    "coterie": Rules(),
-    "paper": Rules(upv_axis="row", patience=1, min_pair_updates=0.0),
-    "released": Rules(
-        alpha_rule="local_rate", reward_weights="samples", ddof=0, loss_sampling_size=10, normalize_rewards=True,
-        start="uniform", minmax=True, diagonal=0.0, db_space="embedding", n_max_by="cohort", mse_scope="sampled",
-        clients_per_round=10, explore=False, min_cluster_size=1, min_pair_updates=0.0,
-    ),
+    "coterie": {},
+    "paper": {"upv_axis": "row", "patience": 1, "min_pair_updates": 0.0},
+    "released": {
+        "alpha_rule": "local_rate", "reward_weights": "samples", "ddof": 0, "loss_sampling_size": 10,
+        "normalize_rewards": True, "start": "uniform", "minmax": True, "diagonal": 0.0, "db_space": "embedding",
+        "n_max_by": "cohort", "mse_scope": "sampled", "clients_per_round": 10, "explore": False,
+        "min_cluster_size": 1, "min_pair_updates": 0.0,
+    },
 }  # fmt: skip
 
 
 @final
 @dataclass(frozen=True)
-class FedGwc(ServerMethod):
+class FedGwc(WithPresets, ServerMethod):
     r"""Clusters from Gaussian rewards of local losses.
 
     In each round, and for each cluster, a client's loss trace is compared with those of the clients sampled with it
@@ -87,7 +66,7 @@ class FedGwc(ServerMethod):
     Args:
         aggregator: how each cluster averages: "fedavg", "fedavgm", "fedprox" or "fairavg".
         preset: "coterie" (the paper with guards), "paper" (its text) or "released" (the authors' code); a field that
-            is None takes the preset's value.
+            is given wins over it.
         beta: width of the affinity ($\beta$); not comparable across `minmax`.
         eps: a cluster has settled when its `mse` is below ($\varepsilon$).
         alpha: $\alpha$, in (0, 1); the paper takes the participation rate.
@@ -129,53 +108,41 @@ class FedGwc(ServerMethod):
         "Licciardi, Leo, Fanì, Caputo, Ciccone, Interaction-aware Gaussian weighting for clustered federated "
         "learning, 2025, https://arxiv.org/abs/2502.03340",
     )
+    presets: ClassVar = PRESETS
     aggregator: Literal["fedavg", "fedavgm", "fedprox", "fairavg"] = "fedavg"
-    preset: Preset = "coterie"
-    beta: float = 0.5
-    eps: float = 1e-5
-    alpha: float = 0.1
-    kappa: float = 1.0
-    n_max: int = 4
+    preset: Literal["coterie", "paper", "released"] = "coterie"
+    beta: PositiveFloat = 0.5
+    eps: NonNegativeFloat = 1e-5
+    alpha: Annotated[float, Gt(0), Lt(1)] = 0.1
+    kappa: Annotated[float, Gt(0.5), Le(1)] = 1.0
+    n_max: Annotated[int, Ge(2)] = 4
     labels: clustering.Labels = "cluster_qr"
-    alpha_rule: Literal["constant", "local_rate", "decay"] | None = None
-    reward_weights: Literal["uniform", "samples"] | None = None
-    ddof: int | None = None
-    loss_sampling_size: int | None = None
-    normalize_rewards: bool | None = None
-    start: Literal["zero", "uniform"] | None = None
-    upv_axis: clustering.Axis | None = None
-    minmax: bool | None = None
-    diagonal: float | None = None
-    db_space: clustering.Space | None = None
-    n_max_by: Literal["size", "cohort"] | None = None
-    mse_scope: Literal["matrix", "sampled"] | None = None
-    patience: int | None = None
-    clients_per_round: int | None = None
-    explore: bool | None = None
-    min_cluster_size: int | None = None
-    min_pair_updates: float | None = None
-    momentum: float = 0.9
-    server_lr: float = 1.0
+    alpha_rule: Literal["constant", "local_rate", "decay"] = "constant"
+    reward_weights: Literal["uniform", "samples"] = "uniform"
+    ddof: Annotated[int, Ge(0), Le(1)] = 1
+    loss_sampling_size: NonNegativeInt = 0
+    normalize_rewards: bool = False
+    start: Literal["zero", "uniform"] = "zero"
+    upv_axis: clustering.Axis = "column"
+    minmax: bool = False
+    diagonal: float = 1.0
+    db_space: clustering.Space = "rows"
+    n_max_by: Literal["size", "cohort"] = "size"
+    mse_scope: Literal["matrix", "sampled"] = "matrix"
+    patience: NonNegativeInt = 0
+    clients_per_round: NonNegativeInt = 0
+    explore: bool = True
+    min_cluster_size: PositiveInt = 3
+    min_pair_updates: NonNegativeFloat = 1.0
+    momentum: Momentum = 0.9
+    server_lr: PositiveFloat = 1.0
     nesterov: bool = False
-    mu: float = 0.01
-    trace: int = 32
+    mu: NonNegativeFloat = 0.01
+    trace: PositiveInt = 32
 
-    def __post_init__(self) -> None:
-        resolve(self, PRESETS)
-        valid = ("fedavg", "fedavgm", "fedprox", "fairavg")
-        require(self.aggregator in valid, "fedgwc.aggregator", self.aggregator, f"one of {', '.join(valid)}")
-        require(0 < self.alpha < 1, "fedgwc.alpha", self.alpha, "above 0 and below 1")
-        require(self.beta > 0, "fedgwc.beta", self.beta, "above 0")
-        require(0.5 < self.kappa <= 1, "fedgwc.kappa", self.kappa, "above 1/2 and at most 1")
-        require(self.n_max >= 2, "fedgwc.n_max", self.n_max, "at least 2")
-        require(self.trace >= 1, "fedgwc.trace", self.trace, "at least 1")
-        require(self.rules.clients_per_round != 1, "fedgwc.clients_per_round", 1, "0, or at least 2")
-        self.averaging.check(self.kind)
-
-    @property
-    def rules(self) -> Rules:
-        """The resolved settings."""
-        return rules_of(self, Rules)
+    def check(self) -> None:
+        """A client alone has nobody to be compared with."""
+        require(self.clients_per_round != 1, "clients_per_round", 1, "0, or at least 2")
 
     @property
     def averaging(self) -> Averaging:
@@ -187,7 +154,7 @@ class FedGwc(ServerMethod):
     def shared(self, task: Task, rng: Rng) -> Interactions:
         """Return one cluster whose members have not met."""
         begin, size = self.averaging.start(task.fresh(rng, 1), task.population, task.layout), task.population
-        level = 1 / size**2 if self.rules.start == "uniform" else 0.0
+        level = 1 / size**2 if self.start == "uniform" else 0.0
         matrix = torch.full((size, size), level, dtype=torch.float64)
         pairs, never = torch.zeros(size, size, dtype=torch.int32), torch.zeros(size, dtype=torch.int64)
         one = torch.ones(1, dtype=torch.float64)
@@ -222,11 +189,11 @@ class FedGwc(ServerMethod):
         self, shared: Interactions, rng: Rng, population: int, participation: float | int
     ) -> Int[Tensor, " active"]:
         """Draw in each cluster."""
-        noise, rate = cohort_noise(rng, population), self.rules.clients_per_round or participation
+        noise, rate = cohort_noise(rng, population), self.clients_per_round or participation
         chosen = []
         for cluster in range(len(shared.models)):
             members = shared.label == cluster
-            often = shared.sampled[members].min() - shared.sampled if self.rules.explore else torch.zeros(population)
+            often = shared.sampled[members].min() - shared.sampled if self.explore else torch.zeros(population)
             count = selection.cohort_size(int(members.sum()), rate, least=3)
             chosen.append(selection.cohort(noise, count, log_weights=often.double(), members=members))
         return torch.cat(chosen).sort().values
@@ -246,7 +213,7 @@ class FedGwc(ServerMethod):
     def _observe(self, context: ServerContext, shared: Interactions, cluster: int, message: Message) -> Interactions:
         """Update a cluster's rewards and interactions, and split it if it has settled."""
         assert message.ids is not None
-        rules, ids, size = self.rules, message.ids, int((shared.label == cluster).sum())
+        ids, size = message.ids, int((shared.label == cluster).sum())
         pairs = shared.pairs.clone()
         pairs[ids[:, None], ids[None, :]] += 1
         shared = replace(shared, pairs=pairs, sampled=shared.sampled.index_add(0, ids, torch.ones_like(ids)))
@@ -254,46 +221,46 @@ class FedGwc(ServerMethod):
             return shared
         alpha = self._alpha(context.index, len(ids), size)
         matrix = clustering.interact(shared.matrix, ids, self._rewards(context, cluster, message), alpha)
-        change = (matrix - shared.matrix).square().sum() / (size if rules.mse_scope == "matrix" else len(ids)) ** 2
+        change = (matrix - shared.matrix).square().sum() / (size if self.mse_scope == "matrix" else len(ids)) ** 2
         mse, patience = shared.mse.clone(), shared.patience.clone()
         mse[cluster] = (1 - alpha) * mse[cluster] + alpha * change
         patience[cluster] = patience[cluster] + 1 if mse[cluster] < self.eps else 0
         shared = replace(shared, matrix=matrix, mse=mse, patience=patience)
-        needed = rules.patience or max(1, int(size / len(ids) + 0.5))
+        needed = self.patience or max(1, int(size / len(ids) + 0.5))
         return self._try_split(context, shared, cluster, len(ids)) if patience[cluster] >= needed else shared
 
     def _alpha(self, index: int, cohort: int, size: int) -> float:
-        if self.rules.alpha_rule == "local_rate":
+        if self.alpha_rule == "local_rate":
             return cohort / size
-        return self.alpha * (1 + index) ** -self.kappa if self.rules.alpha_rule == "decay" else self.alpha
+        return self.alpha * (1 + index) ** -self.kappa if self.alpha_rule == "decay" else self.alpha
 
     def _rewards(self, context: ServerContext, cluster: int, message: Message) -> Float[Tensor, " clients"]:
-        rules, losses = self.rules, message.fields["losses"].cpu()
-        missing = rules.loss_sampling_size - len(losses)
+        losses = message.fields["losses"].cpu()
+        missing = self.loss_sampling_size - len(losses)
         synthetic = None
         if missing > 0:
             stream = context.rng.generator(f"fedgwc.synthetic.{cluster}")
             synthetic = torch.from_numpy(stream.normal(size=(missing, losses.shape[1])))
-        weights = message.fields["samples"].cpu() if rules.reward_weights == "samples" else None
-        rewards = clustering.gaussian_rewards(losses, ddof=rules.ddof, weights=weights, synthetic=synthetic)
-        return rewards / rewards.sum() if rules.normalize_rewards else rewards
+        weights = message.fields["samples"].cpu() if self.reward_weights == "samples" else None
+        rewards = clustering.gaussian_rewards(losses, ddof=self.ddof, weights=weights, synthetic=synthetic)
+        return rewards / rewards.sum() if self.normalize_rewards else rewards
 
     def _try_split(self, context: ServerContext, shared: Interactions, cluster: int, cohort: int) -> Interactions:
         """Split a settled cluster if its members fall apart; start its clock anew."""
-        rules, members = self.rules, (shared.label == cluster).nonzero().flatten()
+        members = (shared.label == cluster).nonzero().flatten()
         block, size = (members[:, None], members[None, :]), len(members)
         met = shared.pairs[block].double()
         apart = float(met.sum() - met.diagonal().sum()) / max(1, size * (size - 1))
-        if size < 2 * rules.min_cluster_size or apart < rules.min_pair_updates:
+        if size < 2 * self.min_cluster_size or apart < self.min_pair_updates:
             return shared
         affinity = clustering.affinity(
-            shared.matrix[block], self.beta, axis=rules.upv_axis, minmax=rules.minmax, diagonal=rules.diagonal
+            shared.matrix[block], self.beta, axis=self.upv_axis, minmax=self.minmax, diagonal=self.diagonal
         )
         label = clustering.propose_split(
             affinity,
-            n_max=min(self.n_max, size // cohort) if rules.n_max_by == "cohort" else self.n_max,
-            min_cluster_size=rules.min_cluster_size,
-            space=rules.db_space,
+            n_max=min(self.n_max, size // cohort) if self.n_max_by == "cohort" else self.n_max,
+            min_cluster_size=self.min_cluster_size,
+            space=self.db_space,
             labels=self.labels,
             seed=int(context.rng.generator(f"fedgwc.split.{cluster}").integers(1 << 31)),
         )

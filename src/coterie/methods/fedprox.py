@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from coterie._util.settings import NonNegativeFloat
 from coterie.engine.task import Task
-from coterie.errors import require
 from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import selection
 from coterie.methods.base import Info, Round, State, cohort_noise
@@ -47,14 +47,9 @@ class FedProx(OneModel):
         "Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, Federated optimization in heterogeneous networks, 2020, "
         "https://arxiv.org/abs/1812.06127",
     )
-    mu: float = 0.01
+    mu: NonNegativeFloat = 0.01
     weights: Weights = "samples"
     sampling: Literal["uniform", "samples"] = "uniform"
-
-    def __post_init__(self) -> None:
-        require(self.mu >= 0, "fedprox.mu", self.mu, "0 or more")
-        require(self.sampling in ("uniform", "samples"), "fedprox.sampling", self.sampling, "'uniform' or 'samples'")
-        self.averaging.check(self.kind)
 
     @property
     def averaging(self) -> Averaging:

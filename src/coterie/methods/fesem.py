@@ -7,11 +7,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from coterie._util.settings import PositiveInt
 from coterie.engine.task import Task
-from coterie.errors import require
 from coterie.exchange.base import Message, Reply
 from coterie.functional import aggregation, clustering
-from coterie.methods.base import check_positive
 from coterie.methods.server import Averaging, Clusters, ServerContext, ServerMethod, Weights
 from coterie.models.simplex_layers import last_layer
 from coterie.rng import Rng
@@ -51,16 +50,11 @@ class FeSem(ServerMethod):
         "Long, Xie, Shen, Zhou, Wang, Jiang, Multi-center federated learning: clients clustering for better "
         "personalization, 2023, https://arxiv.org/abs/2108.08647",
     )
-    clusters: int = 3
+    clusters: PositiveInt = 3
     weights: Weights = "uniform"
     features: Literal["all", "last_layer"] = "all"
-    recluster_every: int = 1
-    min_group: int = 1
-
-    def __post_init__(self) -> None:
-        check_positive(self, clusters=self.clusters, recluster_every=self.recluster_every, min_group=self.min_group)
-        require(self.features in ("all", "last_layer"), "fesem.features", self.features, "'all' or 'last_layer'")
-        self.averaging.check(self.kind)
+    recluster_every: PositiveInt = 1
+    min_group: PositiveInt = 1
 
     @property
     def averaging(self) -> Averaging:

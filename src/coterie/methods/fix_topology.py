@@ -6,9 +6,10 @@ from typing import ClassVar, final
 from jaxtyping import Int
 from torch import Tensor
 
+from coterie._util.settings import PositiveInt
 from coterie.engine.task import Task
 from coterie.functional import aggregation, selection
-from coterie.methods.base import Info, PeerMethod, Round, State, check_positive, mixing
+from coterie.methods.base import Info, PeerMethod, Round, State, mixing
 from coterie.rng import Rng
 
 
@@ -38,10 +39,7 @@ class FixTopology(PeerMethod):
         "Li, Wu, Towards effective clustered federated learning: a peer-to-peer framework with adaptive neighbor "
         "matching, 2022, https://arxiv.org/abs/2203.12285",
     )
-    num_peers: int = 5
-
-    def __post_init__(self) -> None:
-        check_positive(self, num_peers=self.num_peers)
+    num_peers: PositiveInt = 5
 
     def memory(self, task: Task, rng: Rng) -> FixTopologyMemory:
         """Draw the graph."""

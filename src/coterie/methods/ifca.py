@@ -9,11 +9,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from coterie._util.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
 from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import aggregation
-from coterie.methods.base import Info, Round, State, check_positive
+from coterie.methods.base import Info, Round, State
 from coterie.methods.server import ServerContext, ServerMethod, nothing, traffic
 from coterie.models.simplex_layers import last_layer
 from coterie.rng import Rng
@@ -61,30 +62,20 @@ class Ifca(ServerMethod):
         "Ghosh, Chung, Yin, Ramchandran, An efficient framework for clustered federated learning, 2020, "
         "https://arxiv.org/abs/2006.04088",
     )
-    clusters: int = 3
+    clusters: PositiveInt = 3
     averaging_of: Literal["models", "gradients"] = "models"
-    step: float = 1.0
+    step: NonNegativeFloat = 1.0
     share_representation: bool = False
     start: Literal["independent", "resample", "random_groups"] = "independent"
-    candidates: int = 10
-    resample_share: float = 0.1
-    group_rounds: int = 20
-    min_group: int = 1
+    candidates: PositiveInt = 10
+    resample_share: Share = 0.1
+    group_rounds: NonNegativeInt = 20
+    min_group: PositiveInt = 1
 
-    def __post_init__(self) -> None:
-        check_positive(self, clusters=self.clusters, candidates=self.candidates, min_group=self.min_group)
-        require(
-            self.averaging_of in ("models", "gradients"),
-            "ifca.averaging_of",
-            self.averaging_of,
-            "'models' or 'gradients'",
-        )
-        valid = ("independent", "resample", "random_groups")
-        require(self.start in valid, "ifca.start", self.start, f"one of {', '.join(valid)}")
-        share = self.resample_share * self.clusters
-        require(
-            share <= 1, "ifca.resample_share", self.resample_share, f"at most 1 / clusters = {1 / self.clusters:.3g}"
-        )
+    def check(self) -> None:
+        """Every cluster can attract its share."""
+        fits = self.resample_share * self.clusters <= 1
+        require(fits, "resample_share", self.resample_share, f"at most 1 / clusters = {1 / self.clusters:.3g}")
 
     def shared(self, task: Task, rng: Rng) -> Models:
         """Return independently drawn models."""

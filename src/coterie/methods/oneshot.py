@@ -7,10 +7,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from coterie.errors import require
+from coterie._util.settings import PositiveInt
 from coterie.exchange.base import Message
 from coterie.functional import aggregation, clustering
-from coterie.methods.base import check_positive
 from coterie.methods.server import MIN_UPDATES, Clusters, ServerContext, ServerMethod, sizes
 from coterie.rng import Rng
 
@@ -36,12 +35,8 @@ class OneShot(ServerMethod):
         "Ghosh, Hong, Yin, Ramchandran, Robust federated learning in a heterogeneous environment, 2019, "
         "https://arxiv.org/abs/1906.06629",
     )
-    clusters: int = 2
-    warmup_rounds: int = 10
-
-    def __post_init__(self) -> None:
-        check_positive(self, clusters=self.clusters)
-        require(self.warmup_rounds >= 1, "one-shot.warmup_rounds", self.warmup_rounds, "at least 1")
+    clusters: PositiveInt = 2
+    warmup_rounds: PositiveInt = 10
 
     def cohort(self, shared: Clusters, rng: Rng, population: int, participation: float | int) -> Int[Tensor, " active"]:
         """Everybody in the round that groups the clients."""

@@ -7,11 +7,12 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from coterie._util.settings import PositiveInt
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.exchange.base import Message
 from coterie.functional import aggregation, selection
-from coterie.methods.base import Info, PeerMethod, Round, State, check_positive, drawn_uniformly, mixing
+from coterie.methods.base import Info, PeerMethod, Round, State, drawn_uniformly, mixing
 from coterie.rng import Rng
 
 _SLOTS = 256  # members asked for their cluster at once
@@ -48,10 +49,7 @@ class Oracle(PeerMethod):
         "beneficial for client collaboration, 2022, https://arxiv.org/abs/2206.08839",
     )
     needs: ClassVar[frozenset[str]] = frozenset({"truth"})
-    num_peers: int = 5
-
-    def __post_init__(self) -> None:
-        check_positive(self, num_peers=self.num_peers)
+    num_peers: PositiveInt = 5
 
     def memory(self, task: Task, rng: Rng) -> OracleMemory:
         """Know nobody yet."""

@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from coterie._util.settings import NonNegativeFloat, PositiveInt, Share
 from coterie.engine.task import Task
-from coterie.errors import require
 from coterie.exchange.base import Inbox, Message
 from coterie.functional import aggregation, gaussian_mixture, selection, similarity
 from coterie.methods import dac
-from coterie.methods.base import Info, Order, PeerMethod, Round, State, check_choices, check_positive, mixing
+from coterie.methods.base import Info, Order, PeerMethod, Round, State, mixing
 from coterie.rng import Rng
 
 
@@ -61,18 +61,13 @@ class Panm(PeerMethod):
     )
     exchanges: ClassVar[int] = 2
     order: ClassVar[Order] = "train_first"
-    num_peers: int = 5
-    num_candidates: int = 10
-    stage_one_rounds: int = 100
-    interval: int = 10
+    num_peers: PositiveInt = 5
+    num_candidates: PositiveInt = 10
+    stage_one_rounds: PositiveInt = 100
+    interval: PositiveInt = 10
     em: gaussian_mixture.Em = "hard"
     component: gaussian_mixture.Component = "larger"
     monotone: bool = False
-
-    def __post_init__(self) -> None:
-        check_positive(self, num_peers=self.num_peers, num_candidates=self.num_candidates)
-        check_positive(self, stage_one_rounds=self.stage_one_rounds, interval=self.interval)
-        check_choices(self)
 
     @abstractmethod
     def score(self, rnd: Round, state: State, inbox: Inbox) -> tuple[Float[Tensor, "clients peers"], Info]:
@@ -159,11 +154,7 @@ class PanmGrad(Panm):
 
     kind: ClassVar[str] = "panm-grad"
     summary: ClassVar[str] = "match neighbors adaptively, by the cosines of updates"
-    alpha: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.alpha <= 1, "panm-grad.alpha", self.alpha, "a number from 0 to 1")
+    alpha: Share = 0.5
 
     def remembered(self, task: Task) -> tuple[int, int]:
         """Remember what has to be told to others."""
@@ -205,11 +196,7 @@ class PanmLoss(Panm):
     kind: ClassVar[str] = "panm-loss"
     summary: ClassVar[str] = "match neighbors adaptively, by the loss of their models on the own data"
     transform: Literal["inverse", "negative"] = "inverse"
-    eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.eps >= 0, "panm-loss.eps", self.eps, "0 or more")
+    eps: NonNegativeFloat = 1e-6
 
     def score(self, rnd: Round, state: State, inbox: Inbox) -> tuple[Float[Tensor, "clients peers"], Info]:
         """Evaluate the received models on the own training data."""

@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from coterie._util.settings import NonNegativeInt, PositiveInt
 from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.functional import aggregation, selection
-from coterie.methods.base import Info, PeerMethod, Round, State, check_choices, check_positive, mixing
+from coterie.methods.base import Info, PeerMethod, Round, State, mixing
 from coterie.rng import Rng
 
 
@@ -49,18 +50,16 @@ class Pens(PeerMethod):
         "Onoszko, Karlsson, Mogren, Listo Zec, Decentralized federated learning of deep neural networks on non-iid "
         "data, 2021, https://arxiv.org/abs/2107.08517",
     )
-    num_sampled: int = 10
-    num_kept: int = 2
-    num_peers: int = 5
-    stage_one_rounds: int = 20
+    num_sampled: PositiveInt = 10
+    num_kept: PositiveInt = 2
+    num_peers: PositiveInt = 5
+    stage_one_rounds: NonNegativeInt = 20
     threshold: Literal["expected", "dac_repo", "pens_repo"] = "expected"
 
-    def __post_init__(self) -> None:
-        check_positive(self, num_kept=self.num_kept, num_peers=self.num_peers)
-        check_choices(self)
-        require(self.stage_one_rounds >= 0, "pens.stage_one_rounds", self.stage_one_rounds, "0 or more")
+    def check(self) -> None:
+        """Keep no more than are read."""
         fits = self.num_sampled >= self.num_kept
-        require(fits, "pens.num_sampled", self.num_sampled, f"at least num_kept = {self.num_kept}")
+        require(fits, "num_sampled", self.num_sampled, f"at least num_kept = {self.num_kept}")
 
     def memory(self, task: Task, rng: Rng) -> PensMemory:
         """Have kept nobody."""

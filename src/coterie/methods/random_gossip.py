@@ -3,8 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
+from coterie._util.settings import PositiveInt
 from coterie.functional import aggregation
-from coterie.methods.base import Info, PeerMethod, Round, State, check_positive, drawn_uniformly, mixing
+from coterie.methods.base import Info, PeerMethod, Round, State, drawn_uniformly, mixing
 
 
 @final
@@ -24,10 +25,7 @@ class Random(PeerMethod):
     references: ClassVar[tuple[str, ...]] = (
         "Boyd, Ghosh, Prabhakar, Shah, Randomized gossip algorithms, 2006, https://doi.org/10.1109/TIT.2006.874516",
     )
-    num_peers: int = 5
-
-    def __post_init__(self) -> None:
-        check_positive(self, num_peers=self.num_peers)
+    num_peers: PositiveInt = 5
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw, pull, average."""

@@ -9,14 +9,14 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from annotated_types import Ge, Lt
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie.engine.task import Task, not_finite
-from coterie.errors import require
 from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import aggregation, metrics
 from coterie.functional.metrics import Metric
@@ -29,6 +29,7 @@ MIN_UPDATES = 3
 """A cluster is not averaged over fewer clients (or over fewer than all its members, where it has fewer)."""
 
 Weights = Literal["samples", "uniform"]
+Momentum = Annotated[float, Ge(0), Lt(1)]
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,6 @@ class Averaging:
     def plain(self) -> bool:
         """Whether the new model is the mean itself."""
         return self.momentum == 0 and self.lr == 1
-
-    def check(self, kind: str) -> None:
-        """Check the settings, as those of the method `kind`."""
-        require(self.weights in ("samples", "uniform"), f"{kind}.weights", self.weights, "'samples' or 'uniform'")
-        require(0 <= self.momentum < 1, f"{kind}.momentum", self.momentum, "at least 0 and below 1")
-        require(self.lr > 0, f"{kind}.server_lr", self.lr, "above 0")
 
     def start(self, models: Float[Tensor, "clusters params"], population: int, layout: Layout) -> Clusters:
         """Return clusters of which everybody is in the first."""

@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from coterie._util.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, WithPresets
 from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import simplex
-from coterie.methods._presets import Preset, resolve, rules_of
 from coterie.methods.base import Info, Round, State
 from coterie.methods.ditto import personal_training
 from coterie.methods.fedavg import OneModel
@@ -39,28 +39,18 @@ class Regions(Clusters):
     radius: Float[Tensor, " regions"]
 
 
-@dataclass(frozen=True)
-class Rules:
-    """The settings in which the presets differ; see `SimplexMethod`."""
-
-    endpoints: int = 10
-    regions: int = 10
-    warmup_rounds: int = 0
-    assignment: Literal["labels", "gradient"] = "labels"
-    radius_rule: Literal["relative", "absolute"] = "relative"
-    radius: float = 0.3
-    sampler: Literal["exact", "released"] = "exact"
-    simplex_bias: bool = True
-
-
-RELEASED = Rules(
-    warmup_rounds=250, assignment="gradient", radius_rule="absolute", radius=0.1, sampler="released", simplex_bias=False
-)
-PRESETS = {"coterie": Rules(), "paper": Rules(), "released": RELEASED}
+PRESETS = {
+    "coterie": {},
+    "paper": {},
+    "released": {
+        "warmup_rounds": 250, "assignment": "gradient", "radius_rule": "absolute", "radius": 0.1,
+        "sampler": "released", "simplex_bias": False,
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class SimplexMethod(OneModel):
+class SimplexMethod(WithPresets, OneModel):
     r"""A simplex of models $w(\alpha) = (\theta_f, \sum_m \alpha_m \Theta_m)$, averaged as in FedAvg.
 
     From round `warmup_rounds` on a client draws $\alpha$ in every step uniformly from the region of its group,
@@ -69,7 +59,7 @@ class SimplexMethod(OneModel):
 
     Args:
         preset: "coterie" and "paper" (label counts, exact draws) or "released" (gradients, draws as in the public
-            code); a field that is None takes the preset's value.
+            code); a field that is given wins over it.
         endpoints: $M$; with label counts at most the number of classes.
         regions: $L$, with label counts.
         warmup_rounds: $\tau$; as many as the rounds of the run for plain simplex learning.
@@ -94,67 +84,48 @@ class SimplexMethod(OneModel):
     """
 
     scope: ClassVar[Literal["head", "all"]] = "head"
-    preset: Preset = "coterie"
-    endpoints: int | None = None
-    regions: int | None = None
-    warmup_rounds: int | None = None
-    assignment: Literal["labels", "gradient"] | None = None
-    radius_rule: Literal["relative", "absolute"] | None = None
-    radius: float | None = None
-    sampler: Literal["exact", "released"] | None = None
-    simplex_bias: bool | None = None
+    presets: ClassVar = PRESETS
+    preset: Literal["coterie", "paper", "released"] = "coterie"
+    endpoints: PositiveInt = 10
+    regions: PositiveInt = 10
+    warmup_rounds: NonNegativeInt = 0
+    assignment: Literal["labels", "gradient"] = "labels"
+    radius_rule: Literal["relative", "absolute"] = "relative"
+    radius: NonNegativeFloat = 0.3
+    sampler: Literal["exact", "released"] = "exact"
+    simplex_bias: bool = True
     topics: Literal["lda", "classes"] = "lda"
     metric: simplex.Metric = "l1"
     center: simplex.Center = "medoid"
     per_sample: bool = False
-    head_lr_scale: float = 1.0
+    head_lr_scale: PositiveFloat = 1.0
     endpoint_start: Literal["xavier", "model"] = "xavier"
-    test_samples: int = 1
+    test_samples: PositiveInt = 1
 
-    def __post_init__(self) -> None:
-        resolve(self, PRESETS)
-        rules, kind = self.rules, self.kind
-        choices = {
-            "assignment": ("labels", "gradient"), "radius_rule": ("relative", "absolute"),
-            "sampler": ("exact", "released"), "topics": ("lda", "classes"), "metric": ("l1", "hilbert"),
-            "center": ("medoid", "mean"), "endpoint_start": ("xavier", "model"),
-        }  # fmt: skip
-        for name, valid in choices.items():
-            require(getattr(self, name) in valid, f"{kind}.{name}", getattr(self, name), f"one of {', '.join(valid)}")
-        for name in ("endpoints", "regions", "test_samples"):
-            require(getattr(self, name) >= 1, f"{kind}.{name}", getattr(self, name), "at least 1")
-        require(rules.radius >= 0, f"{kind}.radius", rules.radius, "0 or more")
-        require(self.head_lr_scale > 0, f"{kind}.head_lr_scale", self.head_lr_scale, "above 0")
-        divides = rules.endpoints % self.test_samples == 0
-        require(divides, f"{kind}.test_samples", self.test_samples, f"a divisor of endpoints = {rules.endpoints}")
-        first = 1 if rules.assignment == "gradient" else 0
-        expected = f"at least {first} with assignment = {rules.assignment!r}"
-        require(rules.warmup_rounds >= first, f"{kind}.warmup_rounds", rules.warmup_rounds, expected)
-
-    @property
-    def rules(self) -> Rules:
-        """The resolved settings."""
-        return rules_of(self, Rules)
+    def check(self) -> None:
+        """Draws divide the endpoints; updates place clients after a round at least."""
+        divides = self.endpoints % self.test_samples == 0
+        require(divides, "test_samples", self.test_samples, f"a divisor of endpoints = {self.endpoints}")
+        early = self.assignment == "gradient" and self.warmup_rounds < 1
+        require(not early, "warmup_rounds", self.warmup_rounds, f"at least 1 with assignment = {self.assignment!r}")
 
     def model(self, source: ModelFactory) -> ModelFactory:
         """Give the last layer endpoints."""
-        gain, bias = math.sqrt(self.head_lr_scale), self.rules.simplex_bias
-        return simplex_layers.simplex_head(
-            source, self.rules.endpoints, bias=bias, gain=gain, ensemble=self.test_samples > 1
-        )
+        gain, bias = math.sqrt(self.head_lr_scale), self.simplex_bias
+        return simplex_layers.simplex_head(source, self.endpoints, bias=bias, gain=gain, ensemble=self.test_samples > 1)
 
     def start(self, task: Task, rng: Rng) -> Float[Tensor, " params"]:
         """Return the first model, with independently drawn endpoints."""
-        rows, xavier = task.fresh(rng, self.rules.endpoints), self.endpoint_start == "xavier" and self.scope == "head"
+        rows, xavier = task.fresh(rng, self.endpoints), self.endpoint_start == "xavier" and self.scope == "head"
         gain = math.sqrt(self.head_lr_scale)
         return simplex_layers.independent_endpoints(task.layout, rows, rng, xavier=xavier, gain=gain)
 
     def shared(self, task: Task, rng: Rng) -> Regions:
         """Return the first model and one region: the whole simplex."""
-        if self.rules.assignment == "labels":
+        if self.assignment == "labels":
             require(task.classes > 0, f"{self.kind} by label counts", "regression data", "classes")
         begin = Averaging().start(self.start(task, rng)[None], task.population, task.layout)
-        middle = torch.full((1, self.rules.endpoints), 1 / self.rules.endpoints, dtype=torch.float64)
+        middle = torch.full((1, self.endpoints), 1 / self.endpoints, dtype=torch.float64)
         counts = torch.zeros(task.population, task.classes, dtype=torch.int64)
         whole = torch.full((1,), 2.0, dtype=torch.float64)
         return Regions(begin.models, begin.velocity, begin.label, counts, begin.label, middle, whole)
@@ -163,13 +134,13 @@ class SimplexMethod(OneModel):
 
     def cohort(self, shared: Regions, rng: Rng, population: int, participation: float | int) -> Int[Tensor, " active"]:
         """Everybody in the round whose updates place the clients."""
-        if self.rules.assignment == "gradient" and rng.round == self.rules.warmup_rounds:
+        if self.assignment == "gradient" and rng.round == self.warmup_rounds:
             return torch.arange(population)
         return super().cohort(shared, rng, population, participation)
 
     def offer(self, context: ServerContext, shared: Regions, message: Message) -> tuple[Regions, Reply]:
         """Place the clients when it is time; answer with the model and the client's region."""
-        if self.rules.assignment == "labels" and context.index == self.rules.warmup_rounds > 0:
+        if self.assignment == "labels" and context.index == self.warmup_rounds > 0:
             shared = self._by_labels(context, shared)
         return self.deliver(context, shared, message)
 
@@ -183,7 +154,7 @@ class SimplexMethod(OneModel):
     def merge(self, context: ServerContext, shared: Regions, message: Message) -> Regions:
         """Average; place the clients when their updates do it."""
         merged = super().merge(context, shared, message)
-        if self.rules.assignment == "labels" or context.index != self.rules.warmup_rounds:
+        if self.assignment == "labels" or context.index != self.warmup_rounds:
             return merged
         return self._by_gradients(context, shared, merged, message)
 
@@ -191,20 +162,18 @@ class SimplexMethod(OneModel):
         """Take note of label counts."""
         assert message.ids is not None
         shared = replace(shared, counts=shared.counts.index_copy(0, message.ids, message.fields["counts"].cpu()))
-        return (self._by_labels(context, shared) if self.rules.warmup_rounds == 0 else shared), nothing(message)
+        return (self._by_labels(context, shared) if self.warmup_rounds == 0 else shared), nothing(message)
 
     def _by_labels(self, context: ServerContext, shared: Regions) -> Regions:
         """Group clients by what their labels are mixed of."""
-        stream, topics = context.rng.at(-1).generator("regions"), self.rules.endpoints
+        stream, topics = context.rng.at(-1).generator("regions"), self.endpoints
         if self.topics == "classes":
             classes = shared.counts.shape[1]
             require(topics == classes, f"{self.kind}.topics", "classes", f"endpoints = {classes}, as many as classes")
             mixtures = shared.counts.double() / shared.counts.sum(1, keepdim=True).clamp(min=1)
         else:
             mixtures = simplex.topic_mixtures(shared.counts, topics, seed=int(stream.integers(1 << 31)))
-        region, centers = simplex.cluster_points(
-            mixtures, self.rules.regions, stream, metric=self.metric, center=self.center
-        )
+        region, centers = simplex.cluster_points(mixtures, self.regions, stream, metric=self.metric, center=self.center)
         return replace(shared, region=region, centers=centers, radius=self._radii(centers))
 
     def _by_gradients(self, context: ServerContext, before: Regions, shared: Regions, message: Message) -> Regions:
@@ -213,29 +182,29 @@ class SimplexMethod(OneModel):
         columns = torch.cat([torch.arange(s.start, s.stop) for s in simplex_layers.endpoint_slots(context.layout)])
         updates = (before.models - message.params)[:, columns.to(message.params.device)]
         centers = shared.centers[:1].expand(context.population, -1).clone()
-        centers[message.ids] = simplex.gradient_points(updates.cpu(), self.rules.endpoints)
+        centers[message.ids] = simplex.gradient_points(updates.cpu(), self.endpoints)
         radius = torch.full((context.population,), 2.0, dtype=torch.float64)
         radius[message.ids] = self._radii(centers)[message.ids]
         return replace(shared, region=torch.arange(context.population), centers=centers, radius=radius)
 
     def _radii(self, centers: Float[Tensor, "regions topics"]) -> Float[Tensor, " regions"]:
-        scale = simplex.mean_distance(centers).mean() if self.rules.radius_rule == "relative" else 1.0
-        return torch.full((len(centers),), float(self.rules.radius * scale), dtype=torch.float64)
+        scale = simplex.mean_distance(centers).mean() if self.radius_rule == "relative" else 1.0
+        return torch.full((len(centers),), float(self.radius * scale), dtype=torch.float64)
 
     # ---------------------------------------------------------------- where the clients are
 
     def enroll(self, rnd: Round, state: State) -> State:
         """Tell the server how many samples of each class each client has."""
-        if self.rules.assignment == "gradient":
+        if self.assignment == "gradient":
             return state
         message = Message(state.params[:, :0], {"counts": rnd.task.class_counts()})
         return replace(state, shared=self.ask(rnd, self._register, message, state.shared)[0])
 
     def draw(self, rnd: Round, offer: Inbox, purpose: str, count: int) -> Float[Tensor, "clients count topics"]:
         """Draw points from each client's region, from the client's own stream."""
-        sample = simplex.sample_region if self.rules.sampler == "exact" else simplex.sample_released
+        sample = simplex.sample_region if self.sampler == "exact" else simplex.sample_released
         center, radius = offer.field("center")[:, 0].cpu(), offer.field("radius")[:, 0].tolist()
-        out = torch.empty(len(center), count, self.rules.endpoints, dtype=torch.float64)
+        out = torch.empty(len(center), count, self.endpoints, dtype=torch.float64)
         for row, client in enumerate(rnd.ids.tolist()):
             out[row] = sample(rnd.rng.generator(purpose, client), center[row], radius[row], count)
         return out
@@ -272,7 +241,7 @@ class SimplexMethod(OneModel):
         """Fetch the simplex and stand at its barycenter."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
         rows = rnd.task.apply_buffer_policy(state.params, first(offer))
-        middle = torch.full((len(rows), 1, self.rules.endpoints), 1 / self.rules.endpoints, dtype=torch.float64)
+        middle = torch.full((len(rows), 1, self.endpoints), 1 / self.endpoints, dtype=torch.float64)
         return simplex_layers.compose(rnd.task.layout, rows, middle)
 
 
@@ -310,14 +279,15 @@ class SosicFlAll(SimplexMethod):
     references: ClassVar[tuple[str, ...]] = REFERENCES
     scope: ClassVar = "all"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        """One mixture for all layers has no head of its own."""
+        super().check()
         for name, only in (("per_sample", False), ("test_samples", 1), ("head_lr_scale", 1.0)):
-            require(getattr(self, name) == only, f"{self.kind}.{name}", getattr(self, name), f"{only}")
+            require(getattr(self, name) == only, name, getattr(self, name), f"{only}")
 
     def model(self, source: ModelFactory) -> ModelFactory:
         """Give every layer endpoints."""
-        return simplex_layers.simplex_all(source, self.rules.endpoints)
+        return simplex_layers.simplex_all(source, self.endpoints)
 
 
 @dataclass(frozen=True)
@@ -349,16 +319,10 @@ class SosicFlPlus(SimplexMethod):
     timed_against: ClassVar[str] = "ditto"
     summary: ClassVar[str] = "SosicFL with a personal simplex for each client, near the global one"
     references: ClassVar[tuple[str, ...]] = REFERENCES
-    lam: float = 1.0
-    global_rounds: int | None = None
-    personal_epochs: int | None = None
-    personal_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.lam >= 0, f"{self.kind}.lam", self.lam, "0 or more")
-        valid = self.global_rounds is None or self.global_rounds >= 1
-        require(valid, f"{self.kind}.global_rounds", self.global_rounds, "at least 1, or nothing")
+    lam: NonNegativeFloat = 1.0
+    global_rounds: PositiveInt | None = None
+    personal_epochs: NonNegativeInt | None = None
+    personal_steps: NonNegativeInt | None = None
 
     def _posthoc(self, index: int) -> bool:
         return self.global_rounds is not None and index >= self.global_rounds

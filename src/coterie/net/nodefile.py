@@ -5,12 +5,13 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from annotated_types import Ge, Le
 
-from coterie._util import tables
+from coterie._util.settings import Configurable, NonNegativeFloat, NonNegativeInt, Share, parse
 from coterie.data import hub
 from coterie.data.arrays import from_arrays
 from coterie.data.build import build_federation
@@ -23,7 +24,7 @@ from coterie.studies.config import StudyConfig
 
 
 @dataclass(frozen=True)
-class DataSource:
+class DataSource(Configurable):
     """The source of a node's own data: exactly one of the first five.
 
     Args:
@@ -46,17 +47,14 @@ class DataSource:
     folder: str = ""
     function: str = ""
     label: str = ""
-    classes: int | None = None
-    validation: float = 0.2
-    test: float = 0.2
+    classes: NonNegativeInt | None = None
+    validation: Share = 0.2
+    test: Share = 0.2
     data_dir: str = ""
-
-    def __post_init__(self) -> None:
-        tables.settle(self)
 
 
 @dataclass(frozen=True)
-class NetworkSettings:
+class NetworkSettings(Configurable):
     """Network settings of a node; they may differ between nodes.
 
     Args:
@@ -71,21 +69,14 @@ class NetworkSettings:
             building.
     """
 
-    deadline: float = 0.0
-    server_wait: float = 600.0
-    redraws: int = 5
+    deadline: NonNegativeFloat = 0.0
+    server_wait: NonNegativeFloat = 600.0
+    redraws: NonNegativeInt = 5
     half: bool = False
-    chunk: int = 512 * 1024
-    start: float = 60.0
-    linger: float = 120.0
-    lease: float = 10.0
-
-    def __post_init__(self) -> None:
-        tables.settle(self)
-        require(1024 <= self.chunk <= 512 * 1024, "chunk", self.chunk, "1024 to 524288 bytes")
-        require(self.lease >= 1, "lease", self.lease, "at least 1 second")
-        for name in ("deadline", "server_wait", "redraws", "start", "linger"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+    chunk: Annotated[int, Ge(1024), Le(512 * 1024)] = 512 * 1024
+    start: NonNegativeFloat = 60.0
+    linger: NonNegativeFloat = 120.0
+    lease: Annotated[float, Ge(1)] = 10.0
 
     @property
     def terms(self) -> Terms:
@@ -99,7 +90,7 @@ class NetworkSettings:
 
 
 @dataclass(frozen=True)
-class NodeFile:
+class NodeFile(Configurable):
     """The content of node.toml. Paths are relative to the file.
 
     Args:
@@ -128,18 +119,15 @@ class NodeFile:
     certificate: str = "node.pem"
     ca: str = "ca.pem"
     method: str = ""
-    seed: int | None = None
+    seed: NonNegativeInt | None = None
     role: Literal["peer", "server"] = "peer"
     runs: str = "runs"
     listen: str = ""
-    metrics_port: int = 0
+    metrics_port: Annotated[int, Ge(0), Le(65535)] = 0
     log: Literal["debug", "info", "warning", "error"] = "info"
     data: DataSource = field(default_factory=DataSource)
     network: NetworkSettings = field(default_factory=NetworkSettings)
     folder: Path = Path(".")
-
-    def __post_init__(self) -> None:
-        tables.settle(self)
 
     def path(self, name: str) -> Path:
         """Return a path of the file, relative to the file's folder."""
@@ -189,8 +177,8 @@ def load(path: Path) -> NodeFile:
     for name, kind in (("data", DataSource), ("network", NetworkSettings)):
         part = table.pop(name, {})
         require(isinstance(part, Mapping), f"{path}: {name}", part, f"a table: [{name}]")
-        parts[name] = tables.parse(kind, part, f"{path}: {name}")
-    return tables.parse(NodeFile, {**table, **parts, "folder": path.resolve().parent}, str(path))
+        parts[name] = parse(kind, part, f"{path}: {name}")
+    return parse(NodeFile, {**table, **parts, "folder": path.resolve().parent}, str(path))
 
 
 # ---------------------------------------------------------------- data

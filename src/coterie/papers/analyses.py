@@ -16,14 +16,16 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pandas as pd
 import torch
+from annotated_types import MinLen
 from jaxtyping import Float
 from torch import Tensor
 
 from coterie._util.files import write_atomically
+from coterie._util.settings import Configurable, PositiveFloat, PositiveInt
 from coterie.errors import ConfigError, require, unknown
 from coterie.functional import clustering, simplex
 from coterie.functional.metrics import ACCURACY
@@ -44,7 +46,7 @@ SERVED = -1
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Configurable):
     """The options of the analyses.
 
     Args:
@@ -53,13 +55,9 @@ class Options:
         betas: values of FedGWC's width.
     """
 
-    points: int = 2000
+    points: PositiveInt = 2000
     clients: Sequence[int] = ()
-    betas: Sequence[float] = (0.1, 0.5, 1.0, 2.0, 4.0)
-
-    def __post_init__(self) -> None:
-        require(self.points >= 1, "points", self.points, "at least 1")
-        require(bool(self.betas) and min(self.betas) > 0, "betas", list(self.betas), "numbers above 0")
+    betas: Annotated[Sequence[PositiveFloat], MinLen(1)] = (0.1, 0.5, 1.0, 2.0, 4.0)
 
 
 def simplex_scores(loop: Loop, options: Options) -> pd.DataFrame:
@@ -75,7 +73,7 @@ def simplex_scores(loop: Loop, options: Options) -> pd.DataFrame:
     clients = list(options.clients) or _of_two_regions(shared.region.tolist())
     for client in clients:
         require(0 <= client < len(task), "clients", client, f"ids from 0 to {len(task) - 1}")
-    middle = torch.full((method.rules.endpoints,), 1 / method.rules.endpoints, dtype=torch.float64)
+    middle = torch.full((method.endpoints,), 1 / method.endpoints, dtype=torch.float64)
     drawn = simplex.sample_region(loop.rng.at(-1).generator("analysis.simplex"), middle, 2.0, options.points)
     tables = []
     for client in (EVERYBODY, *clients):
@@ -147,8 +145,8 @@ def beta_sensitivity(loop: Loop, options: Options) -> pd.DataFrame:
         found = clustering.propose_split(
             _affinity(loop, beta),
             n_max=method.n_max,
-            min_cluster_size=method.rules.min_cluster_size,
-            space=method.rules.db_space,
+            min_cluster_size=method.min_cluster_size,
+            space=method.db_space,
             labels=method.labels,
         )
         label = torch.zeros(len(planted), dtype=torch.int64) if found is None else found
@@ -160,9 +158,9 @@ def beta_sensitivity(loop: Loop, options: Options) -> pd.DataFrame:
 def _affinity(loop: Loop, beta: float | None) -> Float[Tensor, "clients clients"]:
     method = loop.method
     assert isinstance(method, FedGwc)
-    rules, matrix = method.rules, loop.state.shared.matrix.cpu()
+    matrix = loop.state.shared.matrix.cpu()
     return clustering.affinity(
-        matrix, beta or method.beta, axis=rules.upv_axis, minmax=rules.minmax, diagonal=rules.diagonal
+        matrix, beta or method.beta, axis=method.upv_axis, minmax=method.minmax, diagonal=method.diagonal
     )
 
 

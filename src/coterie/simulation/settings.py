@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
+from coterie._util.settings import Configurable, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from coterie.engine.precision import Precision
 from coterie.engine.task import InitMode, LocalTraining
 from coterie.errors import require
@@ -17,7 +18,7 @@ Schedule = Literal["synchronous", "sequential_exchange", "sequential"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Configurable):
     """How a run goes; the same for every method of a study unless a method overrides `local`.
 
     Args:
@@ -55,49 +56,32 @@ class Settings:
             long, they come so seldom that it takes a twentieth of the time.
     """
 
-    rounds: int = 30
+    rounds: NonNegativeInt = 30
     local: LocalTraining = field(default_factory=LocalTraining)
     init: InitMode = "shared"
     order: Order | None = None
     schedule: Schedule = "synchronous"
-    warmup_epochs: int | None = None
-    participation: float | int = 1.0
-    patience: int | None = None
+    warmup_epochs: NonNegativeInt | None = None
+    participation: PositiveFloat = 1.0
+    patience: PositiveInt | None = None
     stopped_broadcast: Literal["best", "last"] = "best"
     evaluate: Literal["best_val", "final"] = "best_val"
     buffers: Literal["average", "local", "reset"] = "average"
     engine: str = "auto"
-    block: int | None = None
+    block: PositiveInt | None = None
     device: str = "cpu"
     dtype: Literal["float32", "float64"] = "float32"
     precision: Precision = "full"
     cuda_graphs: bool = False
-    validate_every: int = 1
-    eval_every: int = 0
+    validate_every: PositiveInt = 1
+    eval_every: NonNegativeInt = 0
     extra_metrics: Sequence[ExtraMetric] = ()
-    checkpoint_seconds: float = 30.0
+    checkpoint_seconds: NonNegativeFloat = 30.0
 
-    def __post_init__(self) -> None:
-        require(self.rounds >= 0, "rounds", self.rounds, "0 or more")
-        require(self.participation > 0, "participation", self.participation, "a share in (0, 1] or a count")
-        require(self.patience is None or self.patience >= 1, "patience", self.patience, "at least 1, or nothing")
-        require(self.warmup_epochs is None or self.warmup_epochs >= 0, "warmup_epochs", self.warmup_epochs, "0 or more")
-        require(self.validate_every >= 1, "validate_every", self.validate_every, "at least 1")
-        require(self.eval_every >= 0, "eval_every", self.eval_every, "0 or more")
+    def check(self) -> None:
+        """Evaluations come with measurements; a state that is kept belongs to the synchronous schedule."""
         every = self.validate_every
         require(self.eval_every % every == 0, "eval_every", self.eval_every, f"a multiple of validate_every ({every})")
-        unknown = sorted(set(self.extra_metrics) - set(get_args(ExtraMetric)))
-        require(not unknown, "extra_metrics", list(self.extra_metrics), f"some of {', '.join(get_args(ExtraMetric))}")
-        for name, valid in (
-            ("order", ("exchange_first", "train_first", None)),
-            ("schedule", ("synchronous", "sequential_exchange", "sequential")),
-            ("stopped_broadcast", ("best", "last")),
-            ("evaluate", ("best_val", "final")),
-            ("dtype", tuple(DTYPES)),
-            ("precision", get_args(Precision)),
-        ):
-            value = getattr(self, name)
-            require(value in valid, name, value, f"one of {', '.join(str(v) for v in valid)}")
         keeps = self.local.persistent_client_optimizer and self.schedule != "synchronous"
         require(not keeps, "local.persistent_client_optimizer", True, "schedule = 'synchronous' with it")
 

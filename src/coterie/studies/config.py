@@ -10,13 +10,13 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from coterie._util import tables
+from coterie._util import settings as tables
 from coterie.data.build import DataConfig
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, require, unknown
@@ -26,6 +26,7 @@ from coterie.studies.definition import NAME, MethodConfig, ModelConfig, StudyCon
 
 DEFAULT_STUDY = "rotated-digits"
 _RUN_KEYS = tuple(f.name for f in fields(Settings) if f.name not in ("local", "patience"))
+_FREE = tuple(f.name for f in fields(StudyConfig) if f.name not in ("data", "model", "methods", "settings"))
 
 
 def load(source: str | Path = DEFAULT_STUDY, overrides: Iterable[str] = ()) -> StudyConfig:
@@ -82,20 +83,25 @@ def parse(content: Mapping[str, Any], overrides: Iterable[str] = (), *, to_run: 
         free[grid] = _flat(grid, free[grid])
     run = {key: content[key] for key in _RUN_KEYS if key in content}
     local = tables.parse(LocalTraining, _section(content, "local"), "local")
-    stopping = tables.parse(_Stopping, _section(content, "stopping"), "stopping")
-    settings = replace(tables.parse(Settings, run, "study"), local=local, patience=stopping.patience)
-    head = tables.parse(_Free, free, "study")
-    return StudyConfig(
-        data=tables.parse(DataConfig, _section(content, "data"), "data"),
-        model=tables.parse(ModelConfig, _section(content, "model"), "model"),
-        settings=settings,
-        methods=_methods(content.get("methods", []), settings, to_run),
-        **{f.name: getattr(head, f.name) for f in fields(head)},
-    )
+    stopping = _section(content, "stopping")
+    for key in stopping:
+        if key != "patience":
+            raise ConfigError(f"stopping: {unknown('key', key, ['patience'])}")
+    settings = tables.parse(Settings, {**run, **stopping, "local": local}, "study")
+    free["data"] = tables.parse(DataConfig, _section(content, "data"), "data")
+    free["model"] = tables.parse(ModelConfig, _section(content, "model"), "model")
+    free["methods"] = _methods(content.get("methods", []), settings, to_run)
+    return tables.parse(StudyConfig, {**free, "settings": settings}, "study")
 
 
-def table(study: StudyConfig) -> dict[str, Any]:
-    """Return the fully resolved study as plain values: `parse` of it gives the same study."""
+def table(study: StudyConfig, *, decided: bool = True) -> dict[str, Any]:
+    """Return the study as plain values: `parse` of it gives the same study.
+
+    Args:
+        study: the study.
+        decided: fully resolved: with what the presets of its methods decide. Without, another preset in the table
+            decides anew.
+    """
     parts = tables.plain(study)
     settings = parts.pop("settings")
     patience = settings.pop("patience", None)
@@ -106,14 +112,14 @@ def table(study: StudyConfig) -> dict[str, Any]:
         "model": parts["model"],
         "local": settings["local"],
         "stopping": {} if patience is None else {"patience": patience},
-        "methods": [_entry(entry, study.settings) for entry in study.methods],
+        "methods": [_entry(entry, study.settings, decided) for entry in study.methods],
     }
     return {key: value for key, value in sections.items() if value not in ({}, "")}
 
 
-def dumps(study: StudyConfig) -> str:
-    """Return the fully resolved study as the text of a study file."""
-    return tables.dumps(table(study))
+def dumps(study: StudyConfig, *, decided: bool = True) -> str:
+    """Return the study as the text of a study file; see `table`."""
+    return tables.dumps(table(study, decided=decided))
 
 
 def identity(study: StudyConfig) -> dict[str, Any]:
@@ -273,27 +279,6 @@ def _label(entry: Mapping[str, Any]) -> str:
     return str(entry.get("label") or _kind(entry))
 
 
-@dataclass(frozen=True)
-class _Stopping:
-    patience: int | None = None
-
-
-@dataclass(frozen=True)
-class _Free:
-    """The settings at the top of a study file that are not those of a run."""
-
-    name: str
-    description: str = ""
-    paper: str | None = None
-    seeds: Sequence[int] = (0, 1, 2)
-    scale: float = 1.0
-    sweep: Mapping[str, Any] = field(default_factory=dict)
-    tune: Mapping[str, Any] = field(default_factory=dict)
-
-
-_FREE = tuple(f.name for f in fields(_Free))
-
-
 def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = content.get(name, {})
     if not isinstance(value, Mapping):
@@ -330,7 +315,7 @@ def _methods(value: object, settings: Settings, to_run: bool) -> tuple[MethodCon
 
 
 @dataclass(frozen=True)
-class _Head:
+class _Head(tables.Configurable):
     """The keys of a [[methods]] table that are not settings."""
 
     kind: str
@@ -389,7 +374,7 @@ def _every(value: Any) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in fields(value)}
 
 
-def _entry(entry: MethodConfig, study: Settings) -> dict[str, Any]:
+def _entry(entry: MethodConfig, study: Settings, decided: bool) -> dict[str, Any]:
     """One [[methods]] table: all its hyperparameters, and where its settings differ from the study's."""
     method, paper = entry.method, {"paper": entry.paper} if entry.paper else {}
     if isinstance(method, registry.StoredMethod):
@@ -405,7 +390,8 @@ def _entry(entry: MethodConfig, study: Settings) -> dict[str, Any]:
     said = {name: value for name, value in {**run, **local}.items() if name not in {"local", *hidden}}
     kind, package = registry.name_of(type(method))
     head = {"kind": kind, "label": entry.label, **paper, **({"package": package} if package else {})}
-    return {**head, **tables.plain(method), **head, **said, **({"local": hidden} if hidden else {})}
+    own_said = tables.plain(method, decided=decided)
+    return {**head, **own_said, **head, **said, **({"local": hidden} if hidden else {})}
 
 
 def assign(content: dict[str, Any], assignment: str) -> None:

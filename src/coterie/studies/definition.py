@@ -3,8 +3,11 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import MinLen
+
+from coterie._util.settings import Configurable, NonNegativeInt, PositiveFloat
 from coterie.data.build import DataConfig
 from coterie.errors import ConfigError, require
 from coterie.methods import registry
@@ -19,7 +22,7 @@ _STUDY_NAME = re.compile(rf"{NAME.pattern}(/{NAME.pattern})*")
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Configurable):
     """The model that the clients train.
 
     Args:
@@ -30,7 +33,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
-class MethodConfig:
+class MethodConfig(Configurable):
     """One method of a study, with its settings.
 
     Args:
@@ -53,7 +56,7 @@ class MethodConfig:
 
 
 @dataclass(frozen=True)
-class StudyConfig:
+class StudyConfig(Configurable):
     """A set of methods and seeds over one federation.
 
     Args:
@@ -74,21 +77,19 @@ class StudyConfig:
     name: str
     data: DataConfig
     methods: tuple[MethodConfig, ...]
-    seeds: Sequence[int] = (0, 1, 2)
+    seeds: Annotated[Sequence[NonNegativeInt], MinLen(1)] = (0, 1, 2)
     model: ModelConfig = field(default_factory=ModelConfig)
     settings: Settings = field(default_factory=Settings)
     description: str = ""
     paper: str | None = None
-    scale: float = 1.0
+    scale: PositiveFloat = 1.0
     sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     tune: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Names can be folders; methods and seeds are there, each once."""
         require(bool(_STUDY_NAME.fullmatch(self.name)), "name", self.name, "letters, digits, ' ._+=,()-' and '/'")
-        require(bool(self.seeds), "seeds", list(self.seeds), "at least one seed")
-        require(all(s >= 0 for s in self.seeds), "seeds", list(self.seeds), "whole numbers from 0")
         require(len(set(self.seeds)) == len(self.seeds), "seeds", list(self.seeds), "each seed once")
-        require(self.scale > 0, "scale", self.scale, "above 0; 0.1 for a tenth of the rounds")
         require(bool(self.methods), "methods", [], 'at least one, such as [[methods]] kind = "dac"')
         seen: set[str] = set()
         for entry in self.methods:

@@ -64,7 +64,7 @@ def expand(study: StudyConfig, *, to_run: bool = True) -> tuple[StudyConfig, ...
     """
     if not study.sweep:
         return (study,)
-    content = config.table(study)
+    content = config.table(study, decided=False)
     content.pop("sweep")
     axes = [_Axis(tuple(keys(path)), values) for path, values in study.sweep.items()]
     outer = [axis for axis in axes if axis.own_study]
@@ -128,7 +128,7 @@ def run_sweep(
     done = []
     for one in studies:
         done.append(run(one))
-        write_atomically(folder / CONFIG, config.dumps(study).encode())
+        write_atomically(folder / CONFIG, config.dumps(study, decided=False).encode())
     write_atomically(folder / SUMMARY, (json.dumps(joined(done), indent=1) + "\n").encode())
     return tuple(done)
 

@@ -146,7 +146,7 @@ def tune(
     for path in grid:
         if not any(_setting(path, entry) in grids[entry.label] for entry in study.methods):
             raise ConfigError(f"--grid: no method of the study has a setting {path!r}; coterie methods lists them")
-    work = _Work(config.dumps(replace(study, sweep={}, tune={})), data_dir, federation)
+    work = _Work(config.dumps(replace(study, sweep={}, tune={}), decided=False), data_dir, federation)
     trials: list[Trial] = []
     choices: list[Choice] = []
     for _ in range(widenings + 1):
@@ -229,7 +229,7 @@ def _validation(metrics: pd.DataFrame, model: str) -> tuple[str, pd.Series]:
 
 
 def _with_point(study: StudyConfig, label: str, point: Point) -> StudyConfig:
-    content = config.table(study)
+    content = config.table(study, decided=False)
     for key, value in point:
         config.put(content, f"methods.{json.dumps(label)}.{key}", value)
     return config.parse(content)

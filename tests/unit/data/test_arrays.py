@@ -151,7 +151,7 @@ def test_datasets_that_cannot_be_used_are_refused(datasets, message):
         ({"num_clients": 4, "train": 20}, DataError, r"4 clients x \d+ samples = \d+; the pool has 40"),
         ({"num_clients": 4, "test": (np.zeros((2, 3)), [0, 1])}, DataError, r"training inputs have shape \(2,\)"),
         ({"num_clients": 4, "test": (np.zeros((2, 2)), [0, 12])}, DataError, "the test data have labels from 0 to 12"),
-        ({"num_clients": 4, "validation_fraction": 1.0}, ConfigError, "a share from 0 to below 1"),
+        ({"num_clients": 4, "validation_fraction": 1.0}, ConfigError, "expected a number, 0 or more and below 1"),
         ({"num_clients": 4, "test_fraction": 0.0}, DataError, "no samples are held out for testing"),
     ],
 )

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from coterie._util.settings import parse
 from coterie.data.build import DataConfig, build_federation
 from coterie.data.shifts import Rotation
 from coterie.errors import ConfigError, DataError
@@ -15,12 +16,12 @@ DIGITS = {"dataset": "digits", "num_clients": 8, "train": 20, "validation": 5}
 
 
 def build(seed: int = 0, **change: object):
-    return build_federation(DataConfig.from_table(DIGITS | change), seed)
+    return build_federation(parse(DataConfig, DIGITS | change, "data"), seed)
 
 
 def test_the_table_of_a_study_file_is_read_as_it_stands():
     table = DIGITS | {"shift": [{"kind": "rotation", "degrees": [0, 90], "sizes": [4, 4]}]}
-    config = DataConfig.from_table(table)
+    config = parse(DataConfig, table, "data")
     assert config == DataConfig("digits", 8, 20, 5, [Rotation([0, 90], sizes=[4, 4])])
     assert config.shift == ({"kind": "rotation", "degrees": [0, 90], "sizes": [4, 4], "assign": "blocks", "fill": 128},)
 
@@ -42,10 +43,10 @@ def test_the_fingerprint_is_the_same_in_another_process():
     table = {"dataset": "synthetic-regression", "num_clients": 6, "train": 20, "validation": 5, "shift": shift}
     code = (
         "from coterie.data.build import DataConfig, build_federation;"
-        f"print(build_federation(DataConfig.from_table({table!r}), 3).fingerprint())"
+        f"print(build_federation(DataConfig(**{table!r}), 3).fingerprint())"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == build_federation(DataConfig.from_table(table), 3).fingerprint()
+    assert out.stdout.strip() == build_federation(parse(DataConfig, table, "data"), 3).fingerprint()
 
 
 def test_without_sizes_the_pool_is_shared_evenly():
@@ -123,12 +124,16 @@ def test_a_label_group_without_test_samples_is_an_error(tmp_path):
     ("change", "error", "message"),
     [
         ({"num_client": 3}, ConfigError, "data: unknown key 'num_client'; did you mean 'num_clients'"),
-        ({"num_clients": "8"}, ConfigError, "data: num_clients is '8'; expected a whole number or \"none\""),
-        ({"num_clients": 0}, ConfigError, "num_clients is 0; expected at least 1"),
+        (
+            {"num_clients": "8"},
+            ConfigError,
+            "data: num_clients is '8'; expected a whole number, 1 or more, or .none",
+        ),
+        ({"num_clients": 0}, ConfigError, "num_clients is 0; expected a whole number, 1 or more"),
         ({"train": None}, ConfigError, "validation is 5 but train is not given"),
-        ({"normalize": "full"}, ConfigError, "expected 'half' or 'standard' or 'none'"),
+        ({"normalize": "full"}, ConfigError, "expected 'half', 'standard' or 'none'"),
         ({"dataset": "digit"}, ConfigError, "did you mean 'digits'"),
-        ({"dataset": []}, ConfigError, "a name or a list of names"),
+        ({"dataset": []}, ConfigError, "expected text, or a list of texts, 1 or more of them"),
         ({"options": {"dim": 3}}, ConfigError, "digits has no options"),
         ({"train": 200}, DataError, "8 clients x 205 samples = 1,640; the pool has 1,500: lower num_clients"),
         ({"shift": [{"kind": "rotation", "sizes": [1, 1, 1, 1]}]}, ConfigError, "add to 4; expected .* 8"),

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from coterie._util.settings import parse, plain
 from coterie.data.build import DataConfig, build_federation, build_from_sources
 from coterie.data.federation import Federation
 from coterie.data.plan import members, spread
-from coterie.data.shifts import SHIFTS, DirichletPerClient, Rotation, dirichlet, read_shift, write_shift
+from coterie.data.shifts import SHIFTS, DirichletPerClient, Rotation, dirichlet, read_shift
 from coterie.data.source import Samples, Source
 from coterie.errors import ConfigError, DataError
 from coterie.rng import Rng
@@ -30,9 +31,8 @@ def source(classes: int = 10, per_class: int = 40, tests: int = 6, name: str = "
 def build(*shifts: dict, sources: tuple[Source, ...] | None = None, seed: int = 0, **settings: object) -> Federation:
     sources = sources or (source(),)
     names = [one.name for one in sources] if len(sources) > 1 else sources[0].name
-    config = DataConfig.from_table(
-        {"dataset": names, "num_clients": 8, "train": 12, "validation": 3, "shift": shifts, **settings}
-    )
+    given = {"dataset": names, "num_clients": 8, "train": 12, "validation": 3, "shift": shifts, **settings}
+    config = parse(DataConfig, given, "data")
     return build_from_sources(config, sources, Rng(seed))
 
 
@@ -346,11 +346,11 @@ def test_what_is_left_over_goes_around_the_end():
         ([{"kind": "rotaton"}], r"data: shift\[0\]: unknown shift 'rotaton'; did you mean 'rotation'"),
         ([{"kind": "iid"}, {"degrees": [0]}], r"data: shift\[1\]: kind is missing"),
         ([{"kind": "rotation", "degree": [0]}], "unknown key 'degree'; did you mean 'degrees'"),
-        ([{"kind": "rotation", "degrees": []}], "at least one angle"),
+        ([{"kind": "rotation", "degrees": []}], "degrees is .*expected a list of numbers, 1 or more of them"),
         ([{"kind": "dirichlet-per-client", "alpha": 0.5}], "alpha means different things .* concentration_total"),
         ([{"kind": "dirichlet-per-class", "alpha": 0.5}], "use one of: concentration_per_client"),
         ([{"kind": "dirichlet-per-client"}], "needs one of concentration_total and concentration_per_class; 0 given"),
-        ([{"kind": "dirichlet-per-class", "concentration_per_client": 0}], "expected above 0"),
+        ([{"kind": "dirichlet-per-class", "concentration_per_client": 0}], "expected a number, above 0"),
         ([{"kind": "labels", "groups": [[0, 12]]}], "label 12 is not in toy; expected 0 to 9"),
         ([{"kind": "labels", "groups": ["0-x"]}], 'labels as a list or as text such as "0-9, 35-44"'),
         ([{"kind": "label-swap", "swaps": [[[1, 1]]]}], "pairs of two labels"),
@@ -362,7 +362,7 @@ def test_what_is_left_over_goes_around_the_end():
         ([{"kind": "k-fold"}, {"kind": "natural", "column": "part"}], "k-fold draws from the whole pool"),
         ([{"kind": "quantity", "concentration_per_client": 1}, {"kind": "natural", "column": "part"}], "cannot change"),
         ([{"kind": "regression-targets"}], "toy is not a regression problem"),
-        ([{"kind": "visual", "domains": ["fog"]}], "domains is .*expected a list .of 'clean' or 'noise' or 'blur'"),
+        ([{"kind": "visual", "domains": ["fog"]}], "domains is .*expected a list of 'clean', 'noise' or 'blur'"),
     ],
 )
 def test_a_shift_that_cannot_be_is_refused_in_one_line(shifts, message):
@@ -398,7 +398,7 @@ def test_every_shift_explains_itself_and_each_of_its_fields(kind):
 
 def test_a_shift_becomes_its_table_and_back():
     for shift in (Rotation([0, 45], sizes=[1, 2]), DirichletPerClient(concentration_total=[0.5, 3])):
-        table = write_shift(shift)
+        table = plain(shift)
         assert read_shift(table) == shift
         assert table["kind"] == shift.kind
         assert "concentration_per_class" not in table

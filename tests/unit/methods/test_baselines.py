@@ -102,7 +102,7 @@ def test_random_reads_within_clusters_as_often_as_the_formula_says(play, sizes, 
 
 @pytest.mark.parametrize("method", [Random, Oracle, FixTopology])
 def test_no_peers_at_all_is_refused_and_too_many_are_clamped(method, play):
-    with pytest.raises(ConfigError, match=r"num_peers is 0; expected at least 1"):
+    with pytest.raises(ConfigError, match=r"num_peers is 0; expected a whole number, 1 or more"):
         method(num_peers=0)
     _, info = play(method(num_peers=99)).exchange()
     assert info["peers"].shape[1] == 5

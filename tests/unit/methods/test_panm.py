@@ -178,9 +178,9 @@ def test_training_comes_first_by_default(play):
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(ConfigError, match=r"panm-grad.alpha is 1.5; expected a number from 0 to 1"):
+    with pytest.raises(ConfigError, match=r"panm-grad: alpha is 1.5; expected a number, from 0 to 1"):
         PanmGrad(alpha=1.5)
-    with pytest.raises(ConfigError, match=r"panm-loss.interval is 0; expected at least 1"):
+    with pytest.raises(ConfigError, match=r"panm-loss: interval is 0; expected a whole number, 1 or more"):
         PanmLoss(interval=0)
-    with pytest.raises(ConfigError, match=r"panm-loss.eps is -1.0"):
+    with pytest.raises(ConfigError, match=r"panm-loss: eps is -1.0"):
         PanmLoss(eps=-1.0)

@@ -86,9 +86,9 @@ def test_peers_that_do_not_answer_are_neither_kept_nor_counted(play):
 
 
 def test_impossible_settings_are_refused(play):
-    with pytest.raises(ConfigError, match=r"pens.num_sampled is 1; expected at least num_kept = 2"):
+    with pytest.raises(ConfigError, match=r"pens: num_sampled is 1; expected at least num_kept = 2"):
         Pens(num_sampled=1)
-    with pytest.raises(ConfigError, match=r"pens.stage_one_rounds is -1; expected 0 or more"):
+    with pytest.raises(ConfigError, match=r"pens: stage_one_rounds is -1; expected a whole number, 0 or more"):
         Pens(stage_one_rounds=-1)
     _, info = play(Pens(num_sampled=50, num_kept=50), tiny_federation(3)).exchange()
     assert info["peers"].shape == (3, 2)

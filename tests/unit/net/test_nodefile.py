@@ -55,7 +55,7 @@ def test_paths_are_seen_from_the_file(tmp_path):
         ("role = 'boss'", "role is 'boss'"),
         ("data = 3", "data is 3; expected a table"),
         ("[network]\ndeadlin = 3", "unknown key 'deadlin'; did you mean 'deadline'"),
-        ("[network]\nchunk = 1000000", "chunk is 1000000; expected 1024 to 524288 bytes"),
+        ("[network]\nchunk = 1000000", "chunk is 1000000; expected a whole number, from 1024 to 524288"),
         ("[network]\nlease = 0.1", "lease is 0.1"),
         ("x = ", "is not valid TOML"),
     ],

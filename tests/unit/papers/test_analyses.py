@@ -145,7 +145,7 @@ def test_what_cannot_be_analyzed_is_told(study: Path, tmp_path: Path):
         (lambda: analyze(study, "simplx"), "did you mean 'simplex'", ConfigError),
         (lambda: analyze(study / "fedavg", "beta"), "holds fedavg; .* takes runs of fedgwc", ConfigError),
         (lambda: analyze(study, "simplex", Options(clients=[6])), "clients is 6; expected ids from", ConfigError),
-        (lambda: Options(points=0), "points is 0; expected at least 1", ConfigError),
+        (lambda: Options(points=0), "points is 0; expected a whole number, 1 or more", ConfigError),
         (lambda: reopen_run(study), "is a study; expected the folder of one run", ConfigError),
         (lambda: reopen_run(tmp_path), "holds no run", ConfigError),
     ]  # fmt: skip

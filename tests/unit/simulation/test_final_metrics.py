@@ -13,7 +13,7 @@ from sklearn.metrics import accuracy_score, balanced_accuracy_score
 from torch import nn
 
 from coterie import testing
-from coterie._util.tables import parse
+from coterie._util.settings import parse
 from coterie.data.federation import TestSet
 from coterie.engine.task import Task
 from coterie.errors import ConfigError

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from coterie.errors import ConfigError, RunExistsError
+from coterie.methods import METHODS
 from coterie.studies import config
 from coterie.studies.run import run_study
 from coterie.studies.sweep import expand, read_sweep, run_sweep
@@ -122,3 +123,19 @@ def test_a_sweep_over_methods_is_one_study(tmp_path):
 def test_run_study_points_to_run_sweep(tmp_path):
     with pytest.raises(ConfigError, match="run_sweep"):
         run_study(sweep(data__train=[8]), out=tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "field"), [("fedgwc", "ddof"), ("sosicfl", "radius")])
+def test_a_sweep_over_presets_runs_what_each_says(kind, field):
+    """Also when it was written and read in between, and a setting that is given stays."""
+    text = STUDY + f'[[methods]]\nkind = "{kind}"\n[sweep]\n"methods.{kind}.preset" = ["coterie", "released"]\n'
+    study = config.loads(text)
+    for one in (study, config.loads(config.dumps(study, decided=False))):
+        (expanded,) = expand(one)
+        methods = [entry.method for entry in expanded.methods[2:]]
+        assert methods == [METHODS[kind](preset="coterie"), METHODS[kind](preset="released")]
+        assert len({getattr(method, field) for method in methods}) == 2
+        assert config.loads(config.dumps(expanded)) == expanded
+    value = getattr(METHODS[kind](), field)
+    (kept,) = expand(config.loads(text, overrides=[f"methods.{kind}.{field}={value}"]))
+    assert [getattr(entry.method, field) for entry in kept.methods[2:]] == [value, value]

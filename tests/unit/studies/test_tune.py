@@ -10,6 +10,7 @@ from coterie.cli.app import app
 from coterie.data.build import build_federation
 from coterie.data.federation import TestSet
 from coterie.errors import ConfigError
+from coterie.methods import METHODS
 from coterie.studies import config, tune
 
 STUDY = """
@@ -131,3 +132,12 @@ def test_the_command_writes_a_study_that_can_be_run(tmp_path):
     assert chosen.name == "small-tuned"
     assert chosen.entry("Alone").settings.local.lr == 0.001
     assert (tmp_path / "tuned" / "small-tuned.json").exists()
+
+
+def test_a_grid_of_presets_tries_what_each_says():
+    """The chosen preset is written with all that it decides; a run of it is what the trial was."""
+    study = config.loads(STUDY + '[[methods]]\nkind = "fedgwc"\n')
+    for preset in ("coterie", "released"):
+        tried = tune._with_point(study, "fedgwc", (("preset", preset),))
+        assert tried.entry("fedgwc").method == METHODS["fedgwc"](preset=preset)
+        assert config.loads(config.dumps(tried)) == tried

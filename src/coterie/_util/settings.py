@@ -1,0 +1,295 @@
+"""Everything that can be set: declared once, on the field of a frozen dataclass, and checked however it is made.
+
+A field's annotation says its type, its range (`annotated_types`: Ge, Gt, Le, Lt, MinLen) and its choices (`Literal`);
+the same words refuse a value from Python, from a file and from the command line. Lists become tuples and whole numbers
+become floats where a float is expected; nothing else is converted, so the text "false" is never a true value.
+"""
+
+import functools
+import inspect
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, InitVar, dataclass, field, fields, is_dataclass
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+
+from coterie.errors import ConfigError, unknown
+
+T = TypeVar("T")
+
+PositiveInt = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+
+NONE = "none"
+"""What stands for "not set" in a file and on a command line, where a setting may be unset: TOML has no null."""
+
+_BOUNDS: dict[type, tuple[Callable[[Any, Any], bool], str]] = {
+    Ge: (lambda value, bound: value >= bound.ge, "{0.ge} or more"),
+    Gt: (lambda value, bound: value > bound.gt, "above {0.gt}"),
+    Le: (lambda value, bound: value <= bound.le, "at most {0.le}"),
+    Lt: (lambda value, bound: value < bound.lt, "below {0.lt}"),
+    MinLen: (lambda value, bound: len(value) >= bound.min_length, "{0.min_length} or more of them"),
+}
+_WORDS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"), str: ("text", "texts")}
+
+
+class Configurable:
+    """The base of every frozen dataclass that can be set, in Python or in a file.
+
+    A value that its field does not accept is refused with one line: `dac: num_peers is 2.5; expected a whole number, 1
+    or more`.
+    """
+
+    __no_type_check__ = True  # run-time type checkers would refuse a value first, in words of their own
+
+    def __post_init__(self) -> None:
+        cls = type(self)
+        try:
+            for name, hint in settable(cls).items():
+                object.__setattr__(self, name, _accepted(name, getattr(self, name), hint))
+            self.check()
+        except ConfigError as error:
+            raise ConfigError(f"{_owner(cls)}: {error}") from None
+
+    def check(self) -> None:
+        """Check the rules that concern several fields.
+
+        Raises:
+            ConfigError: with the field, what was found and what was expected.
+        """
+
+
+@dataclass(frozen=True)
+class WithPresets(Configurable):
+    """Settings some of which follow a preset unless they are given.
+
+    A class has a field `preset`, and in `presets` the values that differ from its fields' defaults. What is given wins
+    over the preset, and `dataclasses.replace` keeps it: the others follow when the preset changes.
+    """
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]]
+    given: InitVar[frozenset[str]] = field(default=frozenset(), kw_only=True)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        made = object.__new__(cls)
+        if args or kwargs:
+            names = [item.name for item in fields(cls)][: len(args)] + list(kwargs)
+            if "given" in kwargs:  # `replace` passes what it changes, then what it keeps: `given` and then the fields
+                names = names[: names.index("given")]
+            object.__setattr__(made, "_named", names)
+        return made
+
+    def __post_init__(self, given: frozenset[str]) -> None:
+        object.__setattr__(self, "given", given.union(self.__dict__.pop("_named", ())))
+        preset = self.presets.get(str(getattr(self, "preset")), {})  # noqa: B009 (a subclass has it)
+        for name in self.follows():
+            object.__setattr__(self, name, preset.get(name, getattr(type(self), name)))
+        super().__post_init__()
+
+    def follows(self) -> set[str]:
+        """Return the fields that follow the preset."""
+        return {name for values in self.presets.values() for name in values if name not in self.__dict__["given"]}
+
+
+@functools.cache
+def settable(cls: type[Any]) -> dict[str, Any]:
+    """Return what can be set on a dataclass: its fields by name, with their annotations."""
+    hints: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        hints |= inspect.get_annotations(base, eval_str=True)
+    return {item.name: hints[item.name] for item in fields(cls) if item.init}
+
+
+def required(cls: type[Any]) -> set[str]:
+    """Return the fields of a dataclass that have no default."""
+    return {f.name for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING}
+
+
+def parse(cls: type[T], table: Mapping[str, object], where: str) -> T:
+    """Make a `Configurable` from a table of settings.
+
+    Args:
+        cls: a dataclass.
+        table: its fields by name; fields with a default may be left out.
+        where: how the user finds this table, such as "data.shift[0]"; it starts every message.
+
+    Raises:
+        ConfigError: on an unknown key (with the nearest valid one), a missing key, or a value that does not fit.
+    """
+    known = settable(cls)
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"{where}: {unknown('key', str(key), known)}")
+    for name, hint in known.items():
+        if name in required(cls) and name not in table:
+            raise ConfigError(f"{where}: {name} is missing; expected {words(hint)}")
+    try:
+        return cls(**table)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {str(error).removeprefix(f'{_owner(cls)}: ')}") from None
+
+
+def _owner(cls: type[Any]) -> str:
+    """How messages call a class: by its kind where it has one that is not itself a setting."""
+    kind = getattr(cls, "kind", None)
+    return kind if isinstance(kind, str) and "kind" not in settable(cls) else cls.__name__
+
+
+def _accepted(name: str, found: Any, hint: Any) -> Any:
+    """Return a value as it is kept, or refuse it."""
+    fits, value = _fit(found, hint)
+    if not fits:
+        raise ConfigError(f"{name} is {found!r}; expected {words(hint)}")
+    return value
+
+
+def _fit(value: Any, hint: Any) -> tuple[bool, Any]:
+    """Whether a value fits an annotation, and the value to keep."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True, value
+    if origin is Annotated:
+        fits, value = _fit(value, inner[0])
+        return fits and all(_BOUNDS[type(bound)][0](value, bound) for bound in inner[1:]), value
+    if origin in (types.UnionType, typing.Union):
+        options = [_fit(value, option) for option in inner]
+        return next((option for option in options if option[0]), (False, value))
+    if hint is type(None):
+        return value is None or (isinstance(value, str) and value == NONE), None
+    if origin is Literal:
+        return any(type(value) is type(option) and value == option for option in inner), value
+    if hint is float:
+        number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        return number, float(value) if number else value
+    if hint is int:
+        number = isinstance(value, Integral) and not isinstance(value, bool)
+        return number, int(value) if number else value
+    if origin is not None and issubclass(origin, Mapping):
+        return isinstance(value, Mapping), value
+    if origin is not None and issubclass(origin, Sequence):
+        if not isinstance(value, list | tuple):
+            return False, value
+        items = [_fit(item, inner[0]) for item in value]
+        return all(fits for fits, _ in items), tuple(item for _, item in items)
+    return isinstance(value, hint), value
+
+
+def words(hint: Any, *, many: bool = False) -> str:
+    """Say an annotation in words; `many`: as the items of a list.
+
+    Example:
+        >>> words(Annotated[int, Ge(1)]), words(Sequence[float] | None)
+        ('a whole number, 1 or more', 'a list of numbers or "none"')
+    """
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        size = any(isinstance(bound, MinLen) for bound in inner)
+        return f"{words(inner[0], many=many)}, {'each ' if many and not size else ''}{_range(inner[1:])}"
+    if origin in (types.UnionType, typing.Union):
+        options = [words(option, many=many) for option in inner]
+        return (", or " if any(", " in option for option in options) else " or ").join(options)
+    if origin is Literal:
+        *most, last = map(repr, inner)
+        return f"{', '.join(most)} or {last}" if most else last
+    if origin is not None and issubclass(origin, Mapping):
+        return "tables" if many else "a table"
+    if origin is not None and issubclass(origin, Sequence):
+        return f"{'lists' if many else 'a list'} of {words(inner[0], many=True)}"
+    if hint is bool:
+        return "true or false"
+    if hint is type(None):
+        return f'"{NONE}"'
+    return _WORDS.get(hint, (hint.__name__, hint.__name__))[many]
+
+
+def _range(bounds: Sequence[Any]) -> str:
+    if [type(bound) for bound in bounds] == [Ge, Le]:
+        return f"from {bounds[0].ge} to {bounds[1].le}"
+    return " and ".join(_BOUNDS[type(bound)][1].format(bound) for bound in bounds)
+
+
+def plain(value: Any, *, decided: bool = True) -> Any:
+    """Return plain values: the inverse of `parse`. Settings that are None are left out.
+
+    Args:
+        value: settings, or values of them.
+        decided: say also what a preset decides.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class Peers:
+        ...     num: int = 5
+        ...     seen: tuple[float, ...] = (0.5,)
+        ...     limit: int | None = None
+        >>> plain(Peers())
+        {'num': 5, 'seen': [0.5]}
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        kind = getattr(type(value), "kind", None)
+        left_out = value.follows() if isinstance(value, WithPresets) and not decided else ()
+        every = {f.name: getattr(value, f.name) for f in fields(value) if f.init and f.name not in left_out}
+        own = {name: plain(found, decided=decided) for name, found in every.items() if found is not None}
+        return {"kind": kind, **own} if isinstance(kind, str) and "kind" not in own else own
+    if isinstance(value, Mapping):
+        return {str(k): plain(v, decided=decided) for k, v in value.items() if v is not None}
+    if isinstance(value, (list, tuple)):
+        return [plain(v, decided=decided) for v in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def dumps(data: Mapping[str, Any]) -> str:
+    """Write a table of plain values as TOML.
+
+    Example:
+        >>> print(dumps({"rounds": 3, "local": {"lr": 0.001}, "methods": [{"kind": "dac"}]}), end="")
+        rounds = 3
+        <BLANKLINE>
+        [local]
+        lr = 0.001
+        <BLANKLINE>
+        [[methods]]
+        kind = "dac"
+    """
+    lines = [f"{_key(k)} = {_inline(v)}" for k, v in data.items() if not _is_section(v)]
+    for key, value in data.items():
+        if _is_section(value):
+            for part in [value] if isinstance(value, Mapping) else value:
+                head = f"[{_key(key)}]" if isinstance(value, Mapping) else f"[[{_key(key)}]]"
+                lines += ["", head, *(f"{_key(k)} = {_inline(v)}" for k, v in part.items())]
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _is_section(value: Any) -> bool:
+    return isinstance(value, Mapping) or (
+        isinstance(value, list) and bool(value) and all(isinstance(v, Mapping) for v in value)
+    )
+
+
+def _key(key: str) -> str:
+    return key if key.replace("-", "").replace("_", "").isalnum() and key.isascii() else _text(key)
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key(k)} = {_inline(v)}" for k, v in value.items()) + " }" if value else "{}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_inline(v) for v in value) + "]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    return _text(str(value))
+
+
+def _text(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
