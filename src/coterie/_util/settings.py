@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, InitVar, dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
@@ -79,7 +79,7 @@ class WithPresets(Configurable):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]]
     given: InitVar[frozenset[str]] = field(default=frozenset(), kw_only=True)
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: Any, **kwargs: Any):
         made = object.__new__(cls)
         if args or kwargs:
             names = [item.name for item in fields(cls)][: len(args)] + list(kwargs)
