@@ -83,9 +83,9 @@ def beyond(hint: Any) -> list[Any]:
     out: list[Any] = []
     for bound in typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ():
         if isinstance(bound, Ge | Gt):
-            out.append(bound.ge - 1 if isinstance(bound, Ge) else bound.gt)
+            out.append(bound.ge - 1 if isinstance(bound, Ge) else bound.gt)  # type: ignore[operator]
         elif isinstance(bound, Le | Lt):
-            out.append(bound.le + 1 if isinstance(bound, Le) else bound.lt)
+            out.append(bound.le + 1 if isinstance(bound, Le) else bound.lt)  # type: ignore[operator]
         elif isinstance(bound, MinLen):
             out.append([])
     origin = typing.get_origin(hint)
@@ -151,7 +151,7 @@ def test_a_study_file_says_where_it_stands(where, text, said):
 @settings(max_examples=10)
 @given(st.integers(1, 1000), st.sampled_from([np.int32, np.int64, np.uint32]))
 def test_numbers_of_numpy_are_numbers(value, kind):
-    dac = Dac(num_peers=kind(value), tau=kind(value), b=np.float32(0.5))
+    dac = Dac(num_peers=kind(value), tau=kind(value), b=np.float32(0.5))  # type: ignore[arg-type]
     assert (dac.num_peers, dac.tau, dac.b) == (value, float(value), 0.5)
     assert [type(found) for found in (dac.num_peers, dac.tau, dac.b)] == [int, float, float]
 

@@ -82,7 +82,7 @@ class WithPresets(Configurable):
     def __new__(cls, *args: Any, **kwargs: Any):
         made = object.__new__(cls)
         if args or kwargs:
-            names = [item.name for item in fields(cls)][: len(args)] + list(kwargs)
+            names = [*list(settable(cls))[: len(args)], *kwargs]
             if "given" in kwargs:  # `replace` passes what it changes, then what it keeps: `given` and then the fields
                 names = names[: names.index("given")]
             object.__setattr__(made, "_named", names)
