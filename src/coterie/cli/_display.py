@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from coterie.functional.metrics import ACCURACY, REGISTRY, Metric, Metrics
+from coterie.functional.metrics import ACCURACY, DIVERGED, REGISTRY, Metric, Metrics
 from coterie.results.summary import MEANS
 from coterie.simulation import checkpoint
 from coterie.simulation.run import Observer
@@ -148,7 +148,7 @@ def metrics_of(study: Study) -> Metrics:
 
 def number(metric: Metric, value: float, *, signed: bool = False) -> str:
     """Return a value in the unit of its heading."""
-    return metric.show(value, brief=True, signed=signed) if np.isfinite(value) else "diverged"
+    return metric.show(value, brief=True, signed=signed) if np.isfinite(value) else DIVERGED.title
 
 
 def _table_of(rows: Any, metric: Metric, labels: Sequence[str], width: int) -> Group:

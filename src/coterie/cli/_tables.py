@@ -59,11 +59,12 @@ def against_paper(comparison: Comparison) -> list[TextTable]:
 
 
 def _numbers(comparison: Comparison) -> TextTable:
-    several = len({line.metric for line in comparison.lines} - {STD_OVER_CLUSTERS.name}) > 1
+    names = list(dict.fromkeys(line.metric for line in comparison.lines))
+    several = len({*names} - {STD_OVER_CLUSTERS.name}) > 1
     rows = [
         (
             line.label,
-            *([REGISTRY[line.metric].title] if several else []),
+            *([REGISTRY[line.metric].heading()] if several else []),
             MEANS.get(line.cluster, line.cluster) if line.metric != STD_OVER_CLUSTERS.name else STD_OVER_CLUSTERS.title,
             _spread(REGISTRY[line.metric], line.ours, line.std if line.seeds > 1 else None),
             _spread(REGISTRY[line.metric], line.paper, line.paper_std),
@@ -79,15 +80,10 @@ def _numbers(comparison: Comparison) -> TextTable:
         f"{inside} of {len(comparison.lines)} numbers are within the rule: apart by at most twice the deviation of the "
         f"difference, or one point of accuracy. {seeds} seed{'s' if seeds != 1 else ''}.{scaled}"
     )
-    title = f"{comparison.study} beside the paper ({_unit(comparison.lines)})"
+    unit = "" if several or not rows else f" ({REGISTRY[REGISTRY.main(names)].heading('test')})"
+    title = f"{comparison.study} beside the paper{unit}"
     head = ("method", *(["metric"] if several else []), "cluster", "here", "paper", "difference", "within")
     return TextTable(title, head, rows, foot)
-
-
-def _unit(lines: Sequence[Line]) -> str:
-    shown = [REGISTRY[name] for name in dict.fromkeys(line.metric for line in lines)]
-    alike = len({one.unit for one in shown}) < 2
-    return REGISTRY[REGISTRY.main(one.name for one in shown)].heading("test") if alike else "shares in %"
 
 
 def _number(metric: Metric, value: float) -> str:

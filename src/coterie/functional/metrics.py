@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from coterie._util.tables import parse, plain
 from coterie.errors import require
 
 Better = Literal["higher", "lower"]
@@ -125,14 +126,15 @@ class Metrics(dict[str, Metric]):
         Raises:
             ConfigError: when an entry is no metric.
         """
-        known = {field.name for field in dataclasses.fields(Metric)}
-        found = (Metric(**{key: value for key, value in entry.items() if key in known}) for entry in stored.values())
+        known = {field.name for field in dataclasses.fields(Metric)}  # a later version may store more
+        tables = {name: {key: value for key, value in entry.items() if key in known} for name, entry in stored.items()}
+        found = [parse(Metric, table, name) for name, table in tables.items()]
         return Metrics({**{one.name: one for one in found}, **self})
 
 
 def stored(metrics: Iterable[Metric]) -> dict[str, dict[str, Any]]:
     """Return, as plain values, what a run must store of metrics to be shown where nobody knows them."""
-    return {one.name: dataclasses.asdict(one) for one in metrics if one.name not in REGISTRY}
+    return {one.name: plain(one) for one in metrics if one.name not in REGISTRY}
 
 
 def _share(name: str, text: str, **more: Any) -> Metric:

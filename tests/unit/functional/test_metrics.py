@@ -1,6 +1,11 @@
 """Metrics, worked by hand; undefined ones are NaN with a reason."""
 
+import ast
+import json
 import math
+import re
+from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -8,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from coterie.errors import ConfigError
 from coterie.functional import metrics
 from coterie.rng import Rng
 
@@ -141,3 +147,88 @@ def test_total_variance():
     assert metrics.total_variance(updates[:1].expand(4, 2)) == 0.0
     with pytest.warns(metrics.Undefined, match="no updates"):
         assert math.isnan(metrics.total_variance(updates[:0]))
+
+
+# ---------------------------------------------------------------- the registry
+
+SOURCES = Path(metrics.__file__).parents[1]
+PLACES = {
+    "functional/metrics.py": "the registry",
+    "engine/native/library.py": "fields of a C struct",
+}
+WORDS = {"label": "also the name of a method in a study"}
+
+
+def literals(path: Path) -> set[str]:
+    """The text literals of a source file."""
+    text = path.read_text("utf-8")
+    if path.suffix == ".js":
+        return set(re.findall(r"[\"'`](\w+)[\"'`]", text)) | set(re.findall(r"\.(\w+)\b", text))
+    return {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)} - {None}
+
+
+def test_nothing_but_the_registry_and_methods_knows_a_metric_by_name():
+    """In Python no literal, in the page's scripts no literal and no property is the name of a metric."""
+    files = [*SOURCES.rglob("*.py"), *(SOURCES / "report" / "assets").glob("*.js")]
+    assert len(files) > 100
+    found = {
+        f"{place}: {name}"
+        for path in files
+        if (place := path.relative_to(SOURCES).as_posix()) not in PLACES and not place.startswith("methods/")
+        for name in literals(path) & (set(metrics.REGISTRY) - set(WORDS))
+    }
+    assert not found
+
+
+def test_every_entry_says_what_it_is():
+    """Names are keys; every entry has a line on what it is, and what is compared says which values are better."""
+    for name, entry in metrics.REGISTRY.items():
+        assert entry.name == name
+        assert entry.text
+        assert entry.title
+    assert all(entry.sign for entry in metrics.MAIN)
+    asked = set(get_args(metrics.ExtraMetric)) - {"clusters", "maxima", "reductions"}
+    assert asked <= set(metrics.REGISTRY)
+
+
+def test_derived_metrics_are_shown_as_what_they_are_made_from():
+    """A largest accuracy is an accuracy: in %, higher is better. Shown once and the same everywhere."""
+    for base, largest in metrics.MAXIMA.items():
+        assert (largest.unit, largest.scale, largest.digits, largest.sign) == (base.unit, base.scale, base.digits, 1)
+        assert largest.show(0.5) == "50.00"
+        assert largest.show(0.5, brief=True) == "50.0"
+    assert {entry.name for entry in metrics.REDUCTIONS.values()} == {
+        f"accuracy_{how}" for how in ("sample_weighted", "cluster_then_client")
+    }
+
+
+def test_an_unknown_metric_is_a_plain_number_without_direction():
+    entry = metrics.REGISTRY["never_heard_of"]
+    assert (entry.title, entry.sign, entry.show(0.5), entry.heading("test")) == (
+        "never heard of", 0, "0.5", "never heard of"
+    )  # fmt: skip
+    assert "never_heard_of" not in metrics.REGISTRY
+
+
+def test_what_compares_methods_is_the_first_that_is_there():
+    assert metrics.REGISTRY.main(["loss", "n_clusters", "accuracy_max", "accuracy"]) == "accuracy"
+    assert metrics.REGISTRY.main(["loss", "mse"]) == "mse"
+    assert metrics.REGISTRY.main(["trust"]) == "trust"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"), [({"name": "Trust Me"}, "small letters"), ({"name": "t", "over": "moon"}, "over is .moon")]
+)
+def test_a_metric_that_is_none_is_refused(fields, said):
+    with pytest.raises(ConfigError, match=said):
+        metrics.REGISTRY.with_stored({"t": fields})
+
+
+def test_stored_metrics_come_back_and_built_in_ones_are_not_stored():
+    own = metrics.Metric("trust", "a line", better="lower", unit="s", scale=2.0, digits=0)
+    stored = metrics.stored([metrics.LOSS, own])
+    assert list(stored) == ["trust"]
+    known = metrics.REGISTRY.with_stored(json.loads(json.dumps(stored)) | {"x": {"name": "x", "of_later_versions": 1}})
+    assert known["trust"] == own
+    assert known["x"] == metrics.Metric("x")
+    assert known["loss"] is metrics.LOSS
