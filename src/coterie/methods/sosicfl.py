@@ -9,11 +9,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie.engine.task import Task
-from coterie.errors import require
+from coterie.errors import ConfigError, require
 from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import simplex
 from coterie.methods._presets import Preset, resolve, rules_of
 from coterie.methods.base import Info, Round, State
+from coterie.methods.cost import Cost, Setting
 from coterie.methods.ditto import personal_info, personal_training
 from coterie.methods.fedavg import OneModel
 from coterie.methods.server import Averaging, Clusters, ServerContext, first, nothing
@@ -274,6 +275,10 @@ class SimplexMethod(OneModel):
         rows = rnd.task.apply_buffer_policy(state.params, first(offer))
         middle = torch.full((len(rows), 1, self.rules.endpoints), 1 / self.rules.endpoints, dtype=torch.float64)
         return simplex_layers.compose(rnd.task.layout, rows, middle)
+
+    def cost(self, setting: Setting, round: int) -> Cost:
+        """Say that it depends on the model and the stage."""
+        raise ConfigError(f"what {self.kind} sends depends on the model and the stage; count what a run of it cost")
 
 
 REFERENCES = (
