@@ -8,8 +8,8 @@ from coterie.errors import ConfigError
 from coterie.methods import METHODS, registry
 from coterie.methods.base import Method, PeerMethod
 from coterie.methods.local import Local
-from coterie.studies import config
 from coterie.simulation.run import simulate
+from coterie.studies import config
 from coterie.studies.definition import make_study
 from coterie.testing import tiny_federation, tiny_settings
 
