@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from coterie._util.tables import parse, plain
+from coterie._util.settings import parse, plain
 from coterie.errors import require
 
 Better = Literal["higher", "lower"]

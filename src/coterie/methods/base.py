@@ -19,10 +19,11 @@ from coterie._util import pages
 from coterie._util.settings import Configurable
 from coterie.engine.optim import Moments
 from coterie.engine.task import LocalTraining, Task
-from coterie.errors import require
+from coterie.errors import ConfigError, require
 from coterie.exchange.base import Exchange, Inbox, Message, PeersMissing
 from coterie.functional import metrics, selection
 from coterie.functional.metrics import Metric
+from coterie.methods.cost import Cost, Setting
 from coterie.models.layout import ModelFactory
 from coterie.rng import Rng
 
@@ -216,6 +217,27 @@ class Method(Configurable, ABC):
     def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
         """Return the model that a newcomer in each hosted client's cluster would get: never a personal one."""
         return self.served(rnd, state)[0]
+
+    def cost(self, setting: Setting, round: int) -> Cost:
+        """Predict what a round costs a client that takes part, when everybody answers.
+
+        Where it depends on chance (who asks whom) it is the expected one under uniform draws; where it depends on what
+        was found (PANM's bag, PENS's neighbors) that is taken to be the own cluster.
+
+        Args:
+            setting: population, model and data.
+            round: the number of the round, from 0.
+
+        Raises:
+            ConfigError: when it cannot be told from the settings.
+        """
+        if self.exchanges:
+            raise ConfigError(f"no prediction of what {self.kind} costs; count what a run of it cost")
+        return Cost()
+
+    def measuring(self, setting: Setting) -> Cost:
+        """Predict what measuring the newest model costs a client beside the rounds: nothing where it has its own."""
+        return Cost()
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from coterie.errors import require
 from coterie.exchange.base import Inbox, Message
 from coterie.functional import aggregation, selection, similarity
 from coterie.methods.base import ROWS, Info, PeerMethod, Round, State, mixing, variant
+from coterie.methods.cost import Cost, Setting, reading
 from coterie.rng import Rng
 
 Metric = Literal["inv_loss", "inv_l2", "cos_weight", "cos_grad"]
@@ -419,6 +420,30 @@ class Dac(PeerMethod):
             cost["extra_bytes"] = cost.get("extra_bytes", zero) + inbox.bytes.sum(1)
         cost["extra_floats"] = cost.get("extra_floats", zero) + inbox.mask.sum(1) * rnd.task.population
         return memory.with_estimates(rnd.ids, inbox, self.two_hop_pick, fresh=True), cost
+
+    def cost(self, setting: Setting, round: int) -> Cost:
+        """Read the peers' models, and what they say of others; a push lets them read one's own too."""
+        peers, size = min(self.num_peers, setting.others), setting.number_bytes
+        cost = reading(setting, peers, scored=peers if self.similarity == "inv_loss" else 0)
+        if self.similarity == "cos_grad" and setting.start_apart:
+            cost += Cost(extra_models=peers, bytes=peers * setting.params * size)
+        scores = setting.population * (size + 1)  # a similarity for each member, and whether it counts
+        if self.two_hop and self.two_hop_scope == "current":
+            cost += Cost(extra_floats=peers * setting.population, bytes=peers * scores)
+        elif self.two_hop:
+            known = setting.others * (1 - (1 - peers / max(1, setting.others)) ** (round + 1))
+            cost += Cost(extra_floats=known * setting.population, messages=known, bytes=known * scores)
+        if self.loss_direction == "push":
+            pushed = peers * (1 - peers / max(1, setting.others))  # those that ask and were not asked
+            beside = scores if self.two_hop and self.two_hop_scope == "current" else 0
+            requests, answers = setting.others * (peers + 1) * 8, peers * (scores + 8)
+            cost += Cost(
+                extra_models=pushed,
+                extra_floats=setting.others * peers + peers * setting.population,
+                messages=setting.others + peers,
+                bytes=pushed * ((setting.params + 1) * size + beside) + requests + answers,
+            )
+        return cost
 
 
 DacVar = variant(

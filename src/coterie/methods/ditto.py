@@ -10,6 +10,7 @@ from coterie._util.settings import NonNegativeFloat, NonNegativeInt
 from coterie.engine.task import LocalTraining, Task
 from coterie.exchange.base import Inbox
 from coterie.methods.base import Info, Round, State
+from coterie.methods.cost import Cost, Setting, moving
 from coterie.methods.fedavg import OneModel
 from coterie.methods.server import Averaging, Weights
 from coterie.rng import Rng
@@ -82,6 +83,14 @@ class Ditto(OneModel):
     def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
         """Fetch the global model."""
         return super().served(rnd, state)[0]
+
+    def cost(self, setting: Setting, round: int) -> Cost:
+        """Fetch the global model, and send one."""
+        return moving(setting, 2)
+
+    def measuring(self, setting: Setting) -> Cost:
+        """Measure the personal model, which is here."""
+        return Cost()
 
 
 def personal_training(local: LocalTraining, epochs: int | None, steps: int | None) -> LocalTraining:

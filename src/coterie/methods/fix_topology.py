@@ -10,6 +10,7 @@ from coterie._util.settings import PositiveInt
 from coterie.engine.task import Task
 from coterie.functional import aggregation, selection
 from coterie.methods.base import Info, PeerMethod, Round, State, mixing
+from coterie.methods.cost import Cost, Setting, reading
 from coterie.rng import Rng
 
 
@@ -53,3 +54,7 @@ class FixTopology(PeerMethod):
         weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
         mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
         return replace(state, params=mixed), mixing(inbox, weights, own_weight)
+
+    def cost(self, setting: Setting, round: int) -> Cost:
+        """Read the peers' models."""
+        return reading(setting, min(self.num_peers, setting.others))

@@ -15,6 +15,7 @@ from coterie.errors import require
 from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import aggregation
 from coterie.methods.base import Info, Round, State
+from coterie.methods.cost import Cost, Setting, moving
 from coterie.methods.server import ServerContext, ServerMethod, nothing, traffic
 from coterie.models.simplex_layers import last_layer
 from coterie.rng import Rng
@@ -145,6 +146,15 @@ class Ifca(ServerMethod):
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
         label, model = choice(rnd.task, offer)
         return rnd.task.apply_buffer_policy(state.params, model), {"label": label}
+
+    def cost(self, setting: Setting, round: int) -> Cost:
+        """Score all models, and send one."""
+        scored = self.clusters if self.clusters > 1 else 0
+        return super().cost(setting, round) + Cost(passes=scored * setting.samples)
+
+    def measuring(self, setting: Setting) -> Cost:
+        """Fetch all models."""
+        return moving(setting, self.clusters)
 
 
 def choosable(losses: Float[Tensor, "clients peers"]) -> Float[Tensor, "clients peers"]:

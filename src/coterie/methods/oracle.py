@@ -13,6 +13,7 @@ from coterie.errors import ConfigError
 from coterie.exchange.base import Message
 from coterie.functional import aggregation, selection
 from coterie.methods.base import Info, PeerMethod, Round, State, drawn_uniformly, mixing
+from coterie.methods.cost import Cost, Setting, reading
 from coterie.rng import Rng
 
 _SLOTS = 256  # members asked for their cluster at once
@@ -78,3 +79,7 @@ class Oracle(PeerMethod):
         weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
         mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
         return replace(state, params=mixed), mixing(inbox, weights, own_weight)
+
+    def cost(self, setting: Setting, round: int) -> Cost:
+        """Read the peers' models."""
+        return reading(setting, min(self.num_peers, setting.fellows))

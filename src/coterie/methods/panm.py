@@ -15,6 +15,7 @@ from coterie.exchange.base import Inbox, Message
 from coterie.functional import aggregation, gaussian_mixture, selection, similarity
 from coterie.methods import dac
 from coterie.methods.base import Info, Order, PeerMethod, Round, State, mixing
+from coterie.methods.cost import Cost, Setting, reading
 from coterie.rng import Rng
 
 
@@ -139,6 +140,18 @@ class Panm(PeerMethod):
         noise = rnd.rng.gumbel("believed", rnd.ids, rnd.task.population)
         return selection.uniform(noise, self.num_candidates, rnd.candidates & memory.bag), candidates
 
+    def reads(self, setting: Setting, round: int) -> tuple[float, float]:
+        """Return how many models a client scores in a round, and how many it only averages with."""
+        number, bag = round + 1, max(1, setting.fellows)
+        if number <= self.stage_one_rounds:
+            neighbors = 0 if number == 1 else min(self.num_peers, setting.others)
+            return neighbors + min(self.num_candidates, setting.others - neighbors), 0.0
+        mixed = min(self.num_peers, bag)
+        if number % self.interval:
+            return 0.0, mixed
+        believed = min(self.num_candidates, bag)
+        return believed + min(self.num_candidates, setting.others - bag), mixed * (1 - believed / bag)
+
 
 @final
 @dataclass(frozen=True)
@@ -181,6 +194,13 @@ class PanmGrad(Panm):
         copies = int(self.alpha > 0) + int(state.memory.origin.shape[1] > 0)
         return total, {"extra_models": inbox.mask.sum(1) * copies}
 
+    def cost(self, setting: Setting, round: int) -> Cost:
+        """Read models, and an update or a first model beside those that are scored."""
+        scored, rest = self.reads(setting, round)
+        beside = scored * ((self.alpha > 0) + (self.alpha < 1 and setting.start_apart))
+        extra = Cost(extra_models=beside, bytes=beside * setting.params * setting.number_bytes)
+        return reading(setting, scored + rest) + extra
+
 
 @final
 @dataclass(frozen=True)
@@ -203,3 +223,8 @@ class PanmLoss(Panm):
         loss = rnd.task.score(inbox).cpu().double()
         value = similarity.inverse(loss, self.eps) if self.transform == "inverse" else -loss
         return value, {"passes": inbox.mask.sum(1) * rnd.task.counts("train")}
+
+    def cost(self, setting: Setting, round: int) -> Cost:
+        """Read models, and score some by their loss."""
+        scored, rest = self.reads(setting, round)
+        return reading(setting, scored + rest, scored=scored)

@@ -12,6 +12,7 @@ from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.functional import aggregation, selection
 from coterie.methods.base import Info, PeerMethod, Round, State, mixing
+from coterie.methods.cost import Cost, Setting, reading
 from coterie.rng import Rng
 
 
@@ -96,3 +97,10 @@ class Pens(PeerMethod):
         weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, keep)
         mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
         return replace(state, params=mixed, memory=memory), {**mixing(inbox, weights, own_weight), **cost}
+
+    def cost(self, setting: Setting, round: int) -> Cost:
+        """Read and score in stage one, read those found in stage two."""
+        if round >= self.stage_one_rounds:
+            return reading(setting, min(self.num_peers, setting.fellows))
+        peers = min(self.num_sampled, setting.others)
+        return reading(setting, peers, scored=peers)

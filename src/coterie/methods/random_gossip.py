@@ -6,6 +6,7 @@ from typing import ClassVar, final
 from coterie._util.settings import PositiveInt
 from coterie.functional import aggregation
 from coterie.methods.base import Info, PeerMethod, Round, State, drawn_uniformly, mixing
+from coterie.methods.cost import Cost, Setting, reading
 
 
 @final
@@ -34,3 +35,7 @@ class Random(PeerMethod):
         weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
         mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
         return replace(state, params=mixed), mixing(inbox, weights, own_weight)
+
+    def cost(self, setting: Setting, round: int) -> Cost:
+        """Read the peers' models."""
+        return reading(setting, min(self.num_peers, setting.others))

@@ -21,6 +21,7 @@ from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import aggregation, metrics
 from coterie.functional.metrics import Metric
 from coterie.methods.base import Info, Method, Round, State
+from coterie.methods.cost import Cost, Setting, moving
 from coterie.models.layout import Layout
 from coterie.models.simplex_layers import composed_last_layer, last_layer
 from coterie.rng import Rng
@@ -224,6 +225,14 @@ class ServerMethod(Method):
         """Fetch the newest model of each client's cluster."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
         return rnd.task.apply_buffer_policy(state.params, first(offer)), {"label": offer.peers[:, 0]}
+
+    def cost(self, setting: Setting, round: int) -> Cost:
+        """Fetch what a measurement needs, and send a model."""
+        return self.measuring(setting) + moving(setting, 1)
+
+    def measuring(self, setting: Setting) -> Cost:
+        """Fetch the newest model."""
+        return moving(setting, 1)
 
 
 def nothing(message: Message) -> Reply:

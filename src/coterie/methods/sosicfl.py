@@ -10,10 +10,11 @@ from torch import Tensor
 
 from coterie._util.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, WithPresets
 from coterie.engine.task import Task
-from coterie.errors import require
+from coterie.errors import ConfigError, require
 from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import simplex
 from coterie.methods.base import Info, Round, State
+from coterie.methods.cost import Cost, Setting
 from coterie.methods.ditto import personal_training
 from coterie.methods.fedavg import OneModel
 from coterie.methods.server import Averaging, Clusters, ServerContext, first, nothing
@@ -243,6 +244,10 @@ class SimplexMethod(WithPresets, OneModel):
         rows = rnd.task.apply_buffer_policy(state.params, first(offer))
         middle = torch.full((len(rows), 1, self.endpoints), 1 / self.endpoints, dtype=torch.float64)
         return simplex_layers.compose(rnd.task.layout, rows, middle)
+
+    def cost(self, setting: Setting, round: int) -> Cost:
+        """Say that it depends on the model and the stage."""
+        raise ConfigError(f"what {self.kind} sends depends on the model and the stage; count what a run of it cost")
 
 
 REFERENCES = (

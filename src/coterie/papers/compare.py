@@ -27,17 +27,6 @@ from coterie.studies.config import StudyConfig
 POINT = 0.01
 """The smallest difference of accuracies that counts."""
 
-ROLES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("oracle", ("oracle",)),
-    (
-        "best adaptive method",
-        ("inv_loss", "inv_l2", "cos_grad", "cos_weight", "dac", "dac_var", "dac_no_two_hop", "panm_loss", "panm_grad"),
-    ),
-    ("random", ("random",)),
-    ("local", ("local",)),
-)
-"""The chain of the papers: the oracle, the best of the methods that look for peers, random gossip, no exchange."""
-
 
 @dataclass(frozen=True)
 class Result:
@@ -107,7 +96,7 @@ class Ordering:
     """Two rows of which the paper's numbers put one before the other.
 
     Args:
-        better: a role of ROLES, or a published row.
+        better: a role of `numbers.ROLES`, or a published row.
         worse: likewise.
         paper: the two published numbers.
         ours: the two numbers here.
@@ -131,7 +120,7 @@ class Comparison:
         reference: the paper.
         scale: factor on the rounds that was used.
         lines: number by number.
-        chain: the orderings of ROLES that the paper shows.
+        chain: the orderings of `numbers.ROLES` that the paper shows.
         pairs: pairs of rows that are further apart in the paper than the rule allows.
         notes: notes on the published numbers.
     """
@@ -244,7 +233,7 @@ def _orderings(lines: Sequence[Line]) -> tuple[list[Ordering], list[Ordering]]:
         return [], []
     sign = REGISTRY[str(metric)].sign
     chain = []
-    roles = [(name, _best(means, members, sign)) for name, members in ROLES]
+    roles = [(name, _best(means, members, sign)) for name, members in numbers.ROLES]
     there = [(name, best) for name, best in roles if best is not None]
     for (better, a), (worse, b) in pairwise(there):
         if sign * (a[0] - b[0]) >= 0:

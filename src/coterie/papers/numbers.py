@@ -65,6 +65,18 @@ _CLUSTERS: dict[str, str] = {
     "fashion_mnist": "fashion_mnist",
 }
 
+ROLES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("oracle", ("oracle",)),
+    (
+        "best adaptive method",
+        ("inv_loss", "inv_l2", "cos_grad", "cos_weight", "dac", "dac_var", "dac_no_two_hop", "panm_loss", "panm_grad"),
+    ),
+    ("random", ("random",)),
+    ("local", ("local",)),
+)
+"""The chain of the papers, by their names of methods: the oracle, the best of those that look for peers, random gossip,
+no exchange."""
+
 _FOLD_OF_TINY_IMAGENET = (
     "The column of local accuracies is an artifact of how the public code divides TinyImageNet: the last class gets "
     "all 100 samples of the even part, so that 20 points plus 0.8 of the global accuracy are local accuracy.",

@@ -287,10 +287,10 @@ def test_the_log_is_one_json_object_a_line_from_a_level_on():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["random", "dac", "panm-grad", "fedavg", "ifca", "ditto", "fedgwc"])
+@pytest.mark.parametrize("kind", ["random", "dac", "panm-grad", "fedavg", "ifca", "ditto", "fedgwc", "one-shot"])
 def test_counted_bytes_are_within_half_a_percent_of_the_ledgers_prediction(tmp_path, kind):
     """Six nodes with a model of a few thousand numbers, two rounds: what they count on the wire, envelopes included."""
-    options = {"num_peers": 2, "num_candidates": 3} if kind == "panm-grad" else {}
+    options = {"panm-grad": {"num_peers": 2, "num_candidates": 3}, "one-shot": {"warmup_rounds": 1}}.get(kind, {})
     plan = RunSpec(METHODS[kind](**options), tiny_settings(rounds=2), wide, "wide", seed=3)
     network = Network(tmp_path, plan)
     try:

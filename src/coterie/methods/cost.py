@@ -1,0 +1,75 @@
+"""What a round costs a client: each method predicts it from its settings, in its own file.
+
+One unit of traffic is a model. Papers count the models that a client receives (with a server: down and up). That leaves
+out what else is sent: PANM's formula omits the neighbors that a correction round averages with but did not score, and
+PANMGrad reads an update beside every model.
+"""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a cost depends on beside the method.
+
+    Args:
+        population: clients ($K$).
+        params: numbers in a model ($P$).
+        samples: training samples of a client ($n_i$).
+        group: members of the client's own cluster, itself included: Oracle's choice, and the size that PANM's bag and
+            PENS's neighbors are taken to have found. The whole population when None.
+        number_bytes: bytes of a number as sent.
+        start_apart: whether clients start from different models.
+    """
+
+    population: int
+    params: int
+    samples: int
+    group: int | None = None
+    number_bytes: int = 4
+    start_apart: bool = False
+
+    @property
+    def others(self) -> int:
+        """How many other clients there are."""
+        return self.population - 1
+
+    @property
+    def fellows(self) -> int:
+        """How many others are in the own cluster."""
+        return (self.group or self.population) - 1
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Per client: averages over clients, so they need not be whole numbers.
+
+    Args:
+        models: models read (server-based methods: received and sent).
+        extra_models: numbers beside them in units of a model: updates, first models, models that others pushed.
+        extra_floats: other numbers received: similarities, requests, answers.
+        messages: messages received that carry no model.
+        bytes: payload received (server-based methods: and sent).
+        passes: forward passes of one sample, beside those of training.
+    """
+
+    models: float = 0.0
+    extra_models: float = 0.0
+    extra_floats: float = 0.0
+    messages: float = 0.0
+    bytes: float = 0.0
+    passes: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Cost)))
+
+
+def reading(setting: Setting, models: float, scored: float = 0.0) -> Cost:
+    """Return the cost of reading models with their numbers of samples, and of scoring some by their loss."""
+    size = (setting.params + 1) * setting.number_bytes
+    return Cost(models=models, bytes=models * size, passes=scored * setting.samples)
+
+
+def moving(setting: Setting, models: float) -> Cost:
+    """Return the cost of models that go between a client and the server, up or down."""
+    return Cost(models=models, bytes=models * setting.params * setting.number_bytes)
