@@ -313,8 +313,3 @@ def check_choices(method: Method) -> None:
         if get_origin(item.type) is Literal:
             valid, value = get_args(item.type), getattr(method, item.name)
             require(value in valid, f"{method.kind}.{item.name}", value, f"one of {', '.join(map(str, valid))}")
-
-
-def no_peers(clients: int) -> Int[Tensor, "clients peers"]:
-    """Return an empty set of peers for each client."""
-    return torch.full((clients, 0), -1, dtype=torch.int64)

@@ -22,8 +22,6 @@ from coterie.models.layout import Layout
 SAMPLES = 8
 """How many samples of a batch are worked on at once."""
 
-_FLATTENED = "Grid<{0}, 1, 1, 1, 1>"
-
 
 @dataclass
 class _Array:
