@@ -79,7 +79,7 @@ class Faulty:
         self.inner.idle(exchanges)
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return what a later round depends on."""
+        """Return the state that a later round depends on."""
         return self.inner.snapshot() | (to_tensors("old", self._old) if self.delay else {})
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
