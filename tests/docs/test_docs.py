@@ -117,7 +117,8 @@ def check(words):
     elif words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
     elif words[0] == "python":
-        assert (ROOT / words[1]).exists(), words
+        place = words[2].replace(".", "/") if words[1] == "-m" else words[1]
+        assert (ROOT / place).exists(), words
     else:
         assert words[0] in ("coterie", "tensorboard", "sudo"), f"these tests know no program {words[0]!r}"
 

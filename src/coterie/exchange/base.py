@@ -56,6 +56,26 @@ class Message:
         return sum(t[0].numel() * t.element_size() for t in each) if len(self.params) else 0
 
 
+def to_tensors(name: str, messages: Mapping[int, Message]) -> dict[str, Tensor]:
+    """Return the messages of some exchanges, each with ids, as tensors `name.NUMBER...` for a checkpoint."""
+    out: dict[str, Tensor] = {}
+    for number, message in messages.items():
+        assert message.ids is not None
+        out |= {f"{name}.{number}.params": message.params, f"{name}.{number}.ids": message.ids}
+        out |= {f"{name}.{number}.field.{key}": value for key, value in message.fields.items()}
+    return out
+
+
+def from_tensors(name: str, tensors: Mapping[str, Tensor]) -> dict[int, Message]:
+    """Invert `to_tensors`; tensors of other names are passed over."""
+    out = {}
+    for number in {int(key.split(".")[1]) for key in tensors if key.startswith(f"{name}.")}:
+        head = f"{name}.{number}.field."
+        fields = {key.removeprefix(head): value for key, value in tensors.items() if key.startswith(head)}
+        out[number] = Message(tensors[f"{name}.{number}.params"], fields, tensors[f"{name}.{number}.ids"])
+    return out
+
+
 @dataclass(frozen=True)
 class Inbox:
     """The messages that the hosted clients received: one slot for each peer asked.

@@ -9,12 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie.errors import ExchangeError
-from coterie.exchange.base import (
-    Inbox,
-    Message,
-    Rule,
-    read,
-)
+from coterie.exchange.base import Inbox, Message, Rule, from_tensors, read, to_tensors
 from coterie.exchange.in_memory import InMemory
 from coterie.rng import Rng
 
@@ -85,20 +80,12 @@ class Faulty:
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the state that a later round depends on."""
-        out = self.inner.snapshot()
-        for number, old in self._old.items() if self.delay else ():
-            assert old.ids is not None
-            out |= {f"old.{number}.params": old.params, f"old.{number}.ids": old.ids}
-            out |= {f"old.{number}.field.{name}": value for name, value in old.fields.items()}
-        return out
+        return self.inner.snapshot() | (to_tensors("old", self._old) if self.delay else {})
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the result of `snapshot`."""
         self.inner.restore(tensors)
-        for n in {int(k.split(".")[1]) for k in tensors if k.startswith("old.")}:
-            head = f"old.{n}.field."
-            fields = {k.removeprefix(head): v for k, v in tensors.items() if k.startswith(head)}
-            self._old[n] = Message(tensors[f"old.{n}.params"], fields, tensors[f"old.{n}.ids"])
+        self._old |= from_tensors("old", tensors)
 
 
 def _replace_late(inbox: Inbox, late: Tensor, before: Message | None, own: Tensor, population: int) -> Inbox:

@@ -9,12 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie.errors import ExchangeError
-from coterie.exchange.base import (
-    Inbox,
-    Message,
-    Rule,
-    read,
-)
+from coterie.exchange.base import Inbox, Message, Rule, from_tensors, read, to_tensors
 from coterie.rng import Rng
 
 
@@ -94,17 +89,9 @@ class InMemory:
     def snapshot(self) -> dict[str, Tensor]:
         """Return the state that a later round depends on, for a checkpoint."""
         out = {f"stopped.{client}": row for client, row in self._stopped.items()}
-        for number, board in self.last.items() if self._stopped else ():
-            assert board.ids is not None
-            out |= {f"last.{number}.params": board.params, f"last.{number}.ids": board.ids}
-            out |= {f"last.{number}.field.{name}": value for name, value in board.fields.items()}
-        return out
+        return out | (to_tensors("last", self.last) if self._stopped else {})
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the result of `snapshot`."""
         self._stopped = {int(k.split(".")[1]): v for k, v in tensors.items() if k.startswith("stopped.")}
-        numbers = {int(k.split(".")[1]) for k in tensors if k.startswith("last.")}
-        for n in numbers:
-            head = f"last.{n}.field."
-            fields = {k.removeprefix(head): v for k, v in tensors.items() if k.startswith(head)}
-            self.last[n] = Message(tensors[f"last.{n}.params"], fields, tensors[f"last.{n}.ids"])
+        self.last |= from_tensors("last", tensors)

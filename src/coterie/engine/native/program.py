@@ -22,8 +22,6 @@ from coterie.models.layout import Layout
 SAMPLES = 8
 """Number of samples of a batch that are processed at once."""
 
-_FLATTENED = "Grid<{0}, 1, 1, 1, 1>"
-
 
 @dataclass
 class _Array:
