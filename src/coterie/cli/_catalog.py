@@ -10,13 +10,13 @@ from coterie._util.tables import words
 
 @dataclass(frozen=True)
 class Parameter:
-    """One documented field of a configuration class.
+    """One field of a configuration class, as its documentation tells it.
 
     Args:
-        name: its name.
-        expects: its type, in words.
+        name: of the field.
+        expects: the type, in words.
         default: its default; None when it has none.
-        text: its entry in the class's docstring.
+        text: what the class's docstring says of it.
     """
 
     name: str
@@ -62,7 +62,7 @@ def arguments(doc: str) -> dict[str, str]:
 
 
 def default(value: Any) -> str:
-    """Return a default as it is written in a study file."""
+    """Return a default as a study file would say it."""
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -155,7 +155,7 @@ class Shift(ABC):
         self.check()
 
     def check(self) -> None:  # noqa: B027 (many kinds have nothing to check)
-        """Check the settings that can be checked without data."""
+        """Check what can be checked without data."""
 
     @abstractmethod
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:

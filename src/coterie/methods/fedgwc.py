@@ -122,7 +122,7 @@ class FedGwc(ServerMethod):
     """
 
     kind: ClassVar[str] = "fedgwc"
-    summary: ClassVar[str] = "clusters by how clients' presence changes each other's loss rewards"
+    summary: ClassVar[str] = "clusters of clients with a similar effect on each other's loss rewards"
     references: ClassVar[tuple[str, ...]] = (
         "Licciardi, Leo, Fanì, Caputo, Ciccone, Interaction-aware Gaussian weighting for clustered federated "
         "learning, 2025, https://arxiv.org/abs/2502.03340",

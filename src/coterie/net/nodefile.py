@@ -24,7 +24,7 @@ from coterie.studies.config import StudyConfig
 
 @dataclass(frozen=True)
 class DataSource:
-    """The source of a node's own data: exactly one of the first five.
+    """Where a node's own data come from; exactly one of the first five.
 
     Args:
         study: "own rows" of the study's own [data], for demonstrations and tests.
@@ -57,7 +57,7 @@ class DataSource:
 
 @dataclass(frozen=True)
 class NetworkSettings:
-    """Network settings of a node; they may differ between nodes.
+    """How a node behaves towards the others; every value is its own affair.
 
     Args:
         deadline: seconds a round waits for peers; 0 for three transfers and two trainings, at least half a minute.

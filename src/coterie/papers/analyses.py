@@ -44,7 +44,7 @@ SERVED = -1
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the analyses.
+    """What is analyzed.
 
     Args:
         points: number of points of the simplex.

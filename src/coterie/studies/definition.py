@@ -19,7 +19,7 @@ _STUDY_NAME = re.compile(rf"{NAME.pattern}(/{NAME.pattern})*")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model that the clients train.
+    """Which model the clients train.
 
     Args:
         kind: a name of `models.NETS`. A module of your own is passed in Python, never named in a file.
