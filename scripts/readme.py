@@ -9,15 +9,15 @@ No number of the README is typed by hand.
 import json
 import re
 import sys
-from pathlib import Path
+
+from _pages import ROOT, STORED, write
 
 from coterie.methods import METHODS
 
-ROOT = Path(__file__).resolve().parent.parent
-STORED = ROOT / "docs/reference/runs/rotated-digits/summary.json"
+README = ROOT / "README.md"
 
 
-def table(summary: dict) -> str:
+def accuracies(summary: dict) -> str:
     """Return the accuracy of every method, in per cent, as a Markdown table."""
     cells = {(r["label"], r["cluster"]): r for r in summary["rows"] if r["metric"] == "accuracy"}
     labels = list(dict.fromkeys(label for label, _ in cells))
@@ -67,17 +67,12 @@ def fill(text: str, name: str, made: str) -> str:
     return before + start + made + end + after
 
 
-def main() -> int:
-    """Rewrite README.md; with --check, only say whether it is up to date."""
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    new = fill(text, "results", table(json.loads(STORED.read_text())))
-    new = fill(new, "methods", methods())
-    if "--check" in sys.argv:
-        return int(new != text)
-    readme.write_text(new)
-    return 0
+def readme() -> str:
+    """Return README.md with its generated parts made anew."""
+    summary = json.loads((STORED / "rotated-digits/summary.json").read_text())
+    text = fill(README.read_text(encoding="utf-8"), "results", accuracies(summary))
+    return fill(text, "methods", methods())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write({README: readme()}))
