@@ -45,8 +45,8 @@ class Cfl(ServerMethod):
         linkage: "single" is the exact bipartition, "complete" what the authors' code does.
         gamma_max: accept a split only if this is below $\sqrt{(1 - a^{max}_{cross}) / 2}$; None for always.
         min_cluster_size: a split with a smaller part is refused.
-        participation: "full": everybody in every round, whatever the run's participation; "partial": the run's, and
-            a cluster is tested once every member's last update is known.
+        participation: "full": all clients in every round, whatever the run's participation; "partial": the run's
+            participation, and a cluster is tested once every member's last update is known.
         max_age: with partial participation, rounds after which a last update is too old to count; None for never.
 
     References:
@@ -77,7 +77,7 @@ class Cfl(ServerMethod):
         return Updates(start.models, start.velocity, start.label, last, torch.full((task.population,), -1))
 
     def cohort(self, shared: Any, rng: Rng, population: int, participation: float | int) -> Int[Tensor, " active"]:
-        """Everybody, or the run's share of everybody."""
+        """All clients, or the run's share of them."""
         if self.participation == "full":
             return torch.arange(population)
         return super().cohort(shared, rng, population, participation)

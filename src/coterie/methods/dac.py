@@ -1,7 +1,4 @@
-"""DAC: gossip with peers drawn by how similar they were found to be, over four similarities and three aggregations.
-
-Longer than other methods because every option on which papers and published code differ is described here.
-"""
+"""DAC: gossip with peers drawn by similarity, with four similarities and three aggregations."""
 
 import math
 import warnings
@@ -27,12 +24,12 @@ Metric = Literal["inv_loss", "inv_l2", "cos_weight", "cos_grad"]
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of asking peers.
+    """Received models and their similarities.
 
     Args:
-        inbox: what arrived from them.
-        similarity: of each slot, float64; 0 where nothing arrived.
-        cost: for the record.
+        inbox: the received messages.
+        similarity: similarity of each slot, float64; 0 where nothing arrived.
+        cost: costs for the record.
     """
 
     inbox: Inbox
@@ -48,13 +45,13 @@ def pull(
     metric: Metric,
     eps: float,
 ) -> Measured:
-    r"""Read the peers and measure at home: the loss of $w_j$ on the own data, or a product of parameters.
+    r"""Pull models and measure them: the loss of $w_j$ on the client's data, or a product of parameters.
 
     Args:
         rnd: the round.
-        state: of the hosted clients, from before the exchange.
-        message: what they publish; with "origin" ($w^0$) where clients start from different models.
-        peers: whom they read.
+        state: state of the hosted clients before the exchange.
+        message: their message; with "origin" ($w^0$) where clients start from different models.
+        peers: ids of their peers.
         metric: the similarity.
         eps: $\varepsilon$ of the inverse metrics.
     """
@@ -74,9 +71,9 @@ def pull(
 
 
 def cosine_since_start(rnd: Round, state: State, inbox: Inbox) -> Float[Tensor, "clients peers"]:
-    """Return the cosine of the whole way each pair of models has gone since its start.
+    """Return the cosine of each pair of models' differences from their first models.
 
-    Where clients start from different models the memory has `origin`, and messages carry it; else all know it.
+    Where clients start from different models, the memory has `origin` and messages carry it; else all know it.
     """
     trained = slice(rnd.task.layout.trainable)
     origin: Tensor = state.memory.origin
@@ -99,16 +96,16 @@ def push(
 ) -> Measured:
     r"""Let the peers measure: $\ell(w_i; D_j)$, answered by $j$. Three exchanges.
 
-    First everybody hears, in messages without a model, who asks whom; then models are read, those of the peers by
-    the asking client and its own by the peers; then the answers. An answer to an older question does not count, so
-    that a peer that stopped, or whose message is late, has not arrived.
+    In the first exchange, without models, clients publish which peers they ask. In the second, a client and the peers
+    it asks pull each other's models. In the third, peers publish the losses. An answer to an older question does not
+    count: a peer that stopped, or answered late, counts as missing.
 
     Args:
         rnd: the round.
-        state: of the hosted clients, from before the exchange.
-        message: what they publish.
-        peers: whom they ask.
-        metric: "inv_loss"; parameters are compared at home.
+        state: state of the hosted clients before the exchange.
+        message: their message.
+        peers: ids of the peers they ask.
+        metric: "inv_loss", the only similarity that peers can measure.
         eps: $\varepsilon$ of the inverse loss.
     """
     ids, count = rnd.ids, peers.shape[1]
@@ -151,7 +148,7 @@ def push(
 
 
 def _spread(peers: Tensor, mask: Tensor, value: Tensor, population: int) -> tuple[Tensor, Tensor]:
-    """Return values of slots as one number for each member of the population, and for whom there is one."""
+    """Return values of slots as one number for each member of the population, and which members have one."""
     rows, slots = mask.nonzero(as_tuple=True)
     out = torch.zeros(len(peers), population, dtype=value.dtype)
     given = torch.zeros(len(peers), population, dtype=torch.bool)
@@ -166,13 +163,13 @@ UNKNOWN, ESTIMATED, MEASURED = 0, 1, 2
 @final
 @dataclass(frozen=True)
 class Acquaintance:
-    r"""The memory of each hosted client about the whole population.
+    r"""Each hosted client's similarities to the whole population.
 
     Args:
         similarity: $s_{ij}$; 0 where unknown.
-        status: $\kappa_{ij}$: 0 unknown, 1 estimated at second hand, 2 measured.
+        status: $\kappa_{ij}$: 0 unknown, 1 estimated from peers, 2 measured.
         count: how often i has read j ($c_{ij}$).
-        origin: $w^0$ of each client where it has to be told to others; else without columns.
+        origin: $w^0$ of each client where messages carry it; else without columns.
     """
 
     similarity: Float[Tensor, "clients population"]
@@ -182,13 +179,13 @@ class Acquaintance:
 
     @staticmethod
     def none(population: int, origin: Float[Tensor, "clients origin"]) -> "Acquaintance":
-        """Know nobody."""
+        """Return a memory without similarities."""
         kinds = (torch.float64, torch.int8, torch.int32)
         similarity, status, count = (pages.empty(len(origin), population, dtype=kind).zero_() for kind in kinds)
         return Acquaintance(similarity, status, count, origin)
 
     def rows(self, rows: slice) -> "Acquaintance":
-        """Return what some of the clients know, not copied."""
+        """Return the memory of some clients, not copied."""
         return Acquaintance(self.similarity[rows], self.status[rows], self.count[rows], self.origin[rows])
 
     def measured(
@@ -197,7 +194,7 @@ class Acquaintance:
         similarity: Float[Tensor, "clients peers"],
         mask: Bool[Tensor, "clients peers"],
     ) -> "Acquaintance":
-        """Take note of what was measured, in a copy; of peers that did not answer everything stays as it was."""
+        """Store measured similarities, in a copy; those of peers that did not answer stay unchanged."""
         rows, slots = mask.nonzero(as_tuple=True)
         at = (rows, peers[rows, slots])
         values, status, count = map(pages.copy, (self.similarity, self.status, self.count))
@@ -206,19 +203,19 @@ class Acquaintance:
         return replace(self, similarity=values, status=status, count=count)
 
     def usable(self, *, drop_nonpositive: bool) -> Bool[Tensor, "clients population"]:
-        """Return whose similarity counts as known."""
+        """Return the members with a known similarity."""
         known = self.status > UNKNOWN
         return known & (self.similarity > 0) if drop_nonpositive else known
 
     def shared_scores(
         self, relay: str, *, drop_nonpositive: bool, dtype: torch.dtype
     ) -> dict[str, Shaped[Tensor, "..."]]:
-        """Return what a client tells its peers of others, as two extras of a message.
+        """Return the similarities that a client shares with its peers, as two extras of a message.
 
         Args:
-            relay: "direct": what it measured itself; "any": estimates too.
+            relay: "direct": those it measured itself; "any": estimates too.
             drop_nonpositive: leave out similarities of 0 and below.
-            dtype: in which the numbers are sent.
+            dtype: the type in which they are sent.
         """
         clients, population = self.status.shape
         values, known = (pages.empty(clients, population, dtype=kind) for kind in (dtype, torch.bool))
@@ -235,13 +232,13 @@ class Acquaintance:
     def with_estimates(
         self, ids: Int[Tensor, " clients"], relays: Inbox, pick: str, *, fresh: bool = False
     ) -> "Acquaintance":
-        """Estimate similarities to members never measured from what the chosen relays say.
+        """Estimate similarities that were not measured by those that peers share.
 
         Args:
             ids: the hosted clients.
             relays: messages with the extras of `shared_scores`.
-            pick: believe the "most" or the "least" similar relay.
-            fresh: change this memory instead of a copy: nobody else has it yet.
+            pick: use the estimate of the "most" or the "least" similar peer.
+            fresh: change this memory instead of a copy, when nothing else refers to it.
         """
         new = self if fresh else replace(self, similarity=pages.copy(self.similarity), status=pages.copy(self.status))
         for first in range(0, len(ids), ROWS):
@@ -267,29 +264,29 @@ class Acquaintance:
 class Dac(PeerMethod):
     r"""Decentralized adaptive clustering.
 
-    Every client remembers a similarity to each member of the population and draws peers with $p_{ij} \propto
-    e^{\tau s_{ij}}$. Those it reads it measures; of those that its peers measured it takes over an estimate.
+    Every client keeps a similarity to each member of the population and draws peers with $p_{ij} \propto
+    e^{\tau s_{ij}}$. It measures the similarity of the peers it reads, and estimates others from those that they share.
 
     Args:
         num_peers: peers read each round ($m$); clamped to population - 1.
         tau: inverse temperature $\tau$ (with a schedule: its limit).
-        similarity: "inv_loss", 1 over the loss of the peer's model on the own data; "inv_l2", 1 over the distance of
-            the models; "cos_weight" and "cos_grad", the cosine of the models or of their updates since the start.
+        similarity: "inv_loss", 1 over the loss of the peer's model on the client's data; "inv_l2", 1 over the distance
+            of the models; "cos_weight" and "cos_grad", the cosine of the models or of their updates since the start.
         aggregation: "fedavg"; "fedsim", by this round's similarities; "fedsim_prior", by the probabilities with which
             the peers were drawn, as the similarity paper's code does.
-        two_hop: estimate similarities to members never read from what peers say of them.
-        two_hop_pick: whom to believe, the "most" similar peer, or the "least" as one published code does.
-        two_hop_relay: peers pass on what they measured themselves ("direct") or estimates too ("any").
+        two_hop: estimate similarities that were not measured by those that peers share.
+        two_hop_pick: use the estimate of the "most" similar peer, or of the "least" as one published code does.
+        two_hop_relay: peers share similarities that they measured themselves ("direct") or estimates too ("any").
         two_hop_scope: ask this round's peers ("current"), or all ever read ("history": one more exchange).
-        unknown: members never heard of enter the softmax with similarity 0 ("zero") or get the floor only ("floor").
+        unknown: members without a similarity enter the softmax with 0 ("zero") or get the floor only ("floor").
         drop_nonpositive: treat similarities of 0 and below as unknown.
-        loss_direction: "pull", the loss of $w_j$ on the own data; "push", of $w_i$ on the peer's, who answers (three
-            exchanges).
+        loss_direction: "pull", the loss of $w_j$ on the client's data; "push", that of $w_i$ on the peer's data, which
+            the peer measures (three exchanges).
         tau_schedule: "constant"; "var", $1 + (\tau - 1) \tanh(bt/2)$; "reference", $1 + \tau \tanh(bt/2)$, as published
             code does; "entropy", each client's own $\tau$ at which its probabilities have `entropy` bits.
         b: steepness of the schedules.
         entropy: bits, for tau_schedule = "entropy".
-        scaling: "none", or "minmax": similarities known scaled to [0, 1] before the softmax.
+        scaling: "none", or "minmax": known similarities are scaled to [0, 1] before the softmax.
         eps: $\varepsilon$ of the inverse similarities.
         eps_p: floor $\varepsilon_p$ of the probabilities.
 
@@ -334,7 +331,7 @@ class Dac(PeerMethod):
         return 1 + 2 * (self.loss_direction == "push") + (self.two_hop and self.two_hop_scope == "history")
 
     def memory(self, task: Task, rng: Rng) -> Acquaintance:
-        """Know nobody."""
+        """Return a memory without similarities."""
         apart = task.init_mode == "per_client" and self.similarity != "inv_loss"
         if apart:
             text = f"{self.kind}: {self.similarity} says little while clients start from different models (per_client)"
@@ -343,7 +340,7 @@ class Dac(PeerMethod):
         return Acquaintance.none(task.population, task.origin(rng)[:, :columns].clone())
 
     def message(self, task: Task, state: State) -> Message:
-        """Publish the model and, for estimates at second hand, the similarities to vouch for."""
+        """Publish the model and, with two-hop estimates, the similarities to share."""
         fields = {"samples": task.samples}
         if state.memory.origin.shape[1]:
             fields["origin"] = state.memory.origin
@@ -352,7 +349,7 @@ class Dac(PeerMethod):
         return Message(state.params, fields)
 
     def shared_scores(self, state: State) -> dict[str, Tensor]:
-        """Return what peers may pass on."""
+        """Return the similarities to share with peers."""
         dropped, dtype = self.drop_nonpositive, state.params.dtype
         return state.memory.shared_scores(self.two_hop_relay, drop_nonpositive=dropped, dtype=dtype)
 
@@ -362,7 +359,7 @@ class Dac(PeerMethod):
         return {"var": 1 + (self.tau - 1) * rise, "reference": 1 + self.tau * rise}.get(self.tau_schedule, self.tau)
 
     def probability(self, ids: Int[Tensor, " clients"], memory: Acquaintance, round: int) -> Tensor:
-        """Return with which probabilities peers are drawn after a round ($p_{ij}$): clients x population."""
+        """Return the probabilities with which peers are drawn after a round ($p_{ij}$): clients x population."""
         similarity, considered, tau = memory.similarity, None, self.tau_at(round)  # unknown ones are 0
         if self.drop_nonpositive or self.scaling == "minmax" or self.unknown == "floor":
             usable = memory.usable(drop_nonpositive=self.drop_nonpositive)
@@ -375,7 +372,7 @@ class Dac(PeerMethod):
         return selection.probabilities(similarity, tau, considered, ids, floor=self.eps_p)
 
     def draw(self, rnd: Round, memory: Acquaintance) -> tuple[Tensor, Tensor]:
-        """Draw peers; return them, and with which probabilities: clients x peers. Few rows at a time fit the cache."""
+        """Draw peers; return them and their probabilities: clients x peers. A few rows at a time fit the cache."""
         drawn, candidates, population = [], rnd.candidates, rnd.task.population
         for first in range(0, max(1, len(rnd.ids)), ROWS):
             rows = slice(first, first + ROWS)
@@ -392,7 +389,7 @@ class Dac(PeerMethod):
         return peers, prior
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
-        """Draw by similarity, pull, measure, average, remember."""
+        """Draw peers by similarity, pull, measure, average, update the memory."""
         peers, prior = self.draw(rnd, state.memory)
         ask = push if self.loss_direction == "push" else pull
         measured = ask(rnd, state, self.message(rnd.task, state), peers, self.similarity, self.eps)
@@ -408,7 +405,7 @@ class Dac(PeerMethod):
         return replace(state, params=mixed, memory=memory), {**mixing(inbox, weights, own_weight), **cost}
 
     def remember(self, rnd: Round, state: State, measured: Measured) -> tuple[Acquaintance, Info]:
-        """Take note of what was measured and what peers said of others; return that and what it all cost."""
+        """Store measured similarities and estimates from peers; return the memory and the costs."""
         inbox, cost = measured.inbox, dict(measured.cost)
         memory = state.memory.measured(inbox.peers, measured.similarity, inbox.mask)
         if not self.two_hop:

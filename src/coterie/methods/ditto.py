@@ -1,4 +1,4 @@
-"""Ditto: a personal model beside FedAvg's, trained on one's own data and kept near the global one."""
+"""Ditto: FedAvg and a personal model for each client, trained on its data and kept near the global model."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
@@ -29,13 +29,13 @@ class Ditto(OneModel):
     r"""FedAvg, and for each client $\min_v F_k(v) + \frac{\lambda}{2} \lVert v - w \rVert^2$.
 
     The personal step is $v \leftarrow v - \eta (\nabla F_k(v) + \lambda (v - w^t))$ with the global model as received.
-    The global models are FedAvg's, bit for bit. A client is served its personal model.
+    The global models are FedAvg's, bit for bit. A client uses its personal model.
 
     Args:
         lam: $\lambda$; 0 is local training, and large values keep the personal model at the global one. The step is
             stable while `lam` times the step size is below 2.
-        weights: of the clients in the global mean: "samples", or "uniform" as in the original code.
-        interleaved: both tracks see the same mini-batches, as in the original code; each draws its own otherwise.
+        weights: weights of the clients in the global mean: "samples", or "uniform" as in the original code.
+        interleaved: both models see the same mini-batches, as in the original code; otherwise each draws its own.
         personal_epochs: epochs of the personal model; those of the run when None.
         personal_steps: steps of the personal model instead.
 

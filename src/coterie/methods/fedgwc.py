@@ -103,7 +103,7 @@ class FedGwc(WithPresets, ServerMethod):
 
     kind: ClassVar[str] = "fedgwc"
     reports: ClassVar[tuple[Metric, ...]] = (metrics.INTERACTION_CHANGE,)
-    summary: ClassVar[str] = "clusters by how clients' presence changes each other's loss rewards"
+    summary: ClassVar[str] = "clusters of clients with a similar effect on each other's loss rewards"
     references: ClassVar[tuple[str, ...]] = (
         "Licciardi, Leo, Fanì, Caputo, Ciccone, Interaction-aware Gaussian weighting for clustered federated "
         "learning, 2025, https://arxiv.org/abs/2502.03340",

@@ -1,4 +1,4 @@
-"""FedProx: FedAvg whose clients stay near the model they were sent."""
+"""FedProx: FedAvg with a proximal term that keeps clients near the model they received."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
@@ -29,12 +29,12 @@ class Enrolled(Clusters):
 class FedProx(OneModel):
     r"""FedAvg with the local objective $F_k(\theta) + \frac{\mu}{2} \lVert \theta - \theta^t \rVert^2$.
 
-    The penalty is no part of the reported loss.
+    The reported loss does not include the penalty.
 
     Args:
         mu: weight of the penalty ($\mu$); the papers try 0.001, 0.01, 0.1 and 1.
-        weights: of the clients in the mean: "samples" or "uniform".
-        sampling: clients are drawn alike, or with probability proportional to their samples (then the paper
+        weights: weights of the clients in the mean: "samples" or "uniform".
+        sampling: clients are drawn uniformly, or with probability proportional to their samples (then the paper
             averages with uniform weights).
 
     References:
@@ -42,7 +42,7 @@ class FedProx(OneModel):
     """
 
     kind: ClassVar[str] = "fedprox"
-    summary: ClassVar[str] = "FedAvg whose clients are pulled towards the model they were sent"
+    summary: ClassVar[str] = "FedAvg with a proximal term that keeps clients near the model they received"
     references: ClassVar[tuple[str, ...]] = (
         "Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, Federated optimization in heterogeneous networks, 2020, "
         "https://arxiv.org/abs/1812.06127",

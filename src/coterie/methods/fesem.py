@@ -18,7 +18,7 @@ from coterie.rng import Rng
 
 @dataclass(frozen=True)
 class Centers(Clusters):
-    """The centers, who belongs to which, and who has ever taken part."""
+    """The centers, the membership of each client, and whether it has ever taken part."""
 
     seen: Bool[Tensor, " population"]
 
@@ -28,9 +28,9 @@ class Centers(Clusters):
 class FeSem(ServerMethod):
     r"""Multi-center federated learning: minimize $\frac1K \sum_k \sum_c r_k^c \lVert W_k - \tilde W^c \rVert^2$.
 
-    When models come back, each of their clients joins the nearest center (E-step) and the centers become the means of
-    the models that came back (M-step); others keep their membership. First memberships are random and balanced, first
-    centers are drawn independently. Who never took part is served by the largest cluster.
+    When models are returned, each of their clients joins the nearest center (E-step) and the centers become the means
+    of the returned models (M-step); others keep their membership. First memberships are random and balanced, first
+    centers are drawn independently. A client that never took part uses the model of the largest cluster.
 
     Args:
         clusters: $C$.

@@ -17,7 +17,7 @@ from coterie.rng import Rng
 @final
 @dataclass(frozen=True)
 class FixTopologyMemory:
-    """Whom each client reads in every round."""
+    """The peers that each client reads in every round."""
 
     peers: Int[Tensor, "clients peers"]
 
@@ -25,7 +25,7 @@ class FixTopologyMemory:
 @final
 @dataclass(frozen=True)
 class FixTopology(PeerMethod):
-    """Gossip averaging over a fixed random graph. The graph is directed: who is read need not read back.
+    """Gossip averaging over a fixed random graph. The graph is directed: i may read j while j does not read i.
 
     Args:
         num_peers: peers of each client ($m$); clamped to population - 1.

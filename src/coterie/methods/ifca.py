@@ -35,12 +35,12 @@ class Models:
 class Ifca(ServerMethod):
     r"""Iterative federated clustering: $\hat c_k = \arg\min_c F_k(\theta_c)$ on the client's training data.
 
-    Every client of the cohort receives all models, trains the best one (ties go to the first) and sends it back with
-    its choice. Clients outside the cohort are served the model that is best on their training data.
+    Every client of the cohort receives all models, trains the best one (ties go to the first) and returns it with its
+    choice. Clients outside the cohort use the model that is best on their training data.
 
     Args:
         clusters: $C$.
-        averaging_of: "models": a cluster's model becomes the mean of what came back; "gradients": it moves by
+        averaging_of: "models": a cluster's model becomes the mean of the returned models; "gradients": it moves by
             `step` times the sum of its clients' updates divided by the size of the whole cohort, which is gradient
             averaging when clients take one plain SGD step.
         step: see `averaging_of`.

@@ -17,12 +17,12 @@ from coterie.rng import Rng
 @final
 @dataclass(frozen=True)
 class OneShot(ServerMethod):
-    """FedAvg whose clients are grouped once, by k-means on their whole models.
+    """FedAvg that groups clients once, by k-means on their whole models.
 
-    The round in which clients are grouped has everybody; a cluster starts from the mean of its members' models.
+    All clients take part in the round that groups them; a cluster starts from the mean of its members' models.
 
     Args:
-        clusters: how many groups.
+        clusters: number of groups.
         warmup_rounds: rounds of plain FedAvg; the last of them groups the clients.
 
     References:

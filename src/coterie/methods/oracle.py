@@ -22,7 +22,7 @@ _SLOTS = 256  # members asked for their cluster at once
 @final
 @dataclass(frozen=True)
 class OracleMemory:
-    """Who belongs to each client's own cluster."""
+    """The members of each client's planted cluster."""
 
     same: Bool[Tensor, "clients population"]
 
@@ -32,8 +32,8 @@ class OracleMemory:
 class Oracle(PeerMethod):
     """Gossip averaging inside the planted clusters: what perfect knowledge of them would give.
 
-    A client that is alone in its cluster trains alone. Clients tell each other their cluster once, before the first
-    round, in messages without a model.
+    A client that is alone in its cluster trains alone. Clients publish their cluster once, before the first round, in
+    messages without a model.
 
     Args:
         num_peers: peers read each round ($m$); clamped to the size of the cluster - 1.
@@ -44,7 +44,7 @@ class Oracle(PeerMethod):
     """
 
     kind: ClassVar[str] = "oracle"
-    summary: ClassVar[str] = "average with peers of the own planted cluster"
+    summary: ClassVar[str] = "average with peers of the client's planted cluster"
     references: ClassVar[tuple[str, ...]] = (
         "Listo Zec, Ekblom, Willbo, Mogren, Girdzijauskas, Decentralized adaptive clustering of deep nets is "
         "beneficial for client collaboration, 2022, https://arxiv.org/abs/2206.08839",
@@ -53,11 +53,11 @@ class Oracle(PeerMethod):
     num_peers: PositiveInt = 5
 
     def memory(self, task: Task, rng: Rng) -> OracleMemory:
-        """Know nobody yet."""
+        """Return empty clusters."""
         return OracleMemory(torch.zeros(len(task.ids), task.population, dtype=torch.bool))
 
     def enroll(self, rnd: Round, state: State) -> State:
-        """Learn who is in the own cluster."""
+        """Learn the members of each client's cluster."""
         clusters = rnd.task.clusters
         if clusters is None:
             raise ConfigError(
@@ -73,7 +73,7 @@ class Oracle(PeerMethod):
         return replace(state, memory=OracleMemory(same))
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
-        """Draw from the own cluster, pull, average."""
+        """Draw peers from the client's cluster, pull, average."""
         peers = drawn_uniformly(rnd, self.num_peers, rnd.candidates & state.memory.same)
         inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
         weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)

@@ -22,13 +22,13 @@ from coterie.rng import Rng
 @final
 @dataclass(frozen=True)
 class PanmMemory:
-    """What each client remembers.
+    """The memory of each client.
 
     Args:
         neighbors: the list $N_i$ of stage one; -1 behind the last.
         bag: the bag $B_i$ of stage two.
         update: $g_i$, the change of the trained parameters in the last local training; without columns for PANMLoss.
-        origin: $w^0$ where it has to be told to others; else without columns.
+        origin: $w^0$ where messages carry it; else without columns.
     """
 
     neighbors: Int[Tensor, "clients neighbors"]
@@ -41,10 +41,10 @@ class PanmMemory:
 class Panm(PeerMethod):
     r"""Personalized adaptive neighbor matching.
 
-    Stage one: read $l$ candidates drawn uniformly and the $k$ neighbors of before, keep the $k$ most similar as the
-    new neighbors and average with them. Stage two starts with them as a bag; every `interval` rounds $l$ members of
-    the bag and $l$ others are scored, a mixture of two Gaussians tells neighbors from strangers, and the bag is
-    corrected; every round $k$ members of the bag, drawn uniformly, are averaged with.
+    Stage one: read $l$ candidates drawn uniformly and the present $k$ neighbors, keep the $k$ most similar as the
+    new neighbors and average with them. Stage two starts with them as a bag. Every `interval` rounds $l$ members of
+    the bag and $l$ others are scored, a mixture of two Gaussians separates neighbors from others, and the bag is
+    corrected. In every round the client averages with $k$ members of the bag, drawn uniformly.
 
     Args:
         num_peers: neighbors averaged with ($k$).
@@ -52,8 +52,8 @@ class Panm(PeerMethod):
         stage_one_rounds: length of stage one ($T_1$).
         interval: rounds between two corrections of the bag ($\tau_{em}$).
         em: "hard" or "soft" assignment in the steps of EM.
-        component: whose Gaussian is the neighbors': the one with the "larger" mean, or the "first", the bag's.
-        monotone: count everybody at or above that mean as a neighbor.
+        component: the neighbors' Gaussian: the one with the "larger" mean, or the "first", which starts with the bag.
+        monotone: count all scores at or above that mean as neighbors.
     """
 
     references: ClassVar[tuple[str, ...]] = (
@@ -72,14 +72,14 @@ class Panm(PeerMethod):
 
     @abstractmethod
     def score(self, rnd: Round, state: State, inbox: Inbox) -> tuple[Float[Tensor, "clients peers"], Info]:
-        """Return the similarity of each slot, and what finding it out cost."""
+        """Return the similarity of each slot, and the cost of measuring it."""
 
     def remembered(self, task: Task) -> tuple[int, int]:
-        """Return how many parameters of the last update and of the first model a client remembers to tell others."""
+        """Return how many parameters of the last update and of the first model a client keeps for its messages."""
         return 0, 0
 
     def memory(self, task: Task, rng: Rng) -> PanmMemory:
-        """Know nobody."""
+        """Return a memory without neighbors."""
         update, origin = self.remembered(task)
         start = task.origin(rng)
         nobody = torch.zeros(len(task.ids), task.population, dtype=torch.bool)
@@ -88,13 +88,13 @@ class Panm(PeerMethod):
         return PanmMemory(none, nobody, torch.zeros_like(start[:, :update]), start[:, :origin].clone())
 
     def message(self, task: Task, state: State) -> Message:
-        """Publish the model and what the score needs beside it."""
+        """Publish the model and the extras that the score needs."""
         extras = {"update": state.memory.update, "origin": state.memory.origin}
         told = {name: value for name, value in extras.items() if value.shape[1]}
         return Message(state.params, {"samples": task.samples, **told})
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
-        """Pull whom to score and score them, match, pull the neighbors that are still to be read, average."""
+        """Pull and score peers, match neighbors, pull the neighbors not read yet, average."""
         memory, number = state.memory, rnd.index + 1
         early = number <= self.stage_one_rounds
         believed, candidates = self.examined(rnd, memory, early, number % self.interval == 0)
@@ -130,7 +130,7 @@ class Panm(PeerMethod):
     def examined(
         self, rnd: Round, memory: PanmMemory, early: bool, due: bool
     ) -> tuple[Int[Tensor, "clients believed"], Int[Tensor, "clients candidates"]]:
-        """Return whom to score: some believed to be neighbors, and candidates drawn from all others."""
+        """Return the peers to score: some presumed neighbors, and candidates drawn from all others."""
         if not early and not due:
             return memory.neighbors[:, :0], memory.neighbors[:, :0]
         noise = rnd.rng.gumbel("candidates", rnd.ids, rnd.task.population)
@@ -158,8 +158,8 @@ class Panm(PeerMethod):
 class PanmGrad(Panm):
     r"""PANM by cosines of updates; see `Panm`.
 
-    $s_{ij} = \alpha \cos(g_i, g_j) + (1 - \alpha) \cos(h_i, h_j)$ with the last local update $g$ and the whole way from
-    the start $h$. A peer sends $g_j$ beside its model unless $\alpha = 0$.
+    $s_{ij} = \alpha \cos(g_i, g_j) + (1 - \alpha) \cos(h_i, h_j)$ with the last local update $g$ and the difference $h$
+    from the first model. A peer sends $g_j$ beside its model unless $\alpha = 0$.
 
     Args:
         alpha: weight $\alpha$ of the last update, in [0, 1].
@@ -170,7 +170,7 @@ class PanmGrad(Panm):
     alpha: Share = 0.5
 
     def remembered(self, task: Task) -> tuple[int, int]:
-        """Remember what has to be told to others."""
+        """Keep the updates that messages carry."""
         apart = task.init_mode == "per_client" and self.alpha < 1
         if apart:
             text = "panm-grad: cosines of updates say little while clients start from different models (per_client)"
@@ -178,7 +178,7 @@ class PanmGrad(Panm):
         return task.layout.trainable * (self.alpha > 0), task.layout.trainable * apart
 
     def trained(self, state: State, before: Float[Tensor, "clients params"]) -> State:
-        """Remember the update of the last local training."""
+        """Keep the update of the last local training."""
         columns = slice(state.memory.update.shape[1])
         update = state.params[:, columns] - before[:, columns]
         return replace(state, memory=replace(state.memory, update=update))
@@ -205,21 +205,21 @@ class PanmGrad(Panm):
 @final
 @dataclass(frozen=True)
 class PanmLoss(Panm):
-    r"""PANM by the loss of the peer's model on the own data; see `Panm`.
+    r"""PANM by the loss of the peer's model on the client's data; see `Panm`.
 
     Args:
-        transform: the similarity: "inverse", $1 / (\ell + \varepsilon)$, or "negative", $-\ell$. The ranking is the
-            same, the mixture is not.
+        transform: the similarity: "inverse", $1 / (\ell + \varepsilon)$, or "negative", $-\ell$. They rank alike
+            but give different mixtures.
         eps: $\varepsilon$.
     """
 
     kind: ClassVar[str] = "panm-loss"
-    summary: ClassVar[str] = "match neighbors adaptively, by the loss of their models on the own data"
+    summary: ClassVar[str] = "match neighbors adaptively, by the loss of their models on the client's data"
     transform: Literal["inverse", "negative"] = "inverse"
     eps: NonNegativeFloat = 1e-6
 
     def score(self, rnd: Round, state: State, inbox: Inbox) -> tuple[Float[Tensor, "clients peers"], Info]:
-        """Evaluate the received models on the own training data."""
+        """Evaluate the received models on the client's training data."""
         loss = rnd.task.score(inbox).cpu().double()
         value = similarity.inverse(loss, self.eps) if self.transform == "inverse" else -loss
         return value, {"passes": inbox.mask.sum(1) * rnd.task.counts("train")}

@@ -1,4 +1,4 @@
-"""PENS: gossip with those whose models did well on the own data more often than chance."""
+"""PENS: gossip with peers whose models had a low loss on the client's data more often than chance."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
@@ -30,15 +30,15 @@ class Pens(PeerMethod):
     r"""Performance-based neighbor selection.
 
     Stage one: read `num_sampled` peers drawn uniformly, keep the `num_kept` whose models have the lowest loss on the
-    own training data, average with those. Stage two: gossip with the members kept more often than a threshold. A
+    client's training data, average with those. Stage two: gossip with the members kept more often than a threshold. A
     client without any trains alone.
 
     Args:
         num_sampled: peers read each round of stage one ($n_s$); clamped to population - 1.
-        num_kept: how many of them are kept and averaged with ($m$).
+        num_kept: number of them that are kept and averaged with ($m$).
         num_peers: peers read each round of stage two.
         stage_one_rounds: length of stage one ($T_1$).
-        threshold: strict lower bound on the number of times kept: "expected", $m T_1 / (K - 1)$, what chance gives;
+        threshold: strict lower bound on the number of times kept: "expected", $m T_1 / (K - 1)$, the chance mean;
             "dac_repo", $m T_1 / K$; "pens_repo", $m T_1 / (K - 1) - 1$, among those kept at least once.
 
     References:
@@ -46,7 +46,9 @@ class Pens(PeerMethod):
     """
 
     kind: ClassVar[str] = "pens"
-    summary: ClassVar[str] = "average with those whose models had a low loss on the own data more often than chance"
+    summary: ClassVar[str] = (
+        "average with peers whose models had a low loss on the client's data more often than chance"
+    )
     references: ClassVar[tuple[str, ...]] = (
         "Onoszko, Karlsson, Mogren, Listo Zec, Decentralized federated learning of deep neural networks on non-iid "
         "data, 2021, https://arxiv.org/abs/2107.08517",
@@ -63,7 +65,7 @@ class Pens(PeerMethod):
         require(fits, "num_sampled", self.num_sampled, f"at least num_kept = {self.num_kept}")
 
     def memory(self, task: Task, rng: Rng) -> PensMemory:
-        """Have kept nobody."""
+        """Return counts of 0."""
         return PensMemory(torch.zeros(len(task.ids), task.population, dtype=torch.int64))
 
     def bound(self, population: int) -> float:
@@ -72,7 +74,7 @@ class Pens(PeerMethod):
         return self.num_kept * self.stage_one_rounds / chances - (self.threshold == "pens_repo")
 
     def neighbors(self, kept: Int[Tensor, "clients population"]) -> Bool[Tensor, "clients population"]:
-        """Return with whom each client gossips in stage two."""
+        """Return the members with which each client gossips in stage two."""
         return (kept > self.bound(kept.shape[1])) & (kept > 0)
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
