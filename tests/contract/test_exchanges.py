@@ -11,8 +11,8 @@ from coterie.exchange.faulty import Faulty
 from coterie.exchange.in_memory import InMemory
 from coterie.exchange.mailbox import Mailbox, PostOffice
 from coterie.net import local
-from coterie.net.context import Missing
 from coterie.net.exchange import RemoteExchange
+from coterie.net.outbox import Missing
 from coterie.net.post import Post, Terms
 from coterie.net.zenoh_transport import ZenohTransport
 from coterie.testing import check_exchange

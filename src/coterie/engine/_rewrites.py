@@ -29,6 +29,11 @@ class Separately(TorchDispatchMode):
     The batched products of a CPU's libraries round by a matrix's place in the batch, on some processors.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under the mode: PyTorch need not load its compiler (a second) to leave it out."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute one operation."""
         if func is torch.ops.aten.bmm.default:
