@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines.measure import store
+from _measured import keep, machine
 
 from coterie.engine._choice import batching_pays, products
 from coterie.engine.task import LocalTraining, Task
@@ -71,7 +71,7 @@ def main() -> None:
     out = parser.parse_args().out
     torch.set_num_threads(1)
     rows = [cell(name, batch_size) for name in CELLS for batch_size in (8, 50)]
-    store(out, rows, ["python", *sys.argv], order=50)
+    keep(out, ["python", *sys.argv], rows, machine(), order=50)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from engines.measure import store
+from _measured import images, keep, machine, resident
 
 from coterie import METHODS
-from coterie.data.federation import Federation, TestSet
+from coterie.data.federation import Federation
 from coterie.engine.task import LocalTraining
 from coterie.simulation import _memory
 from coterie.simulation.run import simulate
@@ -31,31 +30,6 @@ from coterie.simulation.workers import Emit, fan_out, one_thread
 MIB = 1 << 20
 KINDS = ("random", "dac", "panm-loss", "fedavg", "fedavgm", "ditto", "sosicfl-plus")
 CLIENTS, ROUNDS = 100, 2
-
-
-def images(clients: int, samples: int, side: int, channels: int) -> Federation:
-    """Return random bytes as images for every client, a fifth of them for validation."""
-    stream = torch.Generator().manual_seed(0)
-
-    def bytes_(*shape: int) -> torch.Tensor:
-        return torch.randint(256, (*shape, channels, side, side), generator=stream, dtype=torch.uint8)
-
-    def labels(*shape: int) -> torch.Tensor:
-        return torch.randint(10, shape, generator=stream)
-
-    split = (torch.arange(samples) >= samples * 4 // 5).to(torch.int64).expand(clients, -1)
-    ids = torch.arange(clients)
-    test = TestSet(bytes_(32), labels(32), "all")
-    return Federation(
-        x=bytes_(clients, samples), y=labels(clients, samples), split=split, tests=(test,),
-        test_of=torch.zeros_like(ids), ids=ids, population=clients, classes=10,
-    )  # fmt: skip
-
-
-def resident(name: str) -> int:
-    """Return a size of this process in bytes: VmRSS now, or VmHWM, the largest so far."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 
 
 def forecast(kind: str) -> dict[str, Any]:
@@ -68,9 +42,9 @@ def forecast(kind: str) -> dict[str, Any]:
     asked: list[_memory.Forecast] = []
     check = _memory.check
     _memory.check = lambda wanted, device, limit: (asked.append(wanted), check(wanted, device, limit))[1]
-    before = resident("VmRSS")
+    before = resident() or 0
     simulate(data, METHODS[kind](), model="mlp-c", settings=settings)
-    peak = resident("VmHWM") - before
+    peak = (resident(name="VmHWM") or 0) - before
     return {
         "method": kind,
         "forecast, MiB": asked[0].needed / MIB,
@@ -140,7 +114,7 @@ def main() -> None:
         done = subprocess.run(asked, capture_output=True, text=True, check=True)
         results.append(json.loads(done.stdout.splitlines()[-1]))
         print(results[-1])
-    store(arguments.out, results, ["python", *sys.argv], order=order)
+    keep(arguments.out, ["python", *sys.argv], results, machine(), order=order)
 
 
 if __name__ == "__main__":

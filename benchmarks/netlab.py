@@ -1,19 +1,15 @@
 """What the measurements of the network share: studies, namespaces joined by bridges, memory, how results are kept."""
 
-import json
 import os
-import platform
 import statistics
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import _measured
 import pandas as pd
 import torch
 from safetensors.torch import load_file
@@ -21,6 +17,7 @@ from safetensors.torch import load_file
 from coterie.net import local, roster
 from coterie.net.identity import Identity
 from coterie.net.node import RunSpec
+from coterie.net.replay import replay
 from coterie.net.roster import Roster
 from coterie.net.transport import Transport
 from coterie.studies import config
@@ -90,11 +87,8 @@ def final_accuracy(folder: Path) -> dict[int, float]:
 
 def resident(pid: int) -> float | None:
     """Return the resident memory of a process in MB; None when it is gone."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError):
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6 or None
+    found = _measured.resident(pid)
+    return found and found / 1e6
 
 
 def growth(values: list[float]) -> float:
@@ -205,23 +199,23 @@ def bridges(nodes: int, *, rate: str = "") -> Iterator[Bridges]:
         made.close()
 
 
-def keep(path: Path, command: str, results: list[Result], began: float) -> None:
-    """Write results with how to repeat them and where they come from."""
-    model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    document = {
-        "command": command,
-        "machine": {
-            "cores": os.cpu_count(),
-            "processor": model[0].partition(":")[2].strip() if model else platform.machine(),
-            "system": platform.system(),
-            "python": sys.version.split()[0],
-            **{name: version(name) for name in ("torch", "eclipse-zenoh")},
-        },
-        "seconds": round(time.perf_counter() - began, 1),
-        "results": results,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+def difference_of_replay(study: config.StudyConfig, places: list[Path], ended: set[int] | None = None) -> float:
+    """Replay a run from its nodes' journals and return the largest difference to the models that they ended with.
+
+    Args:
+        study: of one run, with a client a node.
+        places: the run's folder of each node.
+        ended: the nodes that came to the end; all when None.
+    """
+    plan, federation = plan_and_data(study)
+    loop = replay(plan, federation, {place: [number] for number, place in enumerate(places)})
+    worst = 0.0
+    for number, place in enumerate(places):
+        if ended is None or number in ended:
+            models = models_of(place)
+            for name, whole in (("state.params", loop.state.params), ("tracker.best", loop.tracker.best)):
+                worst = max(worst, float((models[name][0] - whole[number]).abs().max()))
+    return worst
 
 
 def plan_and_data(study: config.StudyConfig) -> tuple[RunSpec, Any]:

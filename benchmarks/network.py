@@ -29,6 +29,7 @@ import network_links
 import network_parity
 import network_soak
 import torch
+from _measured import keep, machine
 
 STORED = Path(__file__).resolve().parent.parent / "docs/reference/runs"
 MEASUREMENTS = {
@@ -68,10 +69,9 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     place = "performance/network.json" if given.what == "efficiency" else f"network/{given.what}.json"
-    command = f"python benchmarks/network.py {given.what}"
-    if given.methods:
-        command += " --methods " + " ".join(given.methods)
-    netlab.keep(given.out or STORED / place, command, results, began)
+    command = ["python", "benchmarks/network.py", given.what, *(["--methods", *given.methods] if given.methods else [])]
+    seconds = round(time.perf_counter() - began, 1)
+    keep(given.out or STORED / place, command, results, machine("eclipse-zenoh"), seconds=seconds)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import netlab
 import pandas as pd
 
 from coterie.net import fleet
-from coterie.net.replay import replay
 from coterie.studies import config
 from coterie.studies.run import run_study
 
@@ -111,18 +110,21 @@ def unharmed(folder: Path, method: str, seen: list[int], **options: Any) -> list
     return out
 
 
-def difference_of_replay(folder: Path, study: config.StudyConfig, names: list[str], ended: list[str]) -> float:
-    """Replay a run from its journals and return the largest difference to what the nodes that ended have."""
-    plan, federation = netlab.plan_and_data(study)
-    places = {netlab.folder_of(folder / "nodes" / name, study): [number] for number, name in enumerate(names)}
-    loop = replay(plan, federation, places)
-    worst = 0.0
-    for number, name in enumerate(names):
-        if name in ended:
-            models = netlab.models_of(netlab.folder_of(folder / "nodes" / name, study))
-            worst = max(worst, float((models["state.params"][0] - loop.state.params[number]).abs().max()))
-            worst = max(worst, float((models["tracker.best"][0] - loop.tracker.best[number]).abs().max()))
-    return worst
+def outcome(
+    folder: Path, study: config.StudyConfig, seen: Watched, ended: list[str], method: str, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what is told of every run: rounds, accuracy beside that of unharmed runs, and the replay."""
+    names = list(seen.rounds)
+    found = accuracies(folder, study, ended)
+    places = [netlab.folder_of(folder / "nodes" / name, study) for name in names]
+    return {
+        "method": method, "nodes": len(names), "rounds": options["rounds"], "deadline_s": DEADLINE,
+        "statuses": seen.statuses,
+        "rounds_finished": {n: len({r for r, *_ in v if r >= 0}) for n, v in seen.rounds.items()},
+        "accuracy": round(statistics.mean(found.values()), 2), "clients": sorted(found),
+        "unharmed_accuracy": unharmed(folder.parent, method, sorted(found), **options),
+        "replay_difference": netlab.difference_of_replay(study, places, {names.index(name) for name in ended}),
+    }  # fmt: skip
 
 
 def churn(emit: netlab.Emit, folder: Path, *, method: str = "dac") -> None:
@@ -147,18 +149,12 @@ def churn(emit: netlab.Emit, folder: Path, *, method: str = "dac") -> None:
         seen = watch(folder / "churn", study, net, steps, dead, emit)
     whole = [n for n in names if n not in victims and n != names[cut]]
     ended = [n for n in names if n not in dead]
-    found = accuracies(folder / "churn", study, ended)
     emit({
-        "method": method, "nodes": 12, "rounds": 40, "deadline_s": DEADLINE,
+        **outcome(folder / "churn", study, seen, ended, method, options),
         "killed": victims, "restarted": victims[:2], "cut_off": names[cut],
-        "statuses": seen.statuses,
-        "rounds_finished": {n: len({r for r, *_ in v if r >= 0}) for n, v in seen.rounds.items()},
         "longest_exchange_s": seen.longest(whole), "median_round_s": round(statistics.median(
             s for n in whole for r, s, _ in seen.rounds[n] if r >= 0), 2),
         "memory_mb": {n: round(max(seen.memory[n]), 1) for n in whole}, "memory_growth_mb": seen.growth(whole),
-        "accuracy": round(statistics.mean(found.values()), 2), "clients": sorted(found),
-        "unharmed_accuracy": unharmed(folder, method, sorted(found), **options),
-        "replay_difference": difference_of_replay(folder / "churn", study, names, ended),
     })  # fmt: skip
 
 
@@ -185,13 +181,8 @@ def partition(emit: netlab.Emit, folder: Path) -> None:
     across = arrived[arrived["reader"] % 2 != arrived["read"] % 2]["round"].tolist()
     alone = sorted(set(range(40)) - set(across))
     assert alone, "the halves were never apart"
-    found = accuracies(folder / "partition", study, names)
     emit({
-        "method": "dac", "nodes": 6, "rounds": 40, "deadline_s": DEADLINE, "statuses": seen.statuses,
-        "rounds_finished": {n: len({r for r, *_ in v if r >= 0}) for n, v in seen.rounds.items()},
+        **outcome(folder / "partition", study, seen, names, "dac", options),
         "rounds_apart": [alone[0], alone[-1]], "reads_across_after": sum(round > alone[-1] for round in across),
         "longest_exchange_s": seen.longest(names), "memory_growth_mb": seen.growth(names),
-        "accuracy": round(statistics.mean(found.values()), 2),
-        "unharmed_accuracy": unharmed(folder, "dac", sorted(found), **options),
-        "replay_difference": difference_of_replay(folder / "partition", study, names, names),
     })  # fmt: skip

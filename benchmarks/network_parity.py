@@ -7,7 +7,6 @@ import netlab
 import pandas as pd
 
 from coterie.net import fleet
-from coterie.net.replay import replay
 from coterie.studies.run import run_study
 
 METHODS = {
@@ -103,17 +102,8 @@ def replays(emit: netlab.Emit, folder: Path, port: int = 27200) -> None:
         study = netlab.study_of(METHODS[method], clients=NODES, rounds=40, train=105, epochs=8)
         names = run_nodes(place, study, port + 10 * number, kill="node-04")
         nodes = [netlab.folder_of(place / "nodes" / name, study) for name in names]
-        plan, federation = netlab.plan_and_data(study)
-        loop = replay(plan, federation, {path: [i] for i, path in enumerate(nodes)})
-        worst = 0.0
-        for row, path in enumerate(nodes):
-            models = netlab.models_of(path)
-            for tensor, whole in (
-                (models["state.params"], loop.state.params),
-                (models["tracker.best"], loop.tracker.best),
-            ):
-                worst = max(worst, float((tensor[0] - whole[row]).abs().max()))
         events = [line for path in nodes for line in (path / "arrivals.jsonl").read_text().splitlines()]
         missing = sum('"missing": {}' not in line for line in events if '"pull"' in line or '"redraw"' in line)
         emit({"method": method, "nodes": NODES, "rounds": 40, "killed_and_restarted": 1,
-              "pulls_with_missing_peers": missing, "largest_difference": worst})  # fmt: skip
+              "pulls_with_missing_peers": missing,
+              "largest_difference": netlab.difference_of_replay(study, nodes)})  # fmt: skip

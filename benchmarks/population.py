@@ -10,9 +10,7 @@ process's largest resident set, data and interpreter included. Clients train, ex
 import argparse
 import json
 import os
-import platform
 import resource
-import shlex
 import statistics
 import subprocess
 import sys
@@ -20,41 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from _measured import images, keep, machine
 
-import coterie
 from coterie import METHODS
-from coterie.data.federation import Federation, TestSet
 from coterie.engine import use_threads
 from coterie.engine.task import LocalTraining
 from coterie.simulation import workers
 from coterie.simulation.run import Progress, simulate
 from coterie.simulation.settings import Settings
-
-TRAIN, VALIDATION, TEST = 16, 4, 32
-
-
-def digits(clients: int) -> Federation:
-    """Return random bytes in the shape of digits, for every client the same number."""
-    generator = torch.Generator().manual_seed(0)
-
-    def images(*shape: int) -> torch.Tensor:
-        return torch.randint(256, (*shape, 1, 28, 28), generator=generator, dtype=torch.uint8)
-
-    def labels(*shape: int) -> torch.Tensor:
-        return torch.randint(10, shape, generator=generator)
-
-    width = TRAIN + VALIDATION
-    return Federation(
-        x=images(clients, width),
-        y=labels(clients, width),
-        split=(torch.arange(width) >= TRAIN).to(torch.int64).expand(clients, -1),
-        tests=(TestSet(images(TEST), labels(TEST), "all"),),
-        test_of=torch.zeros(clients, dtype=torch.int64),
-        ids=torch.arange(clients),
-        population=clients,
-        classes=10,
-    )
 
 
 def cell(kind: str, clients: int, rounds: int) -> dict[str, str | int | float]:
@@ -67,7 +38,7 @@ def cell(kind: str, clients: int, rounds: int) -> dict[str, str | int | float]:
     settings = Settings(rounds=rounds, local=LocalTraining(batch_size=8), engine="compiled", evaluate="final")
     with workers.one_thread():
         use_threads(workers.cores())
-        simulate(digits(clients), METHODS[kind](), model="cnn-b", settings=settings, observer=note)
+        simulate(images(clients, 20, 28, 1), METHODS[kind](), model="cnn-b", settings=settings, observer=note)
     each = (seconds[rounds - 1] - seconds[0]) / (rounds - 1)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
@@ -133,26 +104,11 @@ def main() -> int:
     if options.cell:
         return 0
     if options.out is not None:
-        machine = {
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-            "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-            "torch": torch.__version__,
-            "coterie": coterie.__version__,
+        where = machine("coterie") | {
+            "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
         }
-        command = shlex.join(["python", "benchmarks/population.py", *sys.argv[1:]])
-        stored = {"command": command, "order": 40, "machine": machine, "results": results}
-        options.out.write_text(json.dumps(stored, indent=1) + "\n")
+        keep(options.out, ["python", "benchmarks/population.py", *sys.argv[1:]], results, where, order=40)
     return 0
-
-
-def _processor() -> str:
-    names = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
 if __name__ == "__main__":

@@ -10,14 +10,11 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from coterie.cli._tables import TextTable, markdown
+from _pages import REFERENCE, STORED, markdown, table, write
+from performance import exchanges
 
-ROOT = Path(__file__).resolve().parent.parent
-STORED = ROOT / "docs/reference/runs"
-PAGE = ROOT / "docs/reference/network.md"
 HEAD = """<!-- made by scripts/network.py; do not edit -->
 # The network, measured
 
@@ -26,11 +23,6 @@ Nodes are processes with certificates, access lists and mutual TLS, as in
 protected: [the threat model](../explanation/threat-model.md).
 """
 Results = list[dict[str, Any]]
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a Markdown table."""
-    return markdown(TextTable("", head, [[str(cell) for cell in row] for row in rows])).strip()
 
 
 def yes(value: bool) -> str:
@@ -177,23 +169,10 @@ def predicted(found: Results) -> str:
 
 
 def efficiency(found: Results) -> str:
-    """Return the part on the time of a round's exchange, also for the page on performance."""
-    first = found[0]
-    kinds = {"raw": "raw TCP with mutual TLS 1.3", "coterie": "nodes"}
-    rows = []
-    for kind, name in kinds.items():
-        these = [r for r in found if r["kind"] == kind]
-        medians = [r["median_ms"] for r in these]
-        rows.append((name, f"{statistics.median(medians):g}", range_of(medians), range_of([r["p90_ms"] for r in these]),
-                     f"{these[0]['bytes_a_node'] / 1e6:.2f}"))  # fmt: skip
-    middle = {k: statistics.median(r["median_ms"] for r in found if r["kind"] == k) for k in kinds}
-    overhead = next(r["overhead"] for r in found if r["kind"] == "coterie")
+    """Return the part on the time of a round's exchange, whose table stands on the page on performance too."""
     return (
-        f"{first['nodes']} processes on loopback, models of {first['model_bytes'] / 1e6:g} MB, {first['peers']} peers "
-        f"a round; the two in turn, {len(found) // 2} times {first['rounds']} rounds. A round's exchange takes "
-        f"{middle['coterie'] / middle['raw']:.2f} times as long as the same bytes over raw TCP with mutual TLS; "
-        f"signatures, digests and checks included. Envelopes add {100 * overhead:.3f} % to the bytes.\n\n"
-        + table(("", "ms a round", "its runs", "90 % of rounds within (ms)", "MB received by a node"), rows)
+        "Processes on loopback, nodes and raw TCP with mutual TLS in turn; the nodes' time holds signatures, digests "
+        "and checks, their bytes the envelopes.\n\n" + markdown(exchanges(found))
     )
 
 
@@ -211,34 +190,25 @@ SECTIONS = (
 )
 
 
-def section(title: str, document: dict[str, Any], write: Any) -> str:
+def section(title: str, document: dict[str, Any], told: Any) -> str:
     """Return one part of the page."""
     machine = document["machine"]
     source = (
         f"`{document['command']}`, {document['seconds']:,.0f} s on {machine['cores']} cores ({machine['processor']}), "
         f"Python {machine['python']}, torch {machine['torch']}, zenoh {machine['eclipse-zenoh']}."
     )
-    return f"## {title}\n\n{write(document['results'])}\n\n{source}\n"
+    return f"## {title}\n\n{told(document['results'])}\n\n{source}\n"
 
 
 def page() -> str:
     """Return the page, of all that has been measured."""
     parts = []
-    for title, name, write in SECTIONS:
+    for title, name, told in SECTIONS:
         path = STORED / f"{name}.json"
         if path.exists():
-            parts.append(section(title, json.loads(path.read_text()), write))
+            parts.append(section(title, json.loads(path.read_text()), told))
     return "\n".join([HEAD, *parts])
 
 
-def main(arguments: list[str]) -> int:
-    """Write the page, or check it."""
-    text = page()
-    if arguments[:1] == ["--check"]:
-        return int(not PAGE.exists() or PAGE.read_text() != text)
-    PAGE.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(write({REFERENCE / "network.md": page()}))

@@ -15,11 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coterie.cli import _tables
+from _pages import REFERENCE, STORED, markdown, write
 
-ROOT = Path(__file__).resolve().parent.parent
-STORED = ROOT / "docs/reference/runs/performance"
-PAGE = ROOT / "docs/reference/performance.md"
+from coterie.cli._tables import TextTable
+
 HEAD = """# How fast it is
 
 Written by `make docs` from the stored measurements of `docs/reference/runs/performance`; do not edit. Each section
@@ -42,15 +41,15 @@ def number(value: object) -> str:
     return str(value)
 
 
-def plain(results: Rows) -> _tables.TextTable:
+def plain(results: Rows) -> TextTable:
     """Return a table with a column for each key."""
     columns = list(dict.fromkeys(key for row in results for key in row))
     rows = [[number(row.get(name)) for name in columns] for row in results]
-    return _tables.TextTable("", [name.replace("_", " ") for name in columns], rows)
+    return TextTable("", [name.replace("_", " ") for name in columns], rows)
 
 
-def engines(results: Rows) -> _tables.TextTable:
-    """Return the table of `coterie bench`."""
+def engines(results: Rows) -> TextTable:
+    """Return the table of `python -m benchmarks.engines`."""
     head = (
         "cell", "engine", "threads", "times the usual loop", "from, to", "ms a client-round", "usual loop, ms",
         "share of matrix speed", "peak MB", "processor share",
@@ -70,10 +69,10 @@ def engines(results: Rows) -> _tables.TextTable:
         )
         for row in results
     ]
-    return _tables.TextTable("", head, rows)
+    return TextTable("", head, rows)
 
 
-def exchanges(results: Rows) -> _tables.TextTable:
+def exchanges(results: Rows) -> TextTable:
     """Return the table of rounds between machines beside the same bytes over raw TCP."""
     head = ("", "ms a round", "its runs", "times raw TCP", "90 % within (ms)", "MB a node received", "more bytes")
     middle = {}
@@ -96,10 +95,10 @@ def exchanges(results: Rows) -> _tables.TextTable:
         f"{first['nodes']} nodes, models of {first['model_bytes'] / 1e6:g} MB, {first['peers']} peers a round, "
         f"{first['rounds']} rounds a run after the first ones."
     )
-    return _tables.TextTable("", head, rows, what)
+    return TextTable("", head, rows, what)
 
 
-TABLES: dict[str, Callable[[Rows], _tables.TextTable]] = {
+TABLES: dict[str, Callable[[Rows], TextTable]] = {
     "engines": engines, "thousand": engines, "machine": engines, "network": exchanges,
 }  # fmt: skip
 
@@ -114,7 +113,7 @@ def section(path: Path) -> str:
         f"```console\n$ {stored['command']}\n```",
         f"Measured with {where}.",
     ]
-    return "\n\n".join([*parts, _tables.markdown(table).strip()]) + "\n"
+    return "\n\n".join([*parts, markdown(table)]) + "\n"
 
 
 def _place(path: Path) -> tuple[int, str]:
@@ -123,17 +122,8 @@ def _place(path: Path) -> tuple[int, str]:
 
 def page() -> str:
     """Return the page."""
-    return "\n".join([HEAD, *map(section, sorted(STORED.glob("*.json"), key=_place))])
-
-
-def main(arguments: list[str]) -> int:
-    """Write the page, or check it."""
-    text = page()
-    if arguments[:1] == ["--check"]:
-        return int(not PAGE.exists() or PAGE.read_text() != text)
-    PAGE.write_text(text)
-    return 0
+    return "\n".join([HEAD, *map(section, sorted((STORED / "performance").glob("*.json"), key=_place))])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(write({REFERENCE / "performance.md": page()}))

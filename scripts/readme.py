@@ -8,14 +8,14 @@ No number of the README is typed by hand.
 
 import json
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-STORED = ROOT / "docs/reference/runs/rotated-digits/summary.json"
+from _pages import ROOT, STORED, write
+
+README = ROOT / "README.md"
 START, END = "<!-- results: scripts/readme.py -->\n", "<!-- end of results -->\n"
 
 
-def table(summary: dict) -> str:
+def accuracies(summary: dict) -> str:
     """Return the accuracy of every method, in per cent, as a Markdown table."""
     cells = {(r["label"], r["cluster"]): r for r in summary["rows"] if r["metric"] == "accuracy"}
     labels = list(dict.fromkeys(label for label, _ in cells))
@@ -34,18 +34,13 @@ def table(summary: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    """Rewrite README.md; with --check, only say whether it is up to date."""
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    before, rest = text.split(START)
+def readme() -> str:
+    """Return README.md with the newest table."""
+    before, rest = README.read_text(encoding="utf-8").split(START)
     _, after = rest.split(END)
-    new = before + START + table(json.loads(STORED.read_text())) + END + after
-    if "--check" in sys.argv:
-        return int(new != text)
-    readme.write_text(new)
-    return 0
+    summary = json.loads((STORED / "rotated-digits/summary.json").read_text())
+    return before + START + accuracies(summary) + END + after
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write({README: readme()}))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from _pages import REFERENCE, write
 
 from coterie.cli import _catalog
 from coterie.cli.app import app
@@ -22,8 +23,34 @@ from coterie.net.nodefile import DataSource, NetworkSettings, NodeFile
 from coterie.simulation.settings import Settings
 from coterie.studies import config
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs/reference"
 MADE = "<!-- made by scripts/reference.py; do not edit -->\n"
+
+EXTENDS = """## extends
+
+A study file can start from another and say only what differs. `extends` is the name of a built-in study, or a path
+relative to the file; what is extended may extend another.
+
+```toml
+extends = "dac/cifar10-label-40-60"
+use_methods = ["DAC", "Random", "Mine"]      # which run, in this order; all when not given
+unset = ["paper", "methods.PENS"]            # taken out first: keys, tables, methods
+rounds = 50                                  # a value replaces, lists too
+local.lr = 0.001                             # tables merge key by key
+
+[[methods]]
+label = "DAC"                                # is there: its keys change
+tau = 10
+
+[[methods]]
+label = "Mine"                               # is not there: added at the end, so it needs a kind
+kind = "panm-loss"
+```
+
+Instead of `[[methods]]`, methods can be changed by name, as with `--set`: `methods.DAC.tau = 10`, or `DAC.tau = 10` in
+a table `[methods]`. Everything is inherited but `name`. `--set` changes the merged study. What is stored with a run is
+complete and extends nothing; `coterie studies NAME --resolved` prints a built-in study so. Built-in files whose names
+begin with `_`, such as `similarity/_base`, hold what the studies of a paper share; they are extended and not run.
+"""
 
 
 def rows(cls: type) -> list[str]:
@@ -57,7 +84,13 @@ def methods() -> str:
 
 def studies() -> str:
     """Return the page of built-in studies."""
-    lines = ["# Built-in studies", "", "`coterie run NAME` runs one; `coterie studies NAME` prints its file.", ""]
+    lines = [
+        "# Built-in studies",
+        "",
+        "`coterie run NAME` runs one; `coterie studies NAME` prints its file; a file of your own starts from it with",
+        '`extends = "NAME"`.',
+        "",
+    ]
     lines += ["| name | methods | seeds | rounds | |", "|---|---:|---:|---:|---|"]
     for name in config.builtin():
         study = config.load(name)
@@ -81,6 +114,7 @@ def settings() -> str:
         '`"methods.dac.tau" = [1, 10, 100]`.',
         "",
     ]
+    lines += [EXTENDS, ""]
     lines += ["## Top level", "", *rows(Settings), ""]
     lines += ["`patience` is written in `[stopping]`, `local` is the table `[local]`.", ""]
     lines += ["## [local]", "", *rows(LocalTraining), "", "## [data]", "", *rows(DataConfig), ""]
@@ -148,8 +182,8 @@ def node_file() -> str:
     return "\n".join([*lines, "## [data]", "", *rows(DataSource), "", "## [network]", "", *rows(NetworkSettings)])
 
 
-def pages() -> dict[str, str]:
-    """Return the text of every generated page, by its name."""
+def pages() -> dict[Path, str]:
+    """Return the text of every generated page."""
     made = {
         "methods.md": methods(),
         "studies.md": studies(),
@@ -157,20 +191,8 @@ def pages() -> dict[str, str]:
         "commands.md": commands(),
         "node-files.md": node_file(),
     }
-    return {name: MADE + text.rstrip() + "\n" for name, text in made.items()}
-
-
-def main() -> int:
-    """Write the pages; with --check, return 1 when one is not up to date."""
-    stale = 0
-    for name, text in pages().items():
-        path = FOLDER / name
-        if "--check" in sys.argv:
-            stale |= not path.exists() or path.read_text(encoding="utf-8") != text
-        else:
-            path.write_text(text, encoding="utf-8")
-    return int(stale)
+    return {REFERENCE / name: MADE + text.rstrip() + "\n" for name, text in made.items()}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write(pages()))

@@ -16,15 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from _pages import REFERENCE, STORED, markdown, table, write
 
 from coterie.cli import _tables
 from coterie.papers import compare
 from coterie.results import summary
 from coterie.simulation import final_metrics
 
-ROOT = Path(__file__).resolve().parent.parent
-STORED = ROOT / "docs/reference/runs"
-PAGE = ROOT / "docs/reference/reproduction.md"
 HEAD = """# How close we come
 
 Written by `make docs` from the stored summaries of `docs/reference/runs`; do not edit. `coterie compare RUN --paper`
@@ -143,22 +141,22 @@ def section(folder: Path) -> str:
     if trials.exists():
         parts += [
             "### Further runs with one setting changed",
-            _tables.markdown(_trials(json.loads(trials.read_text()))).strip(),
+            _trials(json.loads(trials.read_text())),
         ]
     if comparison is None:
-        return "\n\n".join([*parts, _tables.markdown(_alone(result)).strip()]) + "\n"
-    for table in _tables.against_paper(comparison):
-        parts += [f"### {table.title}", _tables.markdown(table).strip()]
+        return "\n\n".join([*parts, _alone(result)]) + "\n"
+    for beside in _tables.against_paper(comparison):
+        parts += [f"### {beside.title}", markdown(beside)]
     if comparison.notes:
         parts.append("On the printed numbers: " + " ".join(comparison.notes))
     return "\n\n".join(parts) + "\n"
 
 
-def _alone(result: compare.Result) -> _tables.TextTable:
+def _alone(result: compare.Result) -> str:
     """Return the numbers of a study that repeats no published experiment."""
     rows = [row for row in result.rows if row["cluster"] == "all" and row["mean"] is not None]
     cells = [(row["label"], row["metric"].replace("_", " "), f"{row['mean']:.4g}", str(row["seeds"])) for row in rows]
-    return _tables.TextTable("", ("method", "metric, mean over clients", "here", "seeds"), cells)
+    return table(("method", "metric, mean over clients", "here", "seeds"), cells)
 
 
 def _seconds(folder: Path) -> str:
@@ -169,11 +167,11 @@ def _seconds(folder: Path) -> str:
     return ", ".join(f"{label} {sum(values) / len(values):,.3g}" for label, values in took.items())
 
 
-def _trials(rows: list[dict]) -> _tables.TextTable:
+def _trials(rows: list[dict]) -> str:
     """Return the experiments that explain differences."""
     values = [f"{row['mean']:.2f}" + (f" ± {row['std']:.2f}" if row["seeds"] > 1 else "") for row in rows]
     cells = [(row["label"], row["changes"], value, str(row["seeds"])) for row, value in zip(rows, values, strict=True)]
-    return _tables.TextTable("", ("method", "changed", f"test {rows[0]['metric']}", "seeds"), cells)
+    return table(("method", "changed", f"test {rows[0]['metric']}", "seeds"), cells)
 
 
 def page() -> str:
@@ -182,17 +180,8 @@ def page() -> str:
     return "\n".join([HEAD, *map(section, folders)])
 
 
-def main(arguments: list[str]) -> int:
-    """Store a study, write the page, or check it."""
-    if arguments[:1] == ["store"]:
-        print(store(Path(arguments[1]), arguments[2], in_one_go="--in-parts" not in arguments))
-        return 0
-    text = page()
-    if arguments[:1] == ["--check"]:
-        return int(not PAGE.exists() or PAGE.read_text() != text)
-    PAGE.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1:2] == ["store"]:
+        print(store(Path(sys.argv[2]), sys.argv[3], in_one_go="--in-parts" not in sys.argv))
+    else:
+        sys.exit(write({REFERENCE / "reproduction.md": page()}))

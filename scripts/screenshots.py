@@ -12,10 +12,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+import _pages
+
 from coterie.report.page import write_report
 
-ROOT = Path(__file__).resolve().parent.parent
-STORED = ROOT / "docs/reference/runs/rotated-digits"
+STORED = _pages.STORED / "rotated-digits"
 PICTURES = {  # view of the report, height in pixels, colors
     "docs/assets/report-light.png": ("overview", 1760, "light"),
     "docs/assets/report-dark.png": ("overview", 1760, "dark"),
@@ -45,8 +46,8 @@ def main() -> int:
         write_report(run, STORED / "report.html")
         shutil.copy(Path(run) / "summary.json", STORED)
     for name, (view, height, colors) in PICTURES.items():
-        (ROOT / name).parent.mkdir(parents=True, exist_ok=True)
-        picture(browser, ROOT / name, view, height, colors)
+        (_pages.ROOT / name).parent.mkdir(parents=True, exist_ok=True)
+        picture(browser, _pages.ROOT / name, view, height, colors)
         print(name)
     return 0
 

@@ -1,9 +1,12 @@
 """The command `python -m benchmarks.engines`."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from coterie.errors import ConfigError, CoterieError, unknown
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -43,7 +46,6 @@ def bench(
     import torch
 
     from coterie.engine import ENGINES
-    from coterie.errors import ConfigError, unknown
 
     from . import measure
 
@@ -65,5 +67,14 @@ def bench(
         typer.echo(f"written to {json}", err=True)
 
 
+def main() -> None:
+    """Run the command; bad input is one line and exit status 2."""
+    try:
+        app(prog_name="python -m benchmarks.engines")
+    except CoterieError as error:
+        typer.echo(f"python -m benchmarks.engines: {error}", err=True)
+        sys.exit(2)
+
+
 if __name__ == "__main__":
-    app(prog_name="python -m benchmarks.engines")
+    main()

@@ -1,22 +1,17 @@
 """Measuring the cells: both sides in turn, the median of the ratios, and how near the machine's limit that is."""
 
-import json
-import os
-import platform
 import resource
-import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from benchmarks._measured import keep, machine, resident
 
 from coterie._util import pages
-from coterie._util.files import write_atomically
 from coterie.engine import use_threads
 from coterie.errors import ConfigError, unknown
 
@@ -157,11 +152,9 @@ def _forget_peak() -> None:
 
 def _peak() -> float:
     """Return the largest resident memory of the process, in MB."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        lines = [line.split() for line in status.read_text().splitlines() if line.startswith("VmHWM")]
-        if lines:
-            return int(lines[0][1]) / 1024
+    peak = resident(name="VmHWM")
+    if peak is not None:
+        return peak / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -204,36 +197,7 @@ def cells(patterns: str, samples: int) -> list[Cell]:
     return sorted(found, key=lambda cell: (cell.clients, order.index(cell.net), WORKS.index(cell.work)))
 
 
-def machine() -> dict[str, Any]:
-    """Describe the machine and the versions."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        name = lines[0].split(":", 1)[1].strip() if lines else name
-    return {
-        "processor": name,
-        "cores": os.cpu_count(),
-        "python": sys.version.split()[0],
-        "torch": torch.__version__,
-        "matrix_gflops": round(matrix_speed() / 1e9, 1),
-    }
-
-
 def write(rows: Sequence[Row], path: Path) -> None:
     """Write the rows, the command and the machine as JSON."""
-    store(path, [asdict(row) for row in rows], ["coterie", *sys.argv[1:]])
-
-
-def store(path: Path, results: Sequence[Mapping[str, Any]], command: Sequence[str], **more: Any) -> None:
-    """Write measurements as JSON, with the command that repeats them and the machine.
-
-    Args:
-        path: the file.
-        results: the rows.
-        command: the words of the command.
-        more: further entries.
-    """
-    content = {"command": shlex.join(command), **more, "machine": machine(), "results": results}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+    where = machine() | {"matrix_gflops": round(matrix_speed() / 1e9, 1)}
+    keep(path, ["python", "-m", "benchmarks.engines", *sys.argv[1:]], [asdict(row) for row in rows], where)

@@ -275,5 +275,4 @@ def test_the_generated_pages_are_up_to_date():
     assert spec.loader is not None
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
-    stale = [name for name, text in reference.pages().items() if (reference.FOLDER / name).read_text() != text]
-    assert stale == []
+    assert [path.name for path, text in reference.pages().items() if path.read_text() != text] == []

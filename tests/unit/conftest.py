@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from coterie.simulation.record import EDGE_COLUMNS, METRIC_COLUMNS
 
@@ -30,6 +31,17 @@ def write_run(folder: Path, *, kind, label, seed, metrics, edges=(), rounds=2, s
 def final_rows(values, clusters, *, metric="accuracy", round=1, model="best"):
     """The rows of a final test evaluation."""
     return [(round, i, clusters[i], "test", model, metric, value) for i, value in enumerate(values)]
+
+
+@pytest.fixture
+def loss_table():
+    """The mean loss of each model of a table on the training data of each client of a task: clients x models."""
+
+    def measure(task, table):
+        clients = range(len(task))
+        return torch.stack([task.rows(torch.full((len(table),), i)).loss(table, "train") for i in clients])
+
+    return measure
 
 
 @pytest.fixture(name="write_run")

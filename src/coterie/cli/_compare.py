@@ -44,7 +44,7 @@ def compare(
         shown, notes = [_tables.equal_bytes(one) for one in found], []
     else:
         found = [comparing.read(folder) for folder in folders]
-        shown, notes = [_tables.side_by_side(found)], []
+        shown, notes = _tables.side_by_side(found), []
     if json_:
         typer.echo(json.dumps([comparing.as_json(one) for one in found], indent=1, ensure_ascii=False))
         return

@@ -18,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from coterie.methods import METHODS
-from coterie.results.summary import HIGHER_IS_BETTER
+from coterie.functional.metrics import ACCURACY, REGISTRY, Metric, Metrics
+from coterie.results.summary import MEANS
 from coterie.simulation import checkpoint
 from coterie.simulation.run import Observer
 from coterie.simulation.run import Progress as Step
@@ -27,7 +27,6 @@ from coterie.studies.definition import StudyConfig
 from coterie.studies.run import Job, Study, run_folder
 
 SECONDS = 10.0  # between two lines about a run that is not at its end, in a pipe
-MEANS = {"all": "mean over clients", "clusters": "mean over clusters"}
 
 
 def lively(console: Console) -> bool:
@@ -105,7 +104,7 @@ def _lines(console: Console, every: float = SECONDS) -> Observer:
 def _quality(step: Step) -> str:
     """Tell what the validation sets say, if they were asked in this round."""
     if not np.isnan(step.accuracy):
-        return f"val. acc. {100 * step.accuracy:.1f} %"
+        return f"val. acc. {ACCURACY.show(step.accuracy, brief=True)} {ACCURACY.unit}"
     return "" if np.isnan(step.loss) else f"val. loss {step.loss:.4g}"
 
 
@@ -126,13 +125,14 @@ def states(folder: Path, study: StudyConfig) -> Iterator[str]:
 def results(study: Study, console: Console) -> None:
     """Print the tables of a study: test results, and what collaboration was worth to each client."""
     names = [str(metric) for metric in study.rows["metric"].unique()]
-    metric = next(name for name in ("accuracy", "mse", "loss") if name in names)
+    known = metrics_of(study)
+    metric = known[known.main(names)]
     labels = [entry.label for entry in study.config.methods]
-    rows = study.rows[study.rows["metric"] == metric]
-    console.print(_table_of(rows, metric, labels, f"Test {unit(metric)}", console.width))
+    rows = study.rows[study.rows["metric"] == metric.name]
+    console.print(_table_of(rows, metric, labels, console.width))
     gains = study.gains()
     if gains["rows"]:
-        console.print(_gain_table(gains, labels))
+        console.print(_gain_table(gains, known[gains["metric"]], labels))
     for job, clients in study.diverged.items():
         few = ", ".join(map(str, clients[:5])) + (", ..." if len(clients) > 5 else "")
         lost = f"{job}: {len(clients)} clients diverged (their loss became NaN or infinite): {few}"
@@ -141,28 +141,27 @@ def results(study: Study, console: Console) -> None:
         console.print(f"Rounds were scaled by {study.config.scale:g}: a quick look, not the study as it is meant.")
 
 
-def unit(metric: str) -> str:
-    """Return a metric with its unit, for a heading."""
-    return {"accuracy": "accuracy in %", "mse": "mean squared error"}.get(metric, metric)
+def metrics_of(study: Study) -> Metrics:
+    """Return the metrics that are built in, and those that the study's methods declared."""
+    return REGISTRY.with_stored(study.summary.get("metrics") or {})
 
 
-def number(metric: str, value: float, digits: int = 1) -> str:
+def number(metric: Metric, value: float, *, signed: bool = False) -> str:
     """Return a value in the unit of its heading."""
-    if not np.isfinite(value):
-        return "diverged"
-    return f"{100 * value:.{digits}f}" if metric == "accuracy" else f"{value:.4g}"
+    return metric.show(value, brief=True, signed=signed) if np.isfinite(value) else "diverged"
 
 
-def _table_of(rows: Any, metric: str, labels: Sequence[str], title: str, width: int) -> Group:
+def _table_of(rows: Any, metric: Metric, labels: Sequence[str], width: int) -> Group:
     """Methods x clusters, or clusters x methods where the clusters do not fit the width."""
     clusters = list(dict.fromkeys(rows["cluster"]))
     seeds = int(rows["seeds"].max())
     cells = {(r.label, r.cluster): (r.mean, r.std) for r in rows.itertuples()}
     best = {
-        cluster: (max if metric in HIGHER_IS_BETTER else min)(
-            (cells[label, cluster][0] for label in labels if (label, cluster) in cells), default=None
+        cluster: max(
+            (metric.sign * cells[label, cluster][0] for label in labels if (label, cluster) in cells), default=None
         )
         for cluster in clusters
+        if metric.sign
     }
 
     def cell(label: str, cluster: str) -> str:
@@ -170,9 +169,10 @@ def _table_of(rows: Any, metric: str, labels: Sequence[str], title: str, width: 
             return "-"
         mean, std = cells[label, cluster]
         text = number(metric, mean) + (f" ±{number(metric, std)}" if seeds > 1 else "")
-        return f"[bold]{text}[/bold]" if mean == best[cluster] else text
+        return f"[bold]{text}[/bold]" if metric.sign * mean == best.get(cluster) else text
 
-    title += f": mean ± std over {seeds} seeds" if seeds > 1 else ": one seed"
+    title = metric.heading("test")
+    title = title[0].upper() + title[1:] + (f": mean ± std over {seeds} seeds" if seeds > 1 else ": one seed")
     across = 12 + 11 * len(clusters) <= width or len(labels) > len(clusters)
     table = Table(box=None, pad_edge=False, header_style="dim")
     heads, lines = (clusters, labels) if across else (labels, clusters)
@@ -185,10 +185,9 @@ def _table_of(rows: Any, metric: str, labels: Sequence[str], title: str, width: 
     return Group(Text(title, style="italic"), table)  # a title of the table itself would wrap at the table's width
 
 
-def _gain_table(gains: dict[str, Any], labels: Sequence[str]) -> Group:
-    metric = gains["metric"]
+def _gain_table(gains: dict[str, Any], metric: Metric, labels: Sequence[str]) -> Group:
     by_label = {row["label"]: row for row in gains["rows"]}
-    title = f"\nGain over {gains['baseline']} of each client, {unit(metric)}: above 0 is better"
+    title = f"\nGain over {gains['baseline']} of each client, {metric.heading()}: above 0 is better"
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
     for head in ("mean", "worst tenth", "share that lost"):
@@ -196,36 +195,24 @@ def _gain_table(gains: dict[str, Any], labels: Sequence[str]) -> Group:
     for label in labels:
         if label in by_label:
             row = by_label[label]
-            mean, worst = (_signed(metric, row[name]) for name in ("mean", "worst_tenth"))
+            mean, worst = (number(metric, row[name], signed=True) for name in ("mean", "worst_tenth"))
             table.add_row(label, mean, worst, f"{100 * row['lost']:.0f} %")
     return Group(Text(title, style="italic"), table)
 
 
-def _signed(metric: str, value: float) -> str:
-    return ("+" if value >= 0 else "") + number(metric, value)
-
-
-SHORT = {
-    "balanced_accuracy": "balanced", "train_prior_accuracy": "train-prior", "global_accuracy": "global",
-    "accuracy_max": "max", "balanced_accuracy_max": "balanced max", "global_accuracy_max": "global max",
-    "accuracy_sample_weighted": "by samples", "accuracy_cluster_then_client": "by cluster",
-    "n_clusters": "clusters", "rand": "Rand", "adjusted_rand": "adj. Rand", "was": "WAS", "wadb": "WADB",
-}  # fmt: skip
-"""Headings of the further metrics; "max" is the largest over rounds, on test data, of the mean over clients."""
-
-
 def rounds(study: Study, console: Console) -> None:
-    """Print further metrics, time to accuracy and total participation, where a method of the study has a server.
+    """Print further metrics, and where a method has a server time to accuracy and total participation.
 
     Args:
         study: the study.
         console: where to write.
     """
-    if not any(METHODS[entry.kind].server for entry in study.config.methods if entry.kind in METHODS):
-        return
-    further(study.summary["rows"], console)
+    known = metrics_of(study)
+    further(study.summary["rows"], console, known)
     for row in study.summary.get("undefined", ()):
         console.print(f"{row['label']}: {row['reason']}", markup=False, highlight=False)
+    if not study.server:
+        return
     timed = study.summary.get("time_to_accuracy", ())
     if timed:
         console.print("\nTime to the baseline's best accuracy (TTA)", style="italic")
@@ -236,36 +223,35 @@ def rounds(study: Study, console: Console) -> None:
     console.print(_participation(study.summary.get("participation", ())))
 
 
-def further(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+def further(rows: Sequence[Mapping[str, Any]], console: Console, known: Metrics = REGISTRY) -> None:
     """Print the final metrics beside the main one: means over clients and seeds; "-" where a method has none."""
-    chosen = [row for row in rows if row["cluster"] == "all" and row["metric"] in SHORT]
-    names = [name for name in SHORT if any(row["metric"] == name for row in chosen)]
+    shown = {name: one for name, one in known.items() if one.shown == "further"}
+    chosen = [row for row in rows if row["cluster"] == "all" and row["metric"] in shown]
+    names = [name for name in shown if any(row["metric"] == name for row in chosen)]
     for first in range(0, len(names), 5):  # 80 columns
         part = names[first : first + 5]
         table = Table(box=None, pad_edge=False, header_style="dim")
         table.add_column("", overflow="fold")
         for name in part:
-            table.add_column(SHORT[name], justify="right")
+            table.add_column(shown[name].short + (f", {unit}" if (unit := shown[name].unit) else ""), justify="right")
         for label in dict.fromkeys(row["label"] for row in chosen):
             cells = {row["metric"]: row["mean"] for row in chosen if row["label"] == label}
-            table.add_row(label, *(_cell(name, cells[name]) if name in cells else "-" for name in part))
-        console.print("\nFurther test metrics, accuracies in %" if not first else "", style="italic")
+            table.add_row(label, *(_cell(shown[name], cells[name]) if name in cells else "-" for name in part))
+        console.print("\nFurther metrics" if not first else "", style="italic")
         console.print(table)
 
 
-def _cell(name: str, value: float | None) -> str:
-    if value is None or math.isnan(value):
-        return "undefined"
-    return f"{100 * value:.1f}" if "accuracy" in name else f"{value:.3g}"
+def _cell(metric: Metric, value: float | None) -> str:
+    return "undefined" if value is None or math.isnan(value) else metric.show(value, brief=True)
 
 
 def _times(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("", overflow="fold")
-    for head in ("baseline", "accuracy", "round", "times sooner", "reached"):
+    for head in ("baseline", "metric", "round", "times sooner", "reached"):
         table.add_column(head, justify="right")
     for row in rows:
-        kind = "global" if row["metric"] == "global_accuracy" else "local"
+        kind = REGISTRY[row["metric"]].title
         time = "never" if not row["reached"] else f"{row['tta']:.0f}"
         ratio = "undefined" if row["ratio"] is None or math.isnan(row["ratio"]) else f"{row['ratio']:.2f}"
         table.add_row(row["label"], row["base"], kind, time, ratio, f"{row['reached']} of {row['seeds']}")

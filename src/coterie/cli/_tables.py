@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coterie.papers.compare import Comparison, EqualBytes, Line, Ordering, Result, is_share, ranked
-from coterie.results.summary import HIGHER_IS_BETTER
-
-MEANS = {"all": "mean over clients", "clusters": "mean over clusters"}
+from coterie.functional.metrics import REGISTRY, STD_OVER_CLUSTERS, Metric
+from coterie.papers.compare import Comparison, EqualBytes, Line, Ordering, Result, ranked
+from coterie.results.summary import MEANS
 
 
 @dataclass(frozen=True)
@@ -60,14 +59,14 @@ def against_paper(comparison: Comparison) -> list[TextTable]:
 
 
 def _numbers(comparison: Comparison) -> TextTable:
-    several = len({line.metric for line in comparison.lines} - {"std_over_clusters"}) > 1
+    several = len({line.metric for line in comparison.lines} - {STD_OVER_CLUSTERS.name}) > 1
     rows = [
         (
             line.label,
-            *([line.metric.replace("_", " ")] if several else []),
-            MEANS.get(line.cluster, line.cluster) if line.metric != "std_over_clusters" else "deviation over clusters",
-            _spread(line.metric, line.ours, line.std if line.seeds > 1 else None),
-            _spread(line.metric, line.paper, line.paper_std),
+            *([REGISTRY[line.metric].title] if several else []),
+            MEANS.get(line.cluster, line.cluster) if line.metric != STD_OVER_CLUSTERS.name else STD_OVER_CLUSTERS.title,
+            _spread(REGISTRY[line.metric], line.ours, line.std if line.seeds > 1 else None),
+            _spread(REGISTRY[line.metric], line.paper, line.paper_std),
             _signed(line),
             "yes" if line.within else "no",
         )
@@ -86,55 +85,61 @@ def _numbers(comparison: Comparison) -> TextTable:
 
 
 def _unit(lines: Sequence[Line]) -> str:
-    if any(line.metric == "mse" for line in lines):
-        return "test mean squared error"
-    return "accuracy in %" if all(is_share(line.metric) for line in lines) else "accuracies in %"
+    shown = [REGISTRY[name] for name in dict.fromkeys(line.metric for line in lines)]
+    alike = len({one.unit for one in shown}) < 2
+    return REGISTRY[REGISTRY.main(one.name for one in shown)].heading("test") if alike else "shares in %"
 
 
-def _number(metric: str, value: float, digits: int = 2) -> str:
-    if is_share(metric) or metric == "std_over_clusters":
-        return f"{100 * value:.{digits}f}"
-    return f"{value:.{digits}f}" if abs(value) < 1000 else f"{value:.0f}"
+def _number(metric: Metric, value: float) -> str:
+    value *= metric.scale
+    return f"{value:.2f}" if abs(value) < 1000 else f"{value:.0f}"
 
 
-def _spread(metric: str, mean: float, std: float | None) -> str:
+def _spread(metric: Metric, mean: float, std: float | None) -> str:
     return _number(metric, mean) + ("" if std is None else f" ± {_number(metric, std)}")
 
 
 def _signed(line: Line) -> str:
-    text = _number(line.metric, line.difference)
+    text = _number(REGISTRY[line.metric], line.difference)
     return text if line.difference < 0 else f"+{text}"
 
 
 def _ordering(one: Ordering, comparison: Comparison) -> tuple[str, ...]:
-    metric = ranked(comparison.lines) or ""
+    metric = REGISTRY[str(ranked(comparison.lines))]
     paper, ours = (" / ".join(_number(metric, value) for value in pair) for pair in (one.paper, one.ours))
     return one.better, one.worse, paper, ours, "yes" if one.kept else "no"
 
 
-def side_by_side(results: Sequence[Result]) -> TextTable:
-    """Return the methods of several studies beside each other, means over clients."""
-    metric = results[0].metric
+def side_by_side(results: Sequence[Result]) -> list[TextTable]:
+    """Return the methods of several studies beside each other, means over clients: a table for each metric."""
+    known = results[0].known
+    further = [one for one in known.values() if one.shown == "further"]
+    there = {row["metric"] for result in results for row in result.rows}
+    return [_side_by_side(results, one) for one in (known[results[0].metric], *further) if one.name in there]
+
+
+def _side_by_side(results: Sequence[Result], metric: Metric) -> TextTable:
     labels = list(dict.fromkeys(entry.label for result in results for entry in result.study.methods))
     rows = []
     for label in labels:
-        found = [result.value(label, "all", metric) for result in results]
+        found = [result.value(label, "all", metric.name) for result in results]
         cells = [
             "" if row is None or row["mean"] is None else _spread(metric, row["mean"], row["std"]) for row in found
         ]
         rows.append((label, *cells))
     names = [result.study.name for result in results]
     heads = names if len(set(names)) == len(names) else [str(result.folder) for result in results]
-    unit = "accuracy in %" if metric in HIGHER_IS_BETTER else metric
-    return TextTable(f"Test {unit}, mean over clients", ("method", *heads), rows)
+    title = metric.heading("test") + (f", {metric.better} is better" if metric.better else "")
+    over = "" if metric.over == "run" else ", mean over clients"
+    return TextTable(title[0].upper() + title[1:] + over, ("method", *heads), rows)
 
 
 def equal_bytes(ranking: EqualBytes) -> TextTable:
     """Return a ranking at equal bytes."""
+    metric = REGISTRY[ranking.metric]
     rows = [
-        (row.label, f"{row.rounds:.0f}", f"{row.used / 1e6:.2f}", _number(ranking.metric, row.value))
-        for row in ranking.rows
+        (row.label, f"{row.rounds:.0f}", f"{row.used / 1e6:.2f}", _number(metric, row.value)) for row in ranking.rows
     ]
-    unit = "accuracy in %" if ranking.metric in HIGHER_IS_BETTER else ranking.metric
-    title = f"{ranking.study}: {ranking.split} {unit} when a client has used {ranking.budget / 1e6:.2f} MB"
-    return TextTable(title, ("method", "rounds", "MB used", unit), rows)
+    used = f"when a client has used {ranking.budget / 1e6:.2f} MB"
+    title = f"{ranking.study}: {metric.heading(ranking.split)} {used}"
+    return TextTable(title, ("method", "rounds", "MB used", metric.heading()), rows)

@@ -118,7 +118,7 @@ def resume(
     """
     from coterie.studies.run import stored
 
-    study, out = stored(folder)
+    study, out = stored(folder, to_run=True)
     _run(study, out, data_dir, workers, overwrite=False, resume=True, quiet=quiet, as_json=json_)
 
 
@@ -132,20 +132,23 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method, in deta
       coterie methods dac
     """
     from coterie.cli import _catalog
-    from coterie.methods import METHODS
+    from coterie.methods import METHODS, registry
 
     console = Console(soft_wrap=False)
-    if name is not None and name not in METHODS:
-        raise ConfigError(unknown("method", name, METHODS))
     if name is None:
-        for kind, method in sorted(METHODS.items()):
+        for kind in sorted({*METHODS, *registry.installed()}):
+            try:
+                method = registry.find(kind)
+            except ConfigError as error:  # of another package: the rest of the list is wanted all the same
+                console.print(f"[bold]{kind}[/bold]: {escape(str(error))}", highlight=False)
+                continue
             settings = ", ".join(f"{p.name} = {_catalog.default(p.default)}" for p in _catalog.parameters(method))
             console.print(f"[bold]{kind}[/bold]: {escape(method.summary)}")
             console.print(f"    {escape(settings or 'no parameters')}", style="dim", highlight=False)
             for reference in method.references:
                 console.print(f"    {escape(reference)}", highlight=False)
         return
-    method = METHODS[name]
+    method = registry.find(name)
     paragraphs = re.sub(r"(?<!\n)\n(?=\w)", " ", _catalog.description(method))
     console.print(f"[bold]{name}[/bold]: {escape(method.summary)}\n\n{escape(paragraphs)}\n")
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -159,7 +162,10 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method, in deta
 
 
 @app.command()
-def studies(name: Annotated[str | None, typer.Argument(help="Print one study's file.")] = None) -> None:
+def studies(
+    name: Annotated[str | None, typer.Argument(help="Print one study's file.")] = None,
+    resolved: Annotated[bool, typer.Option("--resolved", help="With all it extends and every default.")] = False,
+) -> None:
     """List the built-in studies; with a name, print that study's file, to copy and change.
 
     [bold]Example[/bold]
@@ -168,14 +174,15 @@ def studies(name: Annotated[str | None, typer.Argument(help="Print one study's f
     """
     from coterie.studies import config
 
-    found = config.builtin()
     if name is not None:
+        found = config.builtin(bases=not resolved)
         if name not in found:
             raise ConfigError(unknown("study", name, found))
-        typer.echo(found[name].read_text(encoding="utf-8"), nl=False)
+        text = config.dumps(config.load(name)) if resolved else found[name].read_text(encoding="utf-8")
+        typer.echo(text, nl=False)
         return
     console = Console()
-    for title in found:
+    for title in config.builtin():
         study = config.load(title)
         size = f"{len(study.methods)} methods x {len(study.seeds)} seeds, {study.settings.rounds} rounds"
         console.print(f"[bold]{title}[/bold]  [dim]{size}[/dim]", highlight=False)

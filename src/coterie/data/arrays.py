@@ -98,27 +98,84 @@ def from_arrays(
     return build_from_sources(config, (source,), Rng(seed))
 
 
-def from_dataset(dataset: Dataset[Any], clients: Any, **settings: Any) -> Federation:
+def from_dataset(
+    dataset: Dataset[Any],
+    clients: Any,
+    *,
+    test: tuple[Any, Any] | None = None,
+    shift: Sequence[Mapping[str, Any] | Shift] = (),
+    clusters: Sequence[int] | Mapping[Any, int] | None = None,
+    classes: int | None = None,
+    class_names: Sequence[str] = (),
+    train: int | None = None,
+    validation: int | None = None,
+    validation_fraction: float | int = 0.2,
+    test_fraction: float | int = 0.2,
+    normalize: Literal["half", "standard", "none"] = "half",
+    seed: int = 0,
+    name: str = "arrays",
+) -> Federation:
     """Make a federation from a PyTorch dataset of (input, target) pairs.
 
     Args:
         dataset: what to read, once and in order.
         clients: whose each sample is: one value for each.
-        **settings: as for `from_arrays`.
+        test: as for `from_arrays`, and so are all the others.
+        shift: see there.
+        clusters: see there.
+        classes: see there.
+        class_names: see there.
+        train: see there.
+        validation: see there.
+        validation_fraction: see there.
+        test_fraction: see there.
+        normalize: see there.
+        seed: see there.
+        name: see there.
 
     Raises:
         DataError: when its items are not pairs, or have different shapes.
     """
     x, y = _read(dataset, "the dataset")
-    return from_arrays(x, y, clients=clients, **settings)
+    return from_arrays(
+        x, y, clients=clients, test=test, shift=shift, clusters=clusters, classes=classes, class_names=class_names,
+        train=train, validation=validation, validation_fraction=validation_fraction, test_fraction=test_fraction,
+        normalize=normalize, seed=seed, name=name,
+    )  # fmt: skip
 
 
-def from_datasets(datasets: Sequence[Dataset[Any]], **settings: Any) -> Federation:
+def from_datasets(
+    datasets: Sequence[Dataset[Any]],
+    *,
+    test: tuple[Any, Any] | None = None,
+    shift: Sequence[Mapping[str, Any] | Shift] = (),
+    clusters: Sequence[int] | Mapping[Any, int] | None = None,
+    classes: int | None = None,
+    class_names: Sequence[str] = (),
+    train: int | None = None,
+    validation: int | None = None,
+    validation_fraction: float | int = 0.2,
+    test_fraction: float | int = 0.2,
+    normalize: Literal["half", "standard", "none"] = "half",
+    seed: int = 0,
+    name: str = "arrays",
+) -> Federation:
     """Make a federation from PyTorch datasets of (input, target) pairs, one for each client.
 
     Args:
         datasets: the data of each client, in order.
-        **settings: as for `from_arrays`.
+        test: as for `from_arrays`, and so are all the others.
+        shift: see there.
+        clusters: see there.
+        classes: see there.
+        class_names: see there.
+        train: see there.
+        validation: see there.
+        validation_fraction: see there.
+        test_fraction: see there.
+        normalize: see there.
+        seed: see there.
+        name: see there.
 
     Raises:
         DataError: when there are none, or their items have different shapes.
@@ -132,7 +189,12 @@ def from_datasets(datasets: Sequence[Dataset[Any]], **settings: Any) -> Federati
             f"the datasets have inputs of different types or shapes: {kinds[0]} and {kinds[1]}; make them equal"
         )
     owners = np.repeat(np.arange(len(read)), [len(x) for x, _ in read])
-    return from_arrays(torch.cat([x for x, _ in read]), torch.cat([y for _, y in read]), clients=owners, **settings)
+    x, y = (torch.cat(part) for part in zip(*read, strict=True))
+    return from_arrays(
+        x, y, clients=owners, test=test, shift=shift, clusters=clusters, classes=classes, class_names=class_names,
+        train=train, validation=validation, validation_fraction=validation_fraction, test_fraction=test_fraction,
+        normalize=normalize, seed=seed, name=name,
+    )  # fmt: skip
 
 
 def _columns(

@@ -10,12 +10,14 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from coterie._util.facts import Told, spread
 from coterie._util.files import replacing
 from coterie.data.source import all_finite
 from coterie.errors import DataError
@@ -27,7 +29,7 @@ _PIECE = 1 << 20  # bytes
 
 def checksum(values: Shaped[Tensor, "..."]) -> bytes:
     """Return a checksum of the bytes of a tensor: 32 bits for each megabyte."""
-    data = memoryview(values.contiguous().flatten().view(torch.uint8).numpy())
+    data = values.contiguous().flatten().view(torch.uint8).numpy().data
     return b"".join(zlib.crc32(data[at : at + _PIECE]).to_bytes(4, "big") for at in range(0, len(data), _PIECE))
 
 
@@ -65,8 +67,8 @@ class TestSet:
     __test__ = False  # not a pytest class
 
 
-@dataclass(frozen=True)
-class Federation:
+@dataclass(frozen=True, repr=False)
+class Federation(Told):
     """The data of a population of clients.
 
     Args:
@@ -107,6 +109,24 @@ class Federation:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def facts(self) -> tuple[str, dict[str, Any]]:
+        """Return a title, and what there is to know in a few words; `print` and notebooks show it."""
+        hosted = len(self) if len(self) == self.population else f"{len(self)} of {self.population}"
+        samples = [f"{split} {spread(self.counts(split).tolist())}" for split in SPLITS]
+        tests = [len(self.tests[place].x) for place in self.test_of.tolist()]
+        what = f"{self.classes} classes" if self.classes else f"{self.outputs} numbers (regression)"
+        clusters = "unknown"
+        if self.truth is not None:
+            sizes = torch.bincount(self.truth.cluster, minlength=len(self.truth.names)).tolist()
+            clusters = ", ".join(f"{name} ({size})" for name, size in zip(self.truth.names, sizes, strict=True))
+        return f"Federation {self.name!r}", {
+            "clients": hosted,
+            "samples of a client": ", ".join([*samples, f"test {spread(tests)}"]),
+            "inputs": f"{' x '.join(map(str, self.features))} of {str(self.x.dtype).removeprefix('torch.')}",
+            "targets": what,
+            "planted clusters": clusters,
+        }
 
     @property
     def features(self) -> tuple[int, ...]:

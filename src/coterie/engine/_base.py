@@ -18,6 +18,7 @@ from torch.nn import functional
 from coterie.engine._work import Pairs, Training
 from coterie.engine.optim import RowOptimizer
 from coterie.errors import ModelError
+from coterie.functional.metrics import ACCURACY, LOSS, MSE
 from coterie.models.layout import Layout
 
 Objective = Callable[[Tensor, Tensor], Tensor]
@@ -231,10 +232,10 @@ class Engine(ABC):
         models, samples = outputs.shape[:2]
         flat = targets.reshape(models * samples, *targets.shape[2:])
         losses = self.objective(outputs.reshape(models * samples, *outputs.shape[2:]), flat)
-        values = {"loss": losses.reshape(models, samples)}
+        values = {LOSS.name: losses.reshape(models, samples)}
         if pairs.samples.classes:
-            values["accuracy"] = (outputs.argmax(-1) == targets).to(outputs.dtype)
+            values[ACCURACY.name] = (outputs.argmax(-1) == targets).to(outputs.dtype)
         else:
             error = (outputs.reshape(targets.shape) - targets).square()
-            values["mse"] = error.reshape(models, samples, -1).mean(2)
+            values[MSE.name] = error.reshape(models, samples, -1).mean(2)
         return values

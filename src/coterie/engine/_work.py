@@ -11,6 +11,7 @@ from torch import Tensor
 from coterie.engine._augment import CropFlip
 from coterie.engine.noise import Noise
 from coterie.engine.optim import LocalTraining
+from coterie.functional.metrics import measured
 
 _GOLDEN = 0x1F123BB5159A55E5  # an odd constant that spreads the keys of successive steps
 
@@ -185,7 +186,7 @@ class Pairs:
     @property
     def metrics(self) -> tuple[str, ...]:
         """What is measured: the loss, and accuracy for classes or mean squared error else."""
-        return ("loss", "accuracy") if self.samples.classes else ("loss", "mse")
+        return measured(self.samples.classes > 0)
 
 
 def distinct(rows: Float[Tensor, "rows params"]) -> Int[Tensor, " rows"]:

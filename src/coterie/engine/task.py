@@ -25,6 +25,7 @@ from coterie.engine.optim import LocalTraining, Moments
 from coterie.engine.precision import check as check_precision
 from coterie.errors import ModelError, require
 from coterie.exchange.base import Inbox
+from coterie.functional import metrics
 from coterie.models.layout import BUFFER_POLICIES, Layout, ModelSource, initial, source, template
 from coterie.rng import EVERYONE, Rng
 
@@ -64,11 +65,21 @@ def positions(split: Int[Tensor, "clients samples"], wanted: int) -> Positions:
     return Positions(torch.where(inside, order, 0), count)
 
 
-def going_on(moments: Float[Tensor, "clients moments trainable"], taken: Int[Tensor, " clients"]) -> dict[str, Tensor]:
-    """Report what clients keep of their optimizers; who diverged starts afresh."""
-    lost = not_finite(moments.flatten(1))
-    moments[lost] = 0
-    return {"moments": moments, "taken": taken.masked_fill(lost.cpu(), 0)}
+@dataclass
+class Carried:
+    """The state of the optimizers of the clients of a round: what trainings start from, and what they leave."""
+
+    before: Moments
+    after: Moments | None = None  # a copy, made when the first training ends
+
+    def leave(self, rows: Tensor, track: int, moments: Tensor, taken: Tensor) -> None:
+        """Take the state of some clients' optimizers after a training; who diverged starts afresh."""
+        if self.after is None:
+            self.after = Moments(self.before.values.clone(), self.before.taken.clone())
+        lost = not_finite(moments.flatten(1))
+        moments[lost] = 0
+        self.after.values[rows, track] = moments
+        self.after.taken[rows, track] = taken.masked_fill(lost.cpu(), 0)
 
 
 def not_finite(rows: Float[Tensor, "clients params"]) -> Bool[Tensor, " clients"]:
@@ -147,7 +158,7 @@ class Task:
         tests = tuple(samples(test.x, test.y) for test in federation.tests)
         self._shared = Shared(federation, everything, tests, where)
         self._at = torch.arange(len(federation))
-        self._moments: Moments | None = None
+        self._carried: tuple[Carried, Tensor] | None = None  # with the row of each client in it
         self._rng = Rng(0)
         self.samples = where["train"].count.to(dtype)
         objective = objective or (cross_entropy if self.classes else squared_error)
@@ -195,8 +206,8 @@ class Task:
         part = copy.copy(self)
         part._at = self._at[rows]
         part.ids, part.samples = self.ids[rows], self.samples[rows]
-        if self._moments is not None:
-            part._moments = Moments(self._moments.values[rows], self._moments.taken[rows])
+        if self._carried is not None:
+            part._carried = self._carried[0], self._carried[1][rows]
         part.clusters = None if self.clusters is None else self.clusters[rows]
         return part
 
@@ -268,12 +279,23 @@ class Task:
     def carrying(self, moments: Moments | None) -> "Task":
         """Return a view whose clients train on from the state of their optimizers, where the local training asks so.
 
+        All its trainings start from that state; what they leave is in `moments` of the view.
+
         Args:
             moments: of the hosted clients; not changed. None for fresh ones.
         """
         view = copy.copy(self)
-        view._moments = moments
+        view._carried = None if moments is None else (Carried(moments), torch.arange(len(self)))
         return view
+
+    @property
+    def moments(self) -> Moments | None:
+        """The state of these clients' optimizers after the trainings of this view and of its rows; None if not kept."""
+        if self._carried is None:
+            return None
+        carried, rows = self._carried
+        left = carried.after or carried.before
+        return left if len(rows) == len(left.taken) else Moments(left.values[rows], left.taken[rows])
 
     def fresh_moments(self, local: LocalTraining, tracks: int = 1) -> Moments:
         """Return the state of optimizers that have done nothing.
@@ -319,8 +341,8 @@ class Task:
 
         Returns:
             The new models, and a report: `loss` (mean batch loss of the last epoch), `losses` (of each step, before
-            its update; NaN after a client's last step), `train_samples` (processed), `diverged` (a loss or a
-            parameter is not finite), and where optimizers keep their state `moments` and `taken` (steps in all).
+            its update; NaN after a client's last step), `train_samples` (processed), and `diverged` (a loss or a
+            parameter is not finite).
         """
         if inputs is not None and (unknown := set(inputs) - set(self.layout.inputs)):
             known = list(self.layout.inputs)
@@ -348,14 +370,16 @@ class Task:
         out = params.detach() if in_place else pages.copy(params.detach())
         losses = self.engine.train(out, work, self.block)
         stepped = schedule.length > 0
+        lost = not_finite(out).cpu() | torch.isinf(losses).any(1) | (losses.isnan() & stepped).any(1)
         info = {
-            "loss": last_epoch_mean(losses, schedule),
+            metrics.LOSS.name: last_epoch_mean(losses, schedule),
             "losses": losses,
             "train_samples": schedule.length.sum(1),
-            "diverged": not_finite(out).cpu() | torch.isinf(losses).any(1) | (losses.isnan() & stepped).any(1),
+            metrics.DIVERGED.name: lost,
         }
-        if moments is not None and taken is not None:
-            info |= going_on(moments, taken + stepped.sum(1))
+        if self._carried is not None and moments is not None and taken is not None:
+            carried, rows = self._carried
+            carried.leave(rows, track, moments, taken + stepped.sum(1))
         self._shared.train_seconds += time.perf_counter() - started
         return out, info
 
@@ -369,8 +393,11 @@ class Task:
         """Return a copy of the state of each client's optimizer, and its steps so far, if it keeps one."""
         if not local.persistent_client_optimizer:
             return None, None
-        moments = self._moments or self.fresh_moments(local, track + 1)
-        return moments.values[:, track].clone(memory_format=torch.contiguous_format), moments.taken[:, track]
+        if self._carried is None:
+            moments, rows = self.fresh_moments(local, track + 1), torch.arange(len(self))
+        else:
+            moments, rows = self._carried[0].before, self._carried[1]
+        return moments.values[rows, track].contiguous(), moments.taken[rows, track]
 
     def _augment(self, local: LocalTraining, rng: Rng, purpose: str) -> CropFlip | None:
         if local.augment == "none":
@@ -386,21 +413,13 @@ class Task:
         self, params: Float[Tensor, "clients params"], split: str, inputs: Mapping[str, Tensor] | None = None
     ) -> Float[Tensor, " clients"]:
         """Return the mean loss of each client's model on its own data; NaN for a client without such data."""
-        return self.measure(params, split, inputs)["loss"]
+        return self.measure(params, split, inputs)[metrics.LOSS.name]
 
     def measure(
         self, params: Float[Tensor, "clients params"], split: str, inputs: Mapping[str, Tensor] | None = None
     ) -> dict[str, Float[Tensor, " clients"]]:
         """Return loss and (for classes) accuracy of each client's model on its own data. No random draw is made."""
         return self._measure(params, torch.arange(len(self)), torch.arange(len(self)), split, inputs)
-
-    def loss_table(
-        self, table: Float[Tensor, "clusters params"], split: str, inputs: Mapping[str, Tensor] | None = None
-    ) -> Float[Tensor, "clients clusters"]:
-        """Return the mean loss of each model of a table on each client's own data."""
-        models = torch.arange(len(table)).repeat(len(self))
-        clients = torch.arange(len(self)).repeat_interleave(len(table))
-        return self._measure(table, models, clients, split, inputs)["loss"].reshape(len(self), len(table))
 
     def score(self, inbox: Inbox, split: str = "train", *, keep: bool = False) -> Float[Tensor, "clients peers"]:
         """Return the mean loss of each received model on the receiver's own data; +inf where nothing came.
@@ -419,7 +438,7 @@ class Task:
 
     def _losses(self, table: Tensor, models: Tensor, clients: Tensor, split: str, keep: bool) -> Tensor:
         if not keep or self._shared.federation.noise is not None:  # noise is another in every round
-            return self._measure(table, models, clients, split)["loss"]
+            return self._measure(table, models, clients, split)[metrics.LOSS.name]
         known = self._shared.scored.get(split)
         if known is None or not torch.equal(known[0], table):
             everybody = len(self._shared.federation)
@@ -428,7 +447,8 @@ class Task:
         rows, losses = self._at[clients], known[1]
         new = losses[rows, models].isnan()
         if bool(new.any()):
-            losses[rows[new], models[new]] = self._measure(table, models[new], clients[new], split)["loss"]
+            found = self._measure(table, models[new], clients[new], split)
+            losses[rows[new], models[new]] = found[metrics.LOSS.name]
         return losses[rows, models]
 
     def _measure(
@@ -443,7 +463,7 @@ class Task:
         noise = self._noise(self._rng, "noise")
         pairs = Pairs(self._shared.samples, self._places(split), self.counts(split), models, clients, noise)
         values = self._run(table, pairs, inputs)
-        return values if self.classes else {"loss": values["loss"]}
+        return values if self.classes else {metrics.LOSS.name: values[metrics.LOSS.name]}
 
     def _run(self, table: Tensor, pairs: Pairs, inputs: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         extra = self.layout.zero_inputs(len(table)) if inputs is None else inputs
@@ -456,7 +476,7 @@ class Task:
 
         "loss", and "accuracy" for classes; for regression "mse", the mean squared error. No random draw is made.
         """
-        names = ["loss", "accuracy"] if self.classes else ["loss", "mse"]
+        names = metrics.measured(self.classes > 0)
         out = {name: torch.full((len(self),), torch.nan, dtype=self.dtype) for name in names}
         serves = self._shared.federation.test_of[self._at]
         same = distinct(params) if inputs is None else torch.arange(len(params))
@@ -500,7 +520,7 @@ class Task:
             places = torch.nn.utils.rnn.pad_sequence(order, batch_first=True)
             models, sets = chosen.repeat_interleave(len(found)), torch.arange(len(found)).repeat(len(chosen))
             pairs = Pairs(test, places, count, models, sets, self._test_noise(place, len(found)))
-            hits = self._run(params, pairs, None)["accuracy"]
+            hits = self._run(params, pairs, None)[metrics.ACCURACY.name]
             recall[rows[:, None], found] = hits.reshape(len(chosen), len(found))[which]
             number[rows[:, None], found] = count
         return recall, number
@@ -510,6 +530,6 @@ class Task:
         chosen, which = distinct(models).unique(return_inverse=True)
         right, total = torch.zeros(len(chosen), dtype=self.dtype), 0
         for number, test in enumerate(self._shared.tests):
-            right += self._run(models, self._whole_test(number, chosen), None)["accuracy"] * len(test)
+            right += self._run(models, self._whole_test(number, chosen), None)[metrics.ACCURACY.name] * len(test)
             total += len(test)
         return (right / total)[which]

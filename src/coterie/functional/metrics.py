@@ -1,15 +1,289 @@
-"""Metrics of clients, clusters and runs: pure functions.
+"""Metrics: the registry of what is measured and how it is shown, and the formulas of clients, clusters and runs.
 
-A metric that is not defined for its arguments is NaN, never 0, and a warning of class `Undefined` names the reason.
+Each metric is one `Metric`; the rest of the code refers to it as an attribute of this module (`metrics.ACCURACY`) or
+finds it by the name that a table holds (`REGISTRY[name]`). A method adds its own in `Method.reports`.
+A value that is not defined for its arguments is NaN, never 0, and a warning of class `Undefined` names the reason.
 """
 
+import dataclasses
 import math
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
+
+from coterie.errors import require
+
+Better = Literal["higher", "lower"]
+Over = Literal["client", "run"]
+Shown = Literal["result", "further", "curve", "cost", "not"]
+Needs = Literal["classes", "regression", "server"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What the values of one name are, and how they are shown.
+
+    Args:
+        name: in tables and study files: small letters, digits and underscores.
+        text: what it is, in a line.
+        title: in headings and on axes; the name with spaces when empty.
+        short: heading of a narrow column; the title when empty.
+        better: which values are better; None where neither is.
+        unit: what a shown value is in, such as "%"; empty for a plain number.
+        scale: what a value is multiplied with to be shown in its unit.
+        digits: decimals of a shown value; None for four significant digits.
+        over: "client": a value of each client, averaged over clients and over clusters; "run": one value of the whole
+            run (or round), the same at every client.
+        shown: "result": the tables that compare methods; "further": tables beside them; "curve": over rounds only;
+            "cost": what a run cost; "not".
+        on_samples: whether it is measured on the samples of a split, which headings then name ("test accuracy").
+        needs: what it is defined for; None for every run.
+        undefined: why a client may have no value.
+    """
+
+    name: str
+    text: str = ""
+    title: str = ""
+    short: str = ""
+    better: Better | None = None
+    unit: str = ""
+    scale: float = 1.0
+    digits: int | None = None
+    over: Over = "client"
+    shown: Shown = "further"
+    on_samples: bool = False
+    needs: Needs | None = None
+    undefined: str = ""
+
+    def __post_init__(self) -> None:
+        fits = isinstance(self.name, str) and re.fullmatch("[a-z][a-z0-9_]*", self.name) is not None
+        require(fits, "name of a metric", self.name, "small letters, digits and underscores")
+        for name, valid in (
+            ("better", (*get_args(Better), None)),
+            ("over", get_args(Over)),
+            ("shown", get_args(Shown)),
+            ("needs", (*get_args(Needs), None)),
+        ):
+            value = getattr(self, name)
+            require(value in valid, f"{self.name}.{name}", value, f"one of {', '.join(map(str, valid))}")
+        object.__setattr__(self, "title", self.title or self.name.replace("_", " "))
+        object.__setattr__(self, "short", self.short or self.title)
+
+    @property
+    def sign(self) -> int:
+        """1 where higher is better, -1 where lower is, 0 where neither."""
+        return {"higher": 1, "lower": -1, None: 0}[self.better]
+
+    def heading(self, split: str = "") -> str:
+        """Return the title with its unit, and the split where it is measured on one.
+
+        Example:
+            >>> ACCURACY.heading("test"), N_CLUSTERS.heading("test")
+            ('test accuracy in %', 'number of clusters')
+        """
+        title = f"{split} {self.title}" if self.on_samples and split else self.title
+        return f"{title} in {self.unit}" if self.unit else title
+
+    def show(self, value: float | None, *, brief: bool = False, signed: bool = False) -> str:
+        """Write a value in its unit, without it; a dash for None, NaN and infinity.
+
+        Args:
+            value: as it is stored.
+            brief: one decimal at most, for narrow tables.
+            signed: with a plus where it is above 0.
+
+        Example:
+            >>> ACCURACY.show(0.63754), ACCURACY.show(0.1, brief=True, signed=True), LOSS.show(12.3456)
+            ('63.75', '+10.0', '12.35')
+        """
+        if value is None or not math.isfinite(value):
+            return "–"
+        digits = ".4g" if self.digits is None else f".{min(self.digits, 1) if brief else self.digits}f"
+        return f"{self.scale * value:{'+' if signed else ''}{digits}}"
+
+
+class Metrics(dict[str, Metric]):
+    """Metrics by name; a name that nobody declared is a plain number that is in no table of results."""
+
+    def __missing__(self, name: str) -> Metric:
+        return Metric(name)
+
+    def main(self, names: Iterable[str]) -> str:
+        """Return the name by which methods are compared, of those that a run has; the first where none is meant so."""
+        names = list(names)
+        return next((one.name for one in MAIN if one.name in names), names[0])
+
+    def with_stored(self, stored: Mapping[str, Mapping[str, Any]]) -> "Metrics":
+        """Return these metrics and those that a run stored, from what `stored` returned.
+
+        Raises:
+            ConfigError: when an entry is no metric.
+        """
+        known = {field.name for field in dataclasses.fields(Metric)}
+        found = (Metric(**{key: value for key, value in entry.items() if key in known}) for entry in stored.values())
+        return Metrics({**{one.name: one for one in found}, **self})
+
+
+def stored(metrics: Iterable[Metric]) -> dict[str, dict[str, Any]]:
+    """Return, as plain values, what a run must store of metrics to be shown where nobody knows them."""
+    return {one.name: dataclasses.asdict(one) for one in metrics if one.name not in REGISTRY}
+
+
+def _share(name: str, text: str, **more: Any) -> Metric:
+    """Return a metric that is a share of samples, shown in per cent."""
+    return Metric(
+        name, text, **{"better": "higher", "unit": "%", "scale": 100.0, "digits": 2, "on_samples": True, **more}
+    )
+
+
+def _largest(base: Metric, short: str) -> Metric:
+    text = f"{base.text}, in the round with the largest mean over clients; on test data, so optimistic"
+    return replace(
+        base, name=f"{base.name}_max", text=text, title=f"largest {base.title}", short=short, shown="further"
+    )
+
+
+def _reduced(how: str, words: str, short: str) -> Metric:
+    text = f"final accuracy of the whole federation, clients weighed {words}"
+    title = f"accuracy weighed {words}"
+    return replace(
+        ACCURACY, name=f"{ACCURACY.name}_{how}", text=text, title=title, short=short, over="run", shown="further"
+    )
+
+
+def _cost(name: str, text: str, title: str, unit: str = "") -> Metric:
+    return Metric(name, text, title, unit=unit, better="lower", shown="cost")
+
+
+# Measured on samples, by `Task`.
+ACCURACY = _share("accuracy", "share of samples whose class is predicted", shown="result", needs="classes")
+MSE = Metric(
+    "mse",
+    "mean squared error",
+    "mean squared error",
+    "MSE",
+    "lower",
+    shown="result",
+    on_samples=True,
+    needs="regression",
+)
+LOSS = Metric("loss", "mean of the objective over samples", better="lower", shown="result", on_samples=True)
+BALANCED_ACCURACY = _share(
+    "balanced_accuracy",
+    "mean recall of the classes in the client's test set",
+    short="balanced",
+    needs="classes",
+    undefined="a client has no test samples",
+)
+TRAIN_PRIOR_ACCURACY = _share(
+    "train_prior_accuracy",
+    "accuracy with samples weighed by their class's share of the client's training data",
+    title="train-prior accuracy",
+    short="train-prior",
+    needs="classes",
+    undefined="no test sample of a client has a class of its training data",
+)
+GLOBAL_ACCURACY = _share(
+    "global_accuracy",
+    "accuracy of the model for everybody (or for the client's cluster) on all test sets together",
+    short="global",
+    needs="server",
+)
+# Of a whole run.
+ACCURACY_MAX = _largest(ACCURACY, "max")
+BALANCED_ACCURACY_MAX = _largest(BALANCED_ACCURACY, "balanced max")
+GLOBAL_ACCURACY_MAX = _largest(GLOBAL_ACCURACY, "global max")
+ACCURACY_SAMPLE_WEIGHTED = _reduced("sample_weighted", "by test samples", "by samples")
+ACCURACY_CLUSTER_THEN_CLIENT = _reduced("cluster_then_client", "cluster by cluster", "by cluster")
+STD_OVER_CLUSTERS = replace(
+    ACCURACY,
+    name="std_over_clusters",
+    text="population deviation of the accuracies of the planted clusters",
+    title="deviation over clusters",
+    short="",
+    better="lower",
+    over="run",
+    shown="not",
+)
+# Of the clusters that a method found.
+N_CLUSTERS = Metric("n_clusters", "clusters that the method found", "number of clusters", "clusters", over="run")
+RAND = Metric("rand", "Rand index of found and planted clusters", "Rand index", "Rand", "higher", over="run")
+ADJUSTED_RAND = Metric(
+    "adjusted_rand", "Rand index adjusted for chance", "adjusted Rand index", "adj. Rand", "higher", over="run"
+)
+WAS = Metric(
+    "was", "Wasserstein adjusted silhouette of the found clusters", "WAS", "WAS", "higher", over="run", needs="classes"
+)
+WADB = Metric(
+    "wadb", "Wasserstein adjusted Davies-Bouldin index of them", "WADB", "WADB", "lower", over="run", needs="classes"
+)
+LABEL = Metric("label", "found cluster of the client", "found cluster", shown="not")
+DIVERGED = Metric("diverged", "1 where a client's model became NaN or infinite", shown="not")
+# Of a round, reported by methods.
+PASSES = _cost("passes", "forward passes of one sample, to judge received models", "forward passes")
+EXTRA_MODELS = _cost("extra_models", "numbers received beside pulled models, in units of a model", "further models")
+EXTRA_FLOATS = _cost("extra_floats", "further numbers received", "further numbers")
+EXTRA_BYTES = _cost("extra_bytes", "bytes received beside the messages that were pulled", "further bytes", "B")
+BYTES_DOWN = _cost("bytes_down", "bytes received from a server", "bytes from a server", "B")
+BYTES_UP = _cost("bytes_up", "bytes sent to a server", "bytes to a server", "B")
+GRADIENT_VARIANCE = Metric(
+    "gradient_variance",
+    "total variance of the last layer's updates over a round's clients; of all endpoints of a simplex",
+    "total variance of updates",
+    over="run",
+    shown="curve",
+    needs="server",
+)
+COMPOSED_GRADIENT_VARIANCE = replace(
+    GRADIENT_VARIANCE,
+    name="composed_gradient_variance",
+    text="total variance of updates of the layer at the simplex's barycenter",
+    title="total variance of updates at the barycenter",
+    short="",
+)
+INTERACTION_CHANGE = Metric(
+    "interaction_change",
+    "running mean of squared changes of FedGWC's interaction matrix, in the client's cluster",
+    "mean squared change",
+    shown="curve",
+    needs="server",
+)
+
+REGISTRY = Metrics({one.name: one for one in list(globals().values()) if isinstance(one, Metric)})
+"""Every metric that is built in, in the order in which tables show them."""
+MAIN = (ACCURACY, ACCURACY_MAX, BALANCED_ACCURACY, MSE, RAND, LOSS)
+"""What methods are compared by: the first of these that there is."""
+COSTS = tuple(one for one in REGISTRY.values() if one.shown == "cost")
+"""What any method may report of a round beside its training loss."""
+MAXIMA = {ACCURACY: ACCURACY_MAX, BALANCED_ACCURACY: BALANCED_ACCURACY_MAX, GLOBAL_ACCURACY: GLOBAL_ACCURACY_MAX}
+"""Metrics whose largest mean over clients is reported, and as what."""
+REDUCTIONS = {"sample_weighted": ACCURACY_SAMPLE_WEIGHTED, "cluster_then_client": ACCURACY_CLUSTER_THEN_CLIENT}
+"""Ways to reduce accuracy (see `federated`) other than the mean over clients, and as what they are reported."""
+
+ExtraMetric = Literal[
+    "balanced_accuracy",
+    "train_prior_accuracy",
+    "global_accuracy",
+    "clusters",
+    "maxima",
+    "reductions",
+    "gradient_variance",
+    "composed_gradient_variance",
+    "interaction_change",
+]
+"""What `Settings.extra_metrics` may ask for: metrics, and groups of them."""
+
+
+def measured(classes: bool) -> tuple[str, ...]:
+    """Return what models are measured by on samples: the loss, and accuracy for classes or squared error else."""
+    kind = "classes" if classes else "regression"
+    return tuple(one.name for one in (LOSS, ACCURACY, MSE) if one.needs in (None, kind))
 
 
 class Undefined(UserWarning):
@@ -21,38 +295,7 @@ def _undefined(metric: str, reason: str) -> float:
     return math.nan
 
 
-# ---------------------------------------------------------------- one client's predictions
-
-
-def balanced_accuracy(predicted: Int[Tensor, " samples"], labels: Int[Tensor, " samples"]) -> float:
-    r"""Mean recall of the classes that occur: $\frac{1}{|Y_k|} \sum_{y \in Y_k} TP_y / m_{k,y}$.
-
-    Example:
-        >>> balanced_accuracy(torch.tensor([0, 0, 0, 1]), torch.tensor([0, 0, 1, 1]))  # recalls 1 and 1/2
-        0.75
-    """
-    if not len(labels):
-        return _undefined("balanced accuracy", "there are no samples")
-    recalls = [float((predicted[labels == y] == y).double().mean()) for y in labels.unique()]
-    return sum(recalls) / len(recalls)
-
-
-def train_prior_accuracy(
-    predicted: Int[Tensor, " samples"], labels: Int[Tensor, " samples"], prior: Shaped[Tensor, " classes"]
-) -> float:
-    r"""Accuracy with samples weighed by their class's share of the training data: $\sum x_y TP_y / \sum x_y m_y$.
-
-    What FedGWC's code calls balanced; where test and training labels match, it favors frequent classes twice.
-
-    Args:
-        predicted: the predicted classes.
-        labels: the true ones.
-        prior: counts or frequencies of the classes in the client's training data ($x^k_y$).
-    """
-    weights = prior.double()[labels]
-    if float(weights.sum()) <= 0:
-        return _undefined("train-prior accuracy", "no test sample has a class of the training data")
-    return float((weights * (predicted == labels)).sum() / weights.sum())
+# ---------------------------------------------------------------- the federation
 
 
 def federated(
@@ -163,11 +406,6 @@ def adjusted_rand(truth: Int[Tensor, " clients"], label: Int[Tensor, " clients"]
 
 
 # ---------------------------------------------------------------- whole runs
-
-
-def acc_final(accuracy: Sequence[float]) -> float:
-    """Accuracy at the last evaluation."""
-    return accuracy[-1] if len(accuracy) else _undefined("the final accuracy", "nothing was evaluated")
 
 
 def acc_max(accuracy: Sequence[float]) -> float:

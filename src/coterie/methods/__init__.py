@@ -1,49 +1,35 @@
-"""The methods: one file each; METHODS is the list that the command line, study files and contract tests read."""
+"""The methods: one file each; the one line here that imports its methods builds them in.
+
+METHODS is what the command line, study files, contract tests and pages read; methods of other packages are found by
+`registry.find`.
+"""
+
+from inspect import isabstract as _isabstract
 
 from coterie.methods.base import Method
-from coterie.methods.cfl import Cfl
-from coterie.methods.dac import Dac, DacNoTwoHop, DacVar
-from coterie.methods.ditto import Ditto
-from coterie.methods.fedavg import FairAvg, FedAvg, FedAvgM
-from coterie.methods.fedgwc import FedGwc
-from coterie.methods.fedprox import FedProx
-from coterie.methods.fesem import FeSem
-from coterie.methods.fix_topology import FixTopology
-from coterie.methods.ifca import Ifca
-from coterie.methods.local import Local
-from coterie.methods.oneshot import OneShot
-from coterie.methods.oracle import Oracle
-from coterie.methods.panm import PanmGrad, PanmLoss
-from coterie.methods.pens import Pens
-from coterie.methods.random_gossip import Random
-from coterie.methods.sosicfl import SosicFl, SosicFlAll, SosicFlPlus
+
+# isort: off
+from coterie.methods.cfl import Cfl as Cfl
+from coterie.methods.dac import Dac as Dac, DacNoTwoHop as DacNoTwoHop, DacVar as DacVar
+from coterie.methods.ditto import Ditto as Ditto
+from coterie.methods.fedavg import FairAvg as FairAvg, FedAvg as FedAvg, FedAvgM as FedAvgM
+from coterie.methods.fedgwc import FedGwc as FedGwc
+from coterie.methods.fedprox import FedProx as FedProx
+from coterie.methods.fesem import FeSem as FeSem
+from coterie.methods.fix_topology import FixTopology as FixTopology
+from coterie.methods.ifca import Ifca as Ifca
+from coterie.methods.local import Local as Local
+from coterie.methods.oneshot import OneShot as OneShot
+from coterie.methods.oracle import Oracle as Oracle
+from coterie.methods.panm import PanmGrad as PanmGrad, PanmLoss as PanmLoss
+from coterie.methods.pens import Pens as Pens
+from coterie.methods.random_gossip import Random as Random
+from coterie.methods.sosicfl import SosicFl as SosicFl, SosicFlAll as SosicFlAll, SosicFlPlus as SosicFlPlus
+# isort: on
 
 METHODS: dict[str, type[Method]] = {
-    method.kind: method
-    for method in (
-        Local,
-        Random,
-        Oracle,
-        FixTopology,
-        Dac,
-        DacVar,
-        DacNoTwoHop,
-        Pens,
-        PanmLoss,
-        PanmGrad,
-        FedAvg,
-        FedAvgM,
-        FedProx,
-        FairAvg,
-        Ditto,
-        Ifca,
-        FeSem,
-        Cfl,
-        FedGwc,
-        SosicFl,
-        SosicFlAll,
-        SosicFlPlus,
-        OneShot,
-    )
+    found.kind: found
+    for found in [*globals().values()]
+    if isinstance(found, type) and issubclass(found, Method) and not _isabstract(found)
 }
-"""Every method by its kind."""
+"""Every built-in method by its kind."""

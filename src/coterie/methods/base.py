@@ -20,18 +20,27 @@ from coterie.engine.optim import Moments
 from coterie.engine.task import LocalTraining, Task
 from coterie.errors import require
 from coterie.exchange.base import Exchange, Inbox, Message, PeersMissing
-from coterie.functional import selection
+from coterie.functional import metrics, selection
+from coterie.functional.metrics import Metric
 from coterie.models.layout import ModelFactory
 from coterie.rng import Rng
 
 Info = Mapping[str, Tensor]
 """Everything a round reports, one row a hosted client. Nothing later depends on it.
 
-Names with a meaning to the record: `peers` (ids read), `arrived`, `weights` (mixing weight of each slot),
-`own_weight`, `bytes`, `loss` (training), `label` (found cluster), `passes` (forward passes of one sample),
-`extra_models`, `extra_floats` (traffic beside the pulled models, in `bytes` or not), `extra_bytes` (received outside
-the slots), `diverged`, `trained` (the models before the exchange that ends a round, which are the ones to judge).
+Kept as metrics: `loss` (training), `diverged`, what a method may count of its cost (`metrics.COSTS`; `extra_models` and
+`extra_floats` are traffic beside the pulled models, in `bytes` or not, `extra_bytes` are received outside the slots),
+and the metrics that the method declares in `reports`, one number a client.
+
+With a meaning of their own (`NOTES`): `peers` (ids read), `arrived`, `weights` (mixing weight of each slot),
+`own_weight`, `bytes`, `label` (found cluster), `losses` and `train_samples` of `Task.train`, `trained` (the models
+before the exchange that ends a round, which are the ones to judge).
 """
+
+NOTES = frozenset(
+    {"peers", "arrived", "weights", "own_weight", "bytes", metrics.LABEL.name, "losses", "train_samples", "trained"}
+)
+"""Names of a report that are no metrics."""
 
 Order = Literal["exchange_first", "train_first"]
 
@@ -137,16 +146,29 @@ class Method(ABC):
         server: whether it needs a server.
         order: which comes first in a round when the run does not say.
         tracks: how many models each client trains in a round.
+        timed_against: the kind of method against whose best accuracy its speed is told.
+        reports: the metrics of its own that its rounds report, beside those of the classes that it extends.
     """
 
     kind: ClassVar[str]
-    summary: ClassVar[str]
+    summary: ClassVar[str] = ""
     references: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[frozenset[str]] = frozenset()
     exchanges: ClassVar[int] = 1
     server: ClassVar[bool] = False
     order: ClassVar[Order] = "exchange_first"
     tracks: ClassVar[int] = 1
+    timed_against: ClassVar[str] = "fedavg"
+    reports: ClassVar[tuple[Metric, ...]] = ()
+
+    @classmethod
+    def recorded(cls) -> dict[str, Metric]:
+        """Return what is kept of its rounds' reports: training loss, costs, and what its classes declare."""
+        own = [one for base in reversed(cls.__mro__) for one in vars(base).get("reports", ())]
+        for one in own:
+            fits = one.name not in NOTES and metrics.REGISTRY.get(one.name, one) == one
+            require(fits, f"{cls.__name__}.reports", one.name, "a name that nothing else in a run has")
+        return {one.name: one for one in (metrics.LOSS, *metrics.COSTS, *own)}
 
     @abstractmethod
     def init(self, task: Task, rng: Rng) -> State:

@@ -1,7 +1,7 @@
 """Ditto: a personal model beside FedAvg's, trained on one's own data and kept near the global one."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 from jaxtyping import Float
 from torch import Tensor
@@ -77,7 +77,7 @@ class Ditto(OneModel):
         model, info = rnd.task.train(
             memory.model, rnd.rng, local, anchor=start, prox=self.lam, purpose=purpose, track=1
         )
-        return Personal(model), personal_info(info)
+        return Personal(model), {"personal_train_samples": info["train_samples"]}
 
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
         """Each client has its own."""
@@ -93,9 +93,3 @@ def personal_training(local: LocalTraining, epochs: int | None, steps: int | Non
     if steps is not None:
         return replace(local, steps=steps)
     return local if epochs is None else replace(local, epochs=epochs, steps=None)
-
-
-def personal_info(info: Info) -> dict[str, Any]:
-    """Name a report of personal training apart from that of the global model."""
-    kept = ("loss", "losses", "train_samples", "diverged", "moments", "taken")
-    return {f"personal_{name}": info[name] for name in kept if name in info}

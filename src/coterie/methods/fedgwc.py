@@ -13,7 +13,8 @@ from torch import Tensor
 from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.exchange.base import Inbox, Message
-from coterie.functional import clustering, selection
+from coterie.functional import clustering, metrics, selection
+from coterie.functional.metrics import Metric
 from coterie.methods._presets import Preset, resolve, rules_of
 from coterie.methods.base import Info, Round, cohort_noise
 from coterie.methods.server import MIN_UPDATES, Averaging, Clusters, ServerContext, ServerMethod, sizes
@@ -122,6 +123,7 @@ class FedGwc(ServerMethod):
     """
 
     kind: ClassVar[str] = "fedgwc"
+    reports: ClassVar[tuple[Metric, ...]] = (metrics.INTERACTION_CHANGE,)
     summary: ClassVar[str] = "clusters by how clients' presence changes each other's loss rewards"
     references: ClassVar[tuple[str, ...]] = (
         "Licciardi, Leo, Fanì, Caputo, Ciccone, Interaction-aware Gaussian weighting for clustered federated "
@@ -210,9 +212,9 @@ class FedGwc(ServerMethod):
     ) -> Info:
         """Report also how much each client's cluster still changes."""
         found = super().extra(rnd, start, params, shared)
-        if "interaction_change" not in rnd.extra_metrics or len(rnd.ids) < int(rnd.reachable.sum()):
+        if metrics.INTERACTION_CHANGE.name not in rnd.extra_metrics or len(rnd.ids) < int(rnd.reachable.sum()):
             return found
-        return {**found, "interaction_change": shared.mse[shared.label[rnd.ids]]}
+        return {**found, metrics.INTERACTION_CHANGE.name: shared.mse[shared.label[rnd.ids]]}
 
     # ---------------------------------------------------------------- where the server role is
 

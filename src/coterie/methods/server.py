@@ -19,6 +19,7 @@ from coterie.engine.task import Task, not_finite
 from coterie.errors import require
 from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import aggregation, metrics
+from coterie.functional.metrics import Metric
 from coterie.methods.base import Info, Method, Round, State
 from coterie.models.layout import Layout
 from coterie.models.simplex_layers import composed_last_layer, last_layer
@@ -137,6 +138,7 @@ class ServerMethod(Method):
 
     server: ClassVar[bool] = True
     exchanges: ClassVar[int] = 2
+    reports: ClassVar[tuple[Metric, ...]] = (metrics.GRADIENT_VARIANCE, metrics.COMPOSED_GRADIENT_VARIANCE)
 
     @property
     def averaging(self) -> Averaging:
@@ -220,7 +222,7 @@ class ServerMethod(Method):
         shared, _ = self.ask(rnd, self._merge, message, shared)
         info = {**info, **more, **traffic(offer, request, message), **self.extra(rnd, start, params, shared)}
         if "personal_train_samples" in info:
-            info["train_samples"] = info["train_samples"] + info["personal_train_samples"]
+            info["train_samples"] = info["train_samples"] + info.pop("personal_train_samples")
         return State(params, memory, shared), info
 
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
@@ -255,12 +257,12 @@ def gradient_variance(
         start: where each client started.
         params: what it returns.
     """
-    asked = sorted({"gradient_variance", "composed_gradient_variance"} & rnd.extra_metrics)
+    asked = [one.name for one in ServerMethod.reports if one.name in rnd.extra_metrics]
     if not asked:
         return {}
     layout, updates, found = rnd.task.layout, params - start, {}
     for name in asked:
-        stacked = name == "gradient_variance"
+        stacked = name == metrics.GRADIENT_VARIANCE.name
         last = updates[:, last_layer(layout).to(params.device)] if stacked else composed_last_layer(layout, updates)
         value = metrics.total_variance(last[torch.isfinite(last).all(1)])
         found[name] = torch.full((len(params),), value, dtype=torch.float64)

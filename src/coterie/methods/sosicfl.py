@@ -14,7 +14,7 @@ from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import simplex
 from coterie.methods._presets import Preset, resolve, rules_of
 from coterie.methods.base import Info, Round, State
-from coterie.methods.ditto import personal_info, personal_training
+from coterie.methods.ditto import personal_training
 from coterie.methods.fedavg import OneModel
 from coterie.methods.server import Averaging, Clusters, ServerContext, first, nothing
 from coterie.models import simplex_layers
@@ -346,6 +346,7 @@ class SosicFlPlus(SimplexMethod):
 
     kind: ClassVar[str] = "sosicfl-plus"
     tracks: ClassVar[int] = 2
+    timed_against: ClassVar[str] = "ditto"
     summary: ClassVar[str] = "SosicFL with a personal simplex for each client, near the global one"
     references: ClassVar[tuple[str, ...]] = REFERENCES
     lam: float = 1.0
@@ -389,7 +390,9 @@ class SosicFlPlus(SimplexMethod):
         model, info = rnd.task.train(
             own, rnd.rng, local, anchor=start, prox=self.lam, inputs=inputs, purpose="batches.personal", track=1
         )
-        return PersonalSimplex(model, torch.ones_like(memory.started)), personal_info(info)
+        return PersonalSimplex(model, torch.ones_like(memory.started)), {
+            "personal_train_samples": info["train_samples"]
+        }
 
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
         """Stand at one's center of one's own simplex, or of the global one before there is an own."""

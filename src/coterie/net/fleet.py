@@ -19,6 +19,7 @@ import torch
 from coterie._util.files import write_atomically
 from coterie.data.build import build_federation
 from coterie.errors import ConfigError, TransportError
+from coterie.functional.metrics import ACCURACY
 from coterie.net import head, local, nodefile
 from coterie.net.roster import Member, Roster
 from coterie.results import summary
@@ -256,7 +257,7 @@ def demo(folder: Path, *, clients: int, rounds: int, port: int, say: Callable[[s
             if name == victim and event["round"] >= rounds // 3:
                 killed.set()
             if name == names[0]:
-                accuracy = 100 * event.get("accuracy", float("nan"))
+                accuracy = 100 * event.get(ACCURACY.name, float("nan"))
                 say(f"{name}: round {event['round'] + 1} of {rounds}, {event['seconds']:.2f} s, {accuracy:.0f} %")
         elif event["event"] in ("catch_up", "redraw", "peer_down"):
             if reached.get(event.get("peer", ""), -1) == rounds - 1:

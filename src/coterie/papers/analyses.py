@@ -26,6 +26,7 @@ from torch import Tensor
 from coterie._util.files import write_atomically
 from coterie.errors import ConfigError, require, unknown
 from coterie.functional import clustering, simplex
+from coterie.functional.metrics import ACCURACY
 from coterie.methods import METHODS
 from coterie.methods.fedgwc import FedGwc
 from coterie.methods.sosicfl import SimplexMethod
@@ -82,7 +83,7 @@ def simplex_scores(loop: Loop, options: Options) -> pd.DataFrame:
         alpha = torch.cat([served[None].cpu(), drawn])
         accuracy = torch.cat([_accuracy(loop, client, rows) for rows in _models(loop, alpha)])
         columns = {f"alpha_{m}": alpha[:, m].numpy() for m in range(alpha.shape[1])}
-        head = {"point": range(SERVED, options.points), "client": client, "accuracy": accuracy.double().numpy()}
+        head = {"point": range(SERVED, options.points), "client": client, ACCURACY.name: accuracy.double().numpy()}
         tables.append(pd.DataFrame({**head, **columns}))
     return pd.concat(tables, ignore_index=True)
 
@@ -103,7 +104,7 @@ def _models(loop: Loop, alpha: Float[Tensor, "points topics"]) -> Iterator[Float
 def _accuracy(loop: Loop, client: int, rows: Float[Tensor, "rows params"]) -> Float[Tensor, " rows"]:
     if client == EVERYBODY:
         return loop.task.pooled_accuracy(rows)
-    return loop.task.rows(torch.full((len(rows),), client)).evaluate(rows)["accuracy"]
+    return loop.task.rows(torch.full((len(rows),), client)).evaluate(rows)[ACCURACY.name]
 
 
 def interactions(loop: Loop, options: Options) -> pd.DataFrame:

@@ -6,7 +6,7 @@ Only what a study left is read: its summary.json and config.toml, and for equal 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from coterie.errors import ConfigError, DataError
+from coterie.functional import metrics
+from coterie.functional.metrics import REGISTRY, Metrics
 from coterie.papers import numbers
 from coterie.papers.numbers import PublishedNumber
 from coterie.results import summary
-from coterie.results.summary import HIGHER_IS_BETTER, StoredRun
+from coterie.results.summary import StoredRun
 from coterie.results.traffic import traffic
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
@@ -35,8 +37,6 @@ ROLES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("local", ("local",)),
 )
 """The chain of the papers: the oracle, the best of the methods that look for peers, random gossip, no exchange."""
-_RANKED = ("accuracy", "accuracy_max", "balanced_accuracy", "mse", "rand")
-"""What a paper's methods are put into order by: the first of these that it prints."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,13 @@ class Result:
         folder: where it lies.
         study: what was run.
         rows: the rows of its summary.
+        known: the metrics that are built in, and those that its methods declared.
     """
 
     folder: Path
     study: StudyConfig
     rows: Sequence[Mapping[str, Any]]
+    known: Metrics = field(default_factory=lambda: REGISTRY)
 
     @property
     def experiment(self) -> str | None:
@@ -61,8 +63,7 @@ class Result:
     @property
     def metric(self) -> str:
         """By which metric methods are compared."""
-        names = {str(row["metric"]) for row in self.rows}
-        return next((name for name in ("accuracy", "mse") if name in names), "loss")
+        return self.known.main(str(row["metric"]) for row in self.rows)
 
     def value(self, label: str, cluster: str, metric: str) -> Mapping[str, Any] | None:
         """Return a row of the summary; None when there is none."""
@@ -78,7 +79,7 @@ class Line:
         label: the method here.
         row: the published row.
         cluster: "all" for the mean over clients, "clusters" for the mean over clusters.
-        metric: accuracy (0 to 1), mse or std_over_clusters.
+        metric: its name; accuracies are from 0 to 1.
         ours: mean over seeds.
         std: population standard deviation over seeds.
         seeds: how many.
@@ -160,23 +161,14 @@ def read(folder: str | Path) -> Result:
     content = json.loads(stored.read_text("utf-8")) if stored.is_file() else summary.summarize(path)
     if not content["rows"]:
         raise DataError(f"{folder} has no finished run; `coterie resume {folder}` goes on with it")
-    study = config.loads((path / summary.CONFIG).read_text("utf-8"), str(path / summary.CONFIG))
-    return Result(path, study, content["rows"])
-
-
-def is_share(metric: str) -> bool:
-    """Return whether a metric is a share of samples or the like, 0 to 1 and better when larger.
-
-    Example:
-        >>> is_share("global_accuracy_max"), is_share("mse")
-        (True, False)
-    """
-    return metric.removesuffix("_max") in HIGHER_IS_BETTER
+    study = config.loads((path / summary.CONFIG).read_text("utf-8"), str(path / summary.CONFIG), to_run=False)
+    return Result(path, study, content["rows"], REGISTRY.with_stored(content.get("metrics") or {}))
 
 
 def ranked(lines: Sequence[Line]) -> str | None:
     """Return the metric by which the methods of a paper are put into order; None when it prints no such number."""
-    return next((name for name in _RANKED if any(line.metric == name for line in lines)), None)
+    printed = {line.metric for line in lines}
+    return next((one.name for one in metrics.MAIN if one.name in printed), None)
 
 
 def allowed(metric: str, std: float, paper_std: float | None) -> float:
@@ -187,7 +179,7 @@ def allowed(metric: str, std: float, paper_std: float | None) -> float:
         (0.02, 0.01, 10.0)
     """
     spread = 2 * math.hypot(std, paper_std or 0.0)
-    return max(spread, POINT) if is_share(metric) else spread
+    return max(spread, POINT) if REGISTRY[metric].unit == "%" else spread
 
 
 def with_paper(result: Result) -> Comparison:
@@ -218,7 +210,7 @@ def with_paper(result: Result) -> Comparison:
 
 def _line(result: Result, label: str, one: PublishedNumber) -> Line | None:
     """Set one published number beside ours; None when we have none."""
-    if one.metric == "std_over_clusters":
+    if one.metric == metrics.STD_OVER_CLUSTERS.name:
         means = _cluster_means(result, label)
         if not means:
             return None
@@ -229,8 +221,7 @@ def _line(result: Result, label: str, one: PublishedNumber) -> Line | None:
             return None
         mean, std, seeds = float(row["mean"]), float(row["std"]), int(row["seeds"])
     difference = mean - one.mean
-    rule = "accuracy" if one.metric == "std_over_clusters" else one.metric
-    within = abs(difference) <= allowed(rule, std, one.std)
+    within = abs(difference) <= allowed(one.metric, std, one.std)
     return Line(
         label, one.row, one.cluster, one.metric, mean, std, seeds, one.mean, one.std, difference, within
     )  # fmt: skip
@@ -238,7 +229,7 @@ def _line(result: Result, label: str, one: PublishedNumber) -> Line | None:
 
 def _cluster_means(result: Result, label: str) -> list[float]:
     planted = [r for r in result.rows if r["cluster"] not in ("all", "clusters")]
-    return [float(r["mean"]) for r in planted if r["label"] == label and r["metric"] == "accuracy"]
+    return [float(r["mean"]) for r in planted if r["label"] == label and r["metric"] == metrics.ACCURACY.name]
 
 
 def _orderings(lines: Sequence[Line]) -> tuple[list[Ordering], list[Ordering]]:
@@ -251,7 +242,7 @@ def _orderings(lines: Sequence[Line]) -> tuple[list[Ordering], list[Ordering]]:
             means.setdefault(line.row, line)
     if not means:
         return [], []
-    sign = -1 if metric == "mse" else 1
+    sign = REGISTRY[str(metric)].sign
     chain = []
     roles = [(name, _best(means, members, sign)) for name, members in ROLES]
     there = [(name, best) for name, best in roles if best is not None]
@@ -333,8 +324,7 @@ def at_equal_bytes(folder: str | Path) -> EqualBytes:
         points = [_at(run, metric, split, budget) for run in group]
         rounds, used, value = (float(np.mean(part)) for part in zip(*points, strict=True))
         rows.append(AtBytes(label, rounds, used, value))
-    sign = -1 if metric in HIGHER_IS_BETTER else 1
-    rows.sort(key=lambda row: sign * row.value)
+    rows.sort(key=lambda row: -REGISTRY[metric].sign * row.value)
     return EqualBytes(runs[0].study, metric, split, budget, rows)
 
 
@@ -365,7 +355,9 @@ def _at(run: StoredRun, metric: str, split: str, budget: float) -> tuple[float, 
     wanted = table.loc[(table["metric"] == metric).to_numpy()].pivot(index="round", columns="client", values="value")
     if split == "test":
         return last + 1, used, float(wanted.iloc[-1].mean())
-    loss = table.loc[(table["metric"] == "loss").to_numpy()].pivot(index="round", columns="client", values="value")
+    loss = table.loc[(table["metric"] == metrics.LOSS.name).to_numpy()].pivot(
+        index="round", columns="client", values="value"
+    )
     best = loss.ffill().fillna(np.inf).to_numpy().argmin(0)
     values = wanted.ffill().to_numpy()[best, np.arange(len(best))]
     return last + 1, used, float(np.nanmean(values))

@@ -13,6 +13,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from coterie.errors import DataError
+from coterie.functional.metrics import ACCURACY, GLOBAL_ACCURACY, GRADIENT_VARIANCE, INTERACTION_CHANGE, LABEL
 from coterie.report import plots
 from coterie.report.data.packing import dense
 from coterie.report.figures import FIGURES, NOT_STORED, PUBLISHED, Kind, PublishedFigure, plot
@@ -33,12 +34,12 @@ def simplexes(runs: Named) -> Drawn:
     corners = _corners(len(axes_of))
     clients = sorted(int(client) for client in table["client"].unique())
     figure, panels = panels_of(len(clients))
-    accuracy = table["accuracy"].to_numpy(float)
-    norm = Normalize(PERCENT * accuracy.min(), PERCENT * accuracy.max())
+    accuracy = ACCURACY.scale * table[ACCURACY.name].to_numpy(float)
+    norm = Normalize(accuracy.min(), accuracy.max())
     for axes, client in zip(panels, clients, strict=True):
         own = table.loc[(table["client"] == client).to_numpy()]
         place = own[axes_of].to_numpy(float) @ corners
-        value, served = PERCENT * own["accuracy"].to_numpy(float), (own["point"] == SERVED).to_numpy()
+        value, served = ACCURACY.scale * own[ACCURACY.name].to_numpy(float), (own["point"] == SERVED).to_numpy()
         outline = np.concatenate([corners, corners[:1]])
         axes.plot(outline[:, 0], outline[:, 1], color="#777777", lw=0.6, zorder=1)
         axes.scatter(place[~served, 0], place[~served, 1], c=value[~served], cmap="cividis", norm=norm, s=4, lw=0)
@@ -99,7 +100,7 @@ def distributions(runs: Named, *, most: int = 12) -> Drawn:
         runs: named runs.
         most: panels at most, those of the largest clusters.
     """
-    tables = {name: (group[0], dense(group[0], "train", "label")[1]) for name, group in groups_of(runs).items()}
+    tables = {name: (group[0], dense(group[0], "train", LABEL.name)[1]) for name, group in groups_of(runs).items()}
     name = next((name for name, (_, values) in tables.items() if len(values)), None)
     if name is None:
         raise DataError("no method here reports labels of its own; clustered methods such as fedgwc and ifca do")
@@ -168,17 +169,20 @@ PUBLISHED.update(
         "panm-5-left": _of("samples", "panm/samples"),
         "panm-5-right": _of("population", "panm/population"),
         "sosicfl-4": _of(
-            "curves", "sosicfl/cifar10-squeezenet-2-fold", split="test", metric="global_accuracy,accuracy"
+            "curves",
+            "sosicfl/cifar10-squeezenet-2-fold",
+            split="test",
+            metric=f"{GLOBAL_ACCURACY.name},{ACCURACY.name}",
         ),
         "sosicfl-5": _of("simplex", "sosicfl/cifar10-squeezenet-dirichlet"),
         "sosicfl-7a": _of("variance", "sosicfl/cifar10-squeezenet-dirichlet"),
         "sosicfl-7b": _of("sweep", "sosicfl/regions", setting="regions,radius"),
-        "sosicfl-8": _of("curves", "sosicfl/late-start", split="test", metric="accuracy"),
+        "sosicfl-8": _of("curves", "sosicfl/late-start", split="test", metric=ACCURACY.name),
         "fedgwc-2": _of(
             "curves",
             "fedgwc/cifar100-dirichlet",
             split="test",
-            metric="accuracy",
+            metric=ACCURACY.name,
             splits=True,
             methods=("FedAvg", "FedGWC"),
         ),
@@ -198,12 +202,12 @@ FIGURES.update(
         "variance": Kind(
             plots.curves,
             "variance of updates over rounds",
-            {"metric": "gradient_variance", "split": "train", "log": True},
+            {"metric": GRADIENT_VARIANCE.name, "split": "train", "log": True},
         ),
         "change": Kind(
             plots.curves,
             "change of FedGWC's interaction matrix over rounds",
-            {"metric": "interaction_change", "split": "train", "log": True},
+            {"metric": INTERACTION_CHANGE.name, "split": "train", "log": True},
         ),
     }
 )

@@ -11,6 +11,7 @@ from functools import lru_cache
 from importlib import resources
 
 from coterie.errors import ConfigError, unknown
+from coterie.functional.metrics import REGISTRY
 
 SOURCES: dict[str, str] = {
     "similarity": "Listo Zec, Hagander, Ihre-Thomason, Girdzijauskas 2024, https://arxiv.org/abs/2409.10720",
@@ -121,7 +122,7 @@ class PublishedNumber:
     Args:
         row: "method/aggregation" as the paper has it.
         cluster: its cluster by the name used here; "all" is the mean over clients, "clusters" that over clusters.
-        metric: "accuracy" and its kin (0 to 1), "mse", or another name of `summary` or of the paper.
+        metric: its name in `metrics.REGISTRY` (accuracies are from 0 to 1), or another of the paper.
         mean: the number.
         std: its standard deviation over runs; None when not given.
     """
@@ -185,8 +186,8 @@ def rows(experiment: str) -> list[str]:
 
 
 def _translate(row: Mapping[str, str]) -> PublishedNumber:
-    metric = {"test_accuracy": "accuracy", "test_mse": "mse"}.get(row["metric"], row["metric"])
-    unit = 100 if metric == "std_over_clusters" or metric.removesuffix("_max").endswith("accuracy") else 1
+    metric = row["metric"].removeprefix("test_")
+    unit = REGISTRY[metric].scale
     std = float(row["std"]) / unit if row["std"] else None
     key = f"{row['method']}/{row['aggregation']}"
     return PublishedNumber(key, _CLUSTERS[row["cluster"]], metric, float(row["mean"]) / unit, std)

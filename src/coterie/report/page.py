@@ -6,7 +6,6 @@ by assets/*.js from the reduced data of `payload`; the plotting library, Apache 
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -16,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from coterie._util.files import write_atomically
+from coterie.functional.metrics import Metric
 from coterie.report.data import payload
-from coterie.results.summary import HIGHER_IS_BETTER, Problem, StoredRun, find_runs
+from coterie.results.summary import MEANS, Problem, StoredRun, find_runs, metrics_of
 
+SHARE = Metric("lost", unit="%", scale=100.0, digits=2)
 SCRIPTS = ("core.js", "curves.js", "reads.js", "graph.js", "clients.js", "cost.js", "data.js", "main.js")
 
 
@@ -108,15 +109,14 @@ def overview(data: Mapping[str, Any], runs: Sequence[StoredRun], problems: Seque
         named = ", ".join(f"{escape(run.label)} seed {run.seed} (round {run.rounds})" for run in late)
         parts.append(f'<div class="problem"><p>Not finished, and not in the tables: {named}.</p></div>')
     parts.append("<h2>The question</h2>" + words(runs[0].config, data))
-    metrics = list(dict.fromkeys(row["metric"] for row in data["results"]["rows"]))
-    metrics.sort(key=lambda metric: metric != data["metric"])
-    if metrics:
-        parts.append(f"<h2>The result</h2>{result_table(data, metrics[0])}")
-        parts.append("<h2>Was collaboration worth it?</h2>" + gain_table(data))
-        for metric in metrics[1:]:
-            parts.append(
-                f"<details><summary>The same for {escape(metric)}</summary>{result_table(data, metric)}</details>"
-            )
+    known, names = metrics_of(runs), dict.fromkeys(row["metric"] for row in data["results"]["rows"])
+    shown = sorted((known[name] for name in names), key=lambda one: one.name != data["metric"])
+    if shown:
+        parts.append(f"<h2>The result</h2>{result_table(data, shown[0])}")
+        parts.append("<h2>Was collaboration worth it?</h2>" + gain_table(data, known[data["gains"]["metric"]]))
+        for one in shown[1:]:
+            title = escape(one.heading("test"))
+            parts.append(f"<details><summary>The same for {title}</summary>{result_table(data, one)}</details>")
     parts.append('<div id="glance"></div>')
     return "\n".join(parts)
 
@@ -187,45 +187,27 @@ def _evaluated(config: Mapping[str, Any]) -> str:
     return f"{which}, on test data that no client trained on"
 
 
-def is_share(metric: str) -> bool:
-    """Whether a metric is an accuracy of some kind, shown in per cent."""
-    return "accuracy" in metric
-
-
-def number(value: float | None, metric: str, *, signed: bool = False) -> str:
-    """Write a value as the tables show it: accuracies in per cent with two decimals, else four digits.
-
-    Example:
-        >>> number(0.63754, "accuracy"), number(0.1, "accuracy", signed=True), number(12.3456, "loss")
-        ('63.75', '+10.00', '12.35')
-    """
-    if value is None or not math.isfinite(value):
-        return "–"
-    sign = "+" if signed else ""
-    return f"{100 * value:{sign}.2f}" if is_share(metric) else f"{value:{sign}.4g}"
-
-
 def cell(value: float | None, text: str, css: str = "") -> str:
     """One number of a table, with its exact value for programs."""
     exact = "" if value is None else f' data-value="{value!r}"'
     return f"<td{exact}{f' class={css!r}' if css else ''}>{text}</td>"
 
 
-def result_table(data: Mapping[str, Any], metric: str) -> str:
+def result_table(data: Mapping[str, Any], metric: Metric) -> str:
     """The table of one metric: methods by planted clusters, over all clients and over clusters."""
-    rows = [row for row in data["results"]["rows"] if row["metric"] == metric]
+    whole = metric.over == "run"
+    rows = [r for r in data["results"]["rows"] if r["metric"] == metric.name and (r["cluster"] == "all" or not whole)]
     columns = list(dict.fromkeys(row["cluster"] for row in rows))
     found = {(row["label"], row["cluster"]): row for row in rows}
-    sign = 1 if metric in HIGHER_IS_BETTER else -1
     kinds = {row["label"]: row["method"] for row in rows}
-    names = {"all": "mean over clients", "clusters": "mean over clusters"}
+    names = {"all": "whole run"} if whole else MEANS
     head = "".join(f'<th scope="col">{escape(names.get(column) or column)}</th>' for column in columns)
     best = {}
     for column in columns:
         fair = [
             row for row in rows if row["cluster"] == column and row["method"] != "oracle" and row["mean"] is not None
         ]
-        best[column] = max((sign * row["mean"] for row in fair), default=None)
+        best[column] = max((metric.sign * row["mean"] for row in fair if metric.sign), default=None)
     body = []
     for label, kind in kinds.items():
         line = [f'<th scope="row">{escape(label)}</th>']
@@ -234,51 +216,51 @@ def result_table(data: Mapping[str, Any], metric: str) -> str:
             if row is None:
                 line.append("<td>–</td>")
                 continue
-            text = number(row["mean"], metric)
+            text = metric.show(row["mean"])
             if row["seeds"] > 1:
-                text += f" <small>± {number(row['std'], metric)}</small>"
-            top = kind != "oracle" and row["mean"] is not None and sign * row["mean"] == best[column]
+                text += f" <small>± {metric.show(row['std'])}</small>"
+            top = kind != "oracle" and row["mean"] is not None and metric.sign * row["mean"] == best[column]
             line.append(cell(row["mean"], text, "best" if top else ""))
         body.append(f'<tr data-label="{escape(label)}">{"".join(line)}</tr>')
-    unit = "in per cent" if is_share(metric) else ""
-    better = "higher" if sign > 0 else "lower"
-    caption = f"Test {metric} {unit}, {better} is better; the best in bold, Oracle (which knows the clusters) aside."
+    title = metric.heading("test")
+    order = f", {metric.better} is better; the best in bold, Oracle (which knows the clusters) aside"
+    caption = f"{title[0].upper()}{title[1:]}{order if metric.better else ''}."
     return (
-        f'<div class="scroll"><table class="results" data-metric="{escape(metric)}">'
+        f'<div class="scroll"><table class="results" data-metric="{escape(metric.name)}">'
         f"<caption>{escape(caption)}</caption>"
         f'<thead><tr><th scope="col">Method</th>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
     )
 
 
-def gain_table(data: Mapping[str, Any]) -> str:
+def gain_table(data: Mapping[str, Any], metric: Metric) -> str:
     """What collaboration was worth to each client: gain over the baseline."""
     gains = data["gains"]
     if gains["baseline"] is None or not gains["rows"]:
         return (
             "<p>The study has no finished method of kind local, so there is nothing to compare training alone with.</p>"
         )
-    metric, body = gains["metric"], []
+    body = []
     for row in gains["rows"]:
         line = [f'<th scope="row">{escape(row["label"])}</th>']
         for name in ("mean", "worst_tenth", "lost"):
-            kind = "accuracy" if name == "lost" else metric
-            text = number(row[name], kind, signed=name != "lost")
+            kind, signed = (SHARE, False) if name == "lost" else (metric, True)
+            text = kind.show(row[name], signed=signed)
             low, high = row[f"{name}_low"], row[f"{name}_high"]
             if low is not None:
                 if name == "lost":
                     low, high = max(low, 0.0), min(high, 1.0)
-                signed = name != "lost"
-                text += f" <small>[{number(low, kind, signed=signed)}, {number(high, kind, signed=signed)}]</small>"
+                text += f" <small>[{kind.show(low, signed=signed)}, {kind.show(high, signed=signed)}]</small>"
             bad = row[name] > 0 if name == "lost" else row[name] < 0
-            line.append(cell(row[name], text, "" if row[name] == 0 else "loss" if bad else "gain"))
+            line.append(cell(row[name], text, "" if row[name] == 0 else "worse" if bad else "better"))
         body.append(f'<tr data-label="{escape(row["label"])}">{"".join(line)}<td>{row["seeds"]}</td></tr>')
-    unit = "percentage points of test accuracy" if is_share(metric) else f"test {metric}, turned so that + is better"
+    points = f"percentage points of test {metric.title}"
+    unit = points if metric.unit == "%" else f"{metric.heading('test')}, turned so that + is better"
     caption = (
         f"Gain of each client over the same client under {gains['baseline']} with the same seed, in {unit}; in "
         f"brackets Student's {round(100 * gains['confidence'])} % confidence interval over seeds."
     )
     return (
-        f'<div class="scroll"><table class="gains" data-metric="{escape(metric)}">'
+        f'<div class="scroll"><table class="gains" data-metric="{escape(metric.name)}">'
         f"<caption>{escape(caption)}</caption>"
         '<thead><tr><th scope="col">Method</th><th scope="col">mean gain</th>'
         '<th scope="col">worst tenth of clients</th><th scope="col">clients that lost, %</th>'

@@ -16,9 +16,10 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
 from coterie.errors import ConfigError, DataError
+from coterie.functional.metrics import LABEL, Metric
 from coterie.report.data.packing import dense
 from coterie.results import graph
-from coterie.results.summary import FEDERATION, HIGHER_IS_BETTER, StoredRun, cluster_means, cluster_names, main_metric
+from coterie.results.summary import FEDERATION, StoredRun, cluster_means, cluster_names, main_metric, metrics_of
 
 Named = Sequence[tuple[str, StoredRun]]
 Drawn = tuple[Figure, pd.DataFrame]
@@ -30,11 +31,6 @@ WIDTH = 3.3  # inches: a column of a paper
 ACROSS = 4  # panels in a row
 PERCENT = 100.0
 FAR = 10.0  # the ratio of values from which an axis becomes logarithmic
-NAMES = {  # on axes
-    "gradient_variance": "total variance of updates",
-    "composed_gradient_variance": "total variance of updates at the barycenter",
-    "interaction_change": "mean squared change",
-}
 
 
 def curves(
@@ -56,19 +52,20 @@ def curves(
         log: a logarithmic vertical axis.
         splits: mark the rounds in which a method found another number of clusters (first seed).
     """
-    metrics = [one.strip() for one in (metric or main_of(runs)).split(",")]
+    metrics = [metric_of(runs, one.strip()) for one in (metric or "").split(",")]
     figure, panels = panels_of(len(metrics)) if len(metrics) > 1 else _single()
     rows = []
     for axes, one in zip(panels, metrics, strict=True):
         for place, (name, group) in enumerate(groups_of(runs).items()):
-            rows += [(name, one, *point) for point in _curve(axes, name, group, place, (split, one, cluster))]
+            rows += [(name, one.name, *point) for point in _curve(axes, name, group, place, (split, one, cluster))]
         if log:
             axes.set_yscale("log")
-        axes.set(xlabel="round", ylabel=NAMES.get(one, f"{split} {unit_of(one)}"))
+        axes.set(xlabel="round", ylabel=axis_of(one, split))
     if not rows:
         names = ", ".join(groups_of(runs))
         raise DataError(
-            f"{names} recorded no {split} {' or '.join(metrics)} round by round; choose another --metric or --split"
+            f"{names} recorded no {split} {' or '.join(one.name for one in metrics)} round by round; choose another "
+            "--metric or --split"
         )
     if splits:
         for place, (name, group) in enumerate(groups_of(runs).items()):
@@ -83,19 +80,19 @@ def curves(
 
 
 def _curve(
-    axes: Axes, name: str, group: Sequence[StoredRun], place: int, what: tuple[str, str, str]
+    axes: Axes, name: str, group: Sequence[StoredRun], place: int, what: tuple[str, Metric, str]
 ) -> list[tuple[int, float, float]]:
     """Draw the curve of a method; its rounds, means and deviations."""
     split, metric, cluster = what
     tables = []
     for run in group:
-        rounds, values = dense(run, split, metric)
+        rounds, values = dense(run, split, metric.name)
         tables.append(pd.Series(_over_clients(run, values, cluster), index=rounds))
     if not any(len(table) for table in tables):
         return []
     whole = pd.concat(tables, axis=1).sort_index().ffill()
     mean, spread = whole.mean(axis=1).to_numpy(), whole.std(axis=1, ddof=0).to_numpy()
-    x, scale = whole.index.to_numpy(), scale_of(metric)
+    x, scale = whole.index.to_numpy(), metric.scale
     seen = look(place)
     axes.plot(x, scale * mean, label=name, color=seen["color"], linestyle=seen["linestyle"])
     axes.fill_between(x, scale * (mean - spread), scale * (mean + spread), color=seen["color"], alpha=0.18, lw=0)
@@ -104,7 +101,7 @@ def _curve(
 
 def _splits(run: StoredRun) -> list[int]:
     """The rounds whose labels are of another number of clusters than those before."""
-    rounds, labels = dense(run, "train", "label")
+    rounds, labels = dense(run, "train", LABEL.name)
     counts = np.array([len(np.unique(own[np.isfinite(own)])) for own in labels])
     return [int(r) for r in rounds[1:][np.diff(counts) != 0]] if len(rounds) else []
 
@@ -137,15 +134,15 @@ def heatmaps(runs: Named) -> Drawn:
 
 def bars(runs: Named, *, metric: str | None = None, cluster: str = "all") -> Drawn:
     """The final test metric of each method, with Random and Oracle as bands across."""
-    metric = metric or main_of(runs)
-    table = _final(runs, metric, cluster)
+    shown = metric_of(runs, metric)
+    table = _final(runs, shown.name, cluster)
     kinds = {name: group[0].kind for name, group in groups_of(runs).items()}
     values = {name: (mean, std) for name, mean, std in zip(table["method"], table["mean"], table["std"], strict=True)}
     bands = [name for name in values if kinds[name] in ("random", "oracle")]
-    shown = [name for name in values if name not in bands]
+    others = [name for name in values if name not in bands]
     figure, axes = single_figure()
-    scale = scale_of(metric)
-    for place, name in enumerate(shown):
+    scale = shown.scale
+    for place, name in enumerate(others):
         mean, spread = values[name]
         seen = look(place)
         axes.errorbar(place, scale * mean, yerr=scale * spread, fmt=seen["marker"], color=seen["color"], capsize=3)
@@ -155,10 +152,10 @@ def bars(runs: Named, *, metric: str | None = None, cluster: str = "all") -> Dra
         low, high = scale * (mean - spread), scale * (mean + spread)
         axes.axhspan(low, high, facecolor=color, edgecolor=color, hatch=hatch, alpha=0.22, lw=0, label=name)
         axes.axhline(scale * mean, color=color, lw=0.8)
-    fit_scale(axes, metric, [mean for mean, _ in values.values()])
-    axes.set_xlim(-0.6, max(len(shown), 1) - 0.4)
-    axes.set_xticks(range(len(shown)), shown, rotation=40, ha="right", rotation_mode="anchor")
-    axes.set(ylabel=f"test {unit_of(metric)}")
+    fit_scale(axes, shown, [mean for mean, _ in values.values()])
+    axes.set_xlim(-0.6, max(len(others), 1) - 0.4)
+    axes.set_xticks(range(len(others)), others, rotation=40, ha="right", rotation_mode="anchor")
+    axes.set(ylabel=axis_of(shown))
     if bands:
         legend_of(axes)
     return figure, table
@@ -166,12 +163,12 @@ def bars(runs: Named, *, metric: str | None = None, cluster: str = "all") -> Dra
 
 def strips(runs: Named, *, metric: str | None = None) -> Drawn:
     """The final test metric of each client: a strip a method, shapes by planted cluster."""
-    metric = metric or main_of(runs)
+    shown = metric_of(runs, metric)
     figure, axes = single_figure()
     rows, seen = [], set()
     groups = groups_of(runs)
     for place, (name, group) in enumerate(groups.items()):
-        done = [run.final(metric) for run in group if run.finished]
+        done = [run.final(shown.name) for run in group if run.finished]
         if not done:
             continue
         ids, cluster = done[0].index.to_numpy(np.int64), group[0].clients
@@ -184,16 +181,16 @@ def strips(runs: Named, *, metric: str | None = None) -> Drawn:
             label = names[c] if c >= 0 and c not in seen else None
             seen.add(c)
             axes.plot(
-                place + jitter, scale_of(metric) * values[mine], MARKS[number % 8], color=COLORS[number % 8], ms=3,
+                place + jitter, shown.scale * values[mine], MARKS[number % 8], color=COLORS[number % 8], ms=3,
                 alpha=0.8, label=label, mew=0,
             )  # fmt: skip
             rows += [(name, int(i), names[c], float(v)) for i, v in zip(ids[mine], values[mine], strict=True)]
-        axes.plot([place - 0.3, place + 0.3], [scale_of(metric) * values.mean()] * 2, color="black", lw=1)
+        axes.plot([place - 0.3, place + 0.3], [shown.scale * values.mean()] * 2, color="black", lw=1)
     long = max(map(len, groups)) * len(groups) > 30
     axes.set_xticks(range(len(groups)), list(groups), rotation=30 if long else 0, ha="right" if long else "center")
-    axes.set(ylabel=f"test {unit_of(metric)}")
+    axes.set(ylabel=axis_of(shown))
     legend_of(axes)
-    return figure, pd.DataFrame(rows, columns=["method", "client", "cluster", metric])
+    return figure, pd.DataFrame(rows, columns=["method", "client", "cluster", shown.name])
 
 
 def graphs(runs: Named, *, peers: int = 3, after: str | None = None) -> Drawn:
@@ -233,7 +230,7 @@ def graphs(runs: Named, *, peers: int = 3, after: str | None = None) -> Drawn:
 def labels(runs: Named) -> Drawn:
     """The clients of each found cluster, by planted cluster; the first seed."""
     groups = {name: group[0] for name, group in groups_of(runs).items()}
-    tables = {name: (run, dense(run, "train", "label")) for name, run in groups.items()}
+    tables = {name: (run, dense(run, "train", LABEL.name)) for name, run in groups.items()}
     tables = {name: (run, table) for name, (run, table) in tables.items() if len(table[0])}
     if not tables:
         raise DataError("no method here reports labels of its own; clustered methods such as fedgwc and ifca do")
@@ -303,9 +300,10 @@ def groups_of(runs: Named) -> dict[str, list[StoredRun]]:
     return groups
 
 
-def main_of(runs: Named) -> str:
-    """The metric that the runs are judged by."""
-    return main_metric([run for _, run in runs])
+def metric_of(runs: Named, name: str | None = None) -> Metric:
+    """A metric of the runs, the one that they are judged by when no name is given."""
+    stored = [run for _, run in runs]
+    return metrics_of(stored)[name or main_metric(stored)]
 
 
 def _final(runs: Named, metric: str, cluster: str) -> pd.DataFrame:
@@ -349,22 +347,17 @@ def look(place: int) -> dict[str, Any]:
     return {"color": COLORS[place % 8], "linestyle": DASHES[turn], "marker": MARKS[turn]}
 
 
-def fit_scale(axes: Axes, metric: str, values: Sequence[float]) -> None:
+def fit_scale(axes: Axes, metric: Metric, values: Sequence[float]) -> None:
     """Make the vertical axis logarithmic where losses lie so far apart that most would lie on one line."""
     known = [value for value in values if math.isfinite(value)]
-    if metric not in HIGHER_IS_BETTER and known and min(known) > 0 and max(known) >= FAR * min(known):
+    if metric.sign < 0 and known and min(known) > 0 and max(known) >= FAR * min(known):
         axes.set_yscale("log")
 
 
-def scale_of(metric: str) -> float:
-    """What a metric is multiplied with for a figure."""
-    return PERCENT if metric in HIGHER_IS_BETTER else 1.0
-
-
-def unit_of(metric: str) -> str:
-    """A metric with its unit, for an axis."""
-    words = metric.replace("_", " ")
-    return f"{words} (%)" if metric in HIGHER_IS_BETTER else words
+def axis_of(metric: Metric, split: str = "test") -> str:
+    """A metric with its split and unit, for an axis."""
+    title = f"{split} {metric.title}" if metric.on_samples else metric.title
+    return f"{title} ({metric.unit})" if metric.unit else title
 
 
 def single_figure() -> tuple[Figure, Axes]:
@@ -416,13 +409,13 @@ def sweep(runs: Named, *, setting: str | None = None, metric: str | None = None,
     """The final test metric against a setting, a line a method, or against two, as a grid of the best method's mean."""
     if not setting:
         raise ConfigError("figure sweep needs --setting: the name of one setting, or of two with a comma between")
-    metric = metric or main_of(runs)
+    shown = metric_of(runs, metric)
     asked = [one.strip() for one in setting.split(",")]
     points = []
     for _, run in runs:
         values = [setting_of(run, one) for one in asked]
         if run.finished and None not in values:
-            points.append((bare(run.label, asked), run.kind, *values, value_of(run, metric, cluster)))
+            points.append((bare(run.label, asked), run.kind, *values, value_of(run, shown.name, cluster)))
     table = pd.DataFrame(points, columns=["method", "kind", *asked, "value"])
     if all(len(np.unique(table[one].to_numpy())) < 2 for one in asked):
         raise DataError(f"the finished runs here do not vary {setting}; give the folders of all points of a sweep")
@@ -431,10 +424,10 @@ def sweep(runs: Named, *, setting: str | None = None, metric: str | None = None,
     reduced = _reduced(table, "method", asked)
     figure, axes = single_figure()
     if len(asked) == 1:
-        lines_of(axes, reduced, asked[0], metric)
+        lines_of(axes, reduced, asked[0], shown)
         legend_of(axes)
     else:
-        _grid(axes, reduced, asked, metric)
+        _grid(axes, reduced, asked, shown)
     return figure, reduced
 
 
@@ -450,31 +443,31 @@ def bare(label: str, settings: Sequence[str]) -> str:
     return label or settings[0]
 
 
-def lines_of(axes: Axes, table: pd.DataFrame, setting: str, metric: str, order: Sequence[str] = ()) -> None:
+def lines_of(axes: Axes, table: pd.DataFrame, setting: str, metric: Metric, order: Sequence[str] = ()) -> None:
     """Draw a line for each method against a setting; its look is that of its place in `order`, or in the table."""
     methods = list(dict.fromkeys(table["method"]))
     for name in methods:
         place = (order or methods).index(name)
         own = table.loc[(table["method"] == name).to_numpy()]
-        x, scale = own[setting].to_numpy(float), scale_of(metric)
+        x, scale = own[setting].to_numpy(float), metric.scale
         mean, spread = scale * own["mean"].to_numpy(), scale * own["std"].to_numpy()
         axes.errorbar(x, mean, yerr=spread, label=name, capsize=2, **look(place))
     fit_scale(axes, metric, table["mean"].tolist())
     values = np.unique(table[setting].to_numpy(float))
     if values.min() > 0 and values.max() / values.min() >= 20:
         axes.set_xscale("log")
-    axes.set(xlabel=NAMES.get(setting, setting), ylabel=f"test {unit_of(metric)}")
+    axes.set(xlabel=NAMES.get(setting, setting), ylabel=axis_of(metric))
 
 
-def _grid(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: str) -> None:
-    best = "max" if metric in HIGHER_IS_BETTER else "min"
-    grid = table.pivot_table(index=asked[0], columns=asked[1], values="mean", aggfunc=best) * scale_of(metric)
+def _grid(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: Metric) -> None:
+    best = "min" if metric.sign < 0 else "max"
+    grid = table.pivot_table(index=asked[0], columns=asked[1], values="mean", aggfunc=best) * metric.scale
     image = axes.imshow(grid.to_numpy(), cmap="cividis", aspect="auto", origin="lower")
     axes.grid(visible=False)
     axes.set_xticks(range(grid.shape[1]), [f"{v:g}" for v in grid.columns])
     axes.set_yticks(range(grid.shape[0]), [f"{v:g}" for v in grid.index])
     axes.set(xlabel=NAMES.get(asked[1], asked[1]), ylabel=NAMES.get(asked[0], asked[0]))
-    axes.figure.colorbar(image, ax=axes, label=f"test {unit_of(metric)}")
+    axes.figure.colorbar(image, ax=axes, label=axis_of(metric))
 
 
 def sensitivities(
@@ -486,18 +479,18 @@ def sensitivities(
         runs: named runs, of the points of one or more sweeps.
         setting: the setting on the horizontal axis.
         studies: patterns of the names of studies to draw; where no study of the runs fits, all are drawn.
-        metric: accuracy or loss.
+        metric: its name; the one that the runs are judged by when None.
         cluster: "all", "clusters" or a cluster's name.
     """
     fits = [any(fnmatch(run.study, pattern) for pattern in studies) for _, run in runs]
     chosen = [pair for pair, fit in zip(runs, fits, strict=True) if fit] or list(runs)
-    metric = metric or main_of(chosen)
+    shown = metric_of(chosen, metric)
     rows = []
     for _, run in chosen:
         value = setting_of(run, setting)
         if run.finished and value is not None:
             title = ", ".join(part for part in (run.study.split("/")[-1], run.method.get("aggregation")) if part)
-            rows.append((title, bare(run.label, [setting]), value, value_of(run, metric, cluster)))
+            rows.append((title, bare(run.label, [setting]), value, value_of(run, shown.name, cluster)))
     table = pd.DataFrame(rows, columns=["panel", "method", setting, "value"])
     if len(np.unique(table[setting].to_numpy())) < 2:
         raise DataError(f"the finished runs here do not vary {setting}; give the folders of all points of a sweep")
@@ -505,7 +498,7 @@ def sensitivities(
     titles, order = (list(dict.fromkeys(reduced[column])) for column in ("panel", "method"))
     figure, panels = panels_of(len(titles))
     for axes, title in zip(panels, titles, strict=True):
-        lines_of(axes, reduced.loc[(reduced["panel"] == title).to_numpy()], setting, metric, order)
+        lines_of(axes, reduced.loc[(reduced["panel"] == title).to_numpy()], setting, shown, order)
         axes.set_title(title.replace(", ", "\n"))
     shared_legend(panels, ncols=2 if len(panels) < 3 else 4)
     return figure, reduced

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from coterie.errors import ConfigError
+from coterie.functional.metrics import ACCURACY, LOSS, Metric, stored
 from coterie.results.summary import StoredRun
 from coterie.simulation.run import Observer, Progress
 
@@ -124,7 +125,7 @@ def live(open_writer: Opener, settings: Mapping[str, Any] | None = None) -> Iter
         settings: told to each of them.
 
     Yields:
-        The observer for `run_study` or `simulate`. Validation loss and accuracy are means over clients.
+        The observer for `run_study` or `simulate`. Values are means over clients.
     """
     writers: dict[tuple[str, int], Writer] = {}
 
@@ -132,7 +133,8 @@ def live(open_writer: Opener, settings: Mapping[str, Any] | None = None) -> Iter
         key = step.label, step.seed
         if key not in writers:
             writers[key] = open_writer(f"{step.label}-seed-{step.seed}", {**(settings or {}), "seed": step.seed})
-        values = {"validation/loss": step.loss, "validation/accuracy": step.accuracy, "seconds": step.seconds}
+        values = {f"validation/{LOSS.name}": step.loss, f"validation/{ACCURACY.name}": step.accuracy}
+        values |= {"seconds": step.seconds, **{f"train/{name}": value for name, value in step.reported.items()}}
         writers[key].log(step.round + 1, {name: value for name, value in values.items() if value == value})
 
     try:
@@ -149,11 +151,25 @@ def export(runs: Sequence[StoredRun], open_writer: Opener) -> int:
         How many runs were written.
     """
     for run in runs:
-        writer = open_writer(f"{run.study}-{run.label}-seed-{run.seed}".replace(os.sep, "-"), dict(_flat(run.config)))
+        declared = {name: described(run.known[name]) for name in stored(run.known.values())}
+        settings = dict(_flat({**run.config, **({"metrics": declared} if declared else {})}))
+        writer = open_writer(f"{run.study}-{run.label}-seed-{run.seed}".replace(os.sep, "-"), settings)
         for index, values in _by_round(run):
             writer.log(index + 1, values)
         writer.close()
     return len(runs)
+
+
+def described(metric: Metric) -> str:
+    """Say what a metric is: its title and unit, and which values are better.
+
+    Example:
+        >>> described(ACCURACY)
+        'accuracy, times 100 in %, higher is better'
+    """
+    scale = f", times {metric.scale:g}" if metric.scale != 1 else ""
+    unit = f" in {metric.unit}" if metric.unit else ""
+    return metric.title + scale + unit + (f", {metric.better} is better" if metric.better else "")
 
 
 def _by_round(run: StoredRun) -> Iterator[tuple[int, dict[str, float]]]:

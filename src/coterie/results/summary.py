@@ -23,14 +23,16 @@ from scipy import stats
 from coterie._util.files import write_atomically
 from coterie.errors import DataError
 from coterie.functional import metrics
+from coterie.functional.metrics import Metrics
+from coterie.methods import METHODS
+from coterie.methods.base import Method
 from coterie.simulation.record import EDGE_COLUMNS, METRIC_COLUMNS
 
 CONFIG, METRICS, EDGES, PROVENANCE = "config.toml", "metrics.parquet", "edges.parquet", "provenance.json"
 FEDERATION = "federation.json"
-HIGHER_IS_BETTER = frozenset(
-    {"accuracy", "balanced_accuracy", "train_prior_accuracy", "global_accuracy", "top5_accuracy", "f1", "auc", "r2"}
-)
 CONFIDENCE = 0.95
+MEANS = {"all": "mean over clients", "clusters": "mean over clusters"}
+"""What the means in a summary are over."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class StoredRun:
     provenance: dict[str, Any]
     metrics: pd.DataFrame
     edges: pd.DataFrame
+
+    @cached_property
+    def known(self) -> Metrics:
+        """The metrics that are built in, and those that its method declared."""
+        return metrics.REGISTRY.with_stored(self.provenance.get("metrics") or {})
 
     @property
     def method(self) -> dict[str, Any]:
@@ -113,10 +120,20 @@ class StoredRun:
         best = tests.loc[(tests["model"] == "best").to_numpy()]
         return tests if best.empty else best
 
+    @property
+    def results(self) -> list[str]:
+        """The metrics of its result: those of the final test, and those that its rounds reported as results."""
+        rounds = self.metrics.loc[(self.metrics["split"] == "train").to_numpy(), "metric"].unique()
+        reported = [str(name) for name in rounds if self.known.get(name, metrics.LABEL).shown in ("result", "further")]
+        return list(dict.fromkeys([*map(str, self.final_rows["metric"]), *reported]))
+
     def final(self, metric: str) -> pd.Series:
-        """The final test value of a metric per client, indexed by client id."""
+        """The final test value of a metric per client, indexed by client id; else the last that rounds reported."""
         rows = self.final_rows
         rows = rows.loc[(rows["metric"] == metric).to_numpy()]
+        if rows.empty and not self.known[metric].on_samples:
+            reported = (self.metrics["split"] == "train") & (self.metrics["metric"] == metric)
+            rows = self.metrics.loc[reported.to_numpy()].drop_duplicates("client", keep="last")
         return pd.Series(rows["value"].to_numpy(float), index=rows["client"].to_numpy()).sort_index()
 
 
@@ -210,25 +227,34 @@ def read_run(folder: Path) -> StoredRun | Problem:
     try:
         config = tomllib.loads((folder / CONFIG).read_text("utf-8"))
         provenance = json.loads((folder / PROVENANCE).read_text("utf-8")) if (folder / PROVENANCE).is_file() else {}
-        metrics = pq.ParquetFile(folder / METRICS).read().to_pandas()
+        measured = pq.ParquetFile(folder / METRICS).read().to_pandas()
         edges = pd.DataFrame(columns=EDGE_COLUMNS)
         if (folder / EDGES).is_file():
             edges = pq.ParquetFile(folder / EDGES).read().to_pandas()
-    except (OSError, ValueError) as error:
+        metrics.REGISTRY.with_stored(provenance.get("metrics") or {})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         return Problem(folder, f"a file is damaged: {str(error).splitlines()[0]}")
-    for name, table, columns in ((METRICS, metrics, METRIC_COLUMNS), (EDGES, edges, EDGE_COLUMNS)):
+    for name, table, columns in ((METRICS, measured, METRIC_COLUMNS), (EDGES, edges, EDGE_COLUMNS)):
         lacking = [column for column in columns if column not in table.columns]
         if lacking:
             return Problem(folder, f"{name} has no column {lacking[0]!r}; it is not the table of a run")
-    if not len(metrics):
+    if not len(measured):
         return Problem(folder, f"{METRICS} is empty: no round has ended yet")
-    return StoredRun(folder, config, provenance, metrics, edges)
+    return StoredRun(folder, config, provenance, measured, edges)
 
 
 def main_metric(runs: Sequence[StoredRun]) -> str:
-    """The metric by which methods are compared: accuracy where there is one, else the loss."""
-    names = {str(name) for run in runs for name in run.metrics["metric"].unique()}
-    return "accuracy" if "accuracy" in names else "loss"
+    """The metric by which methods are compared: accuracy where there is one, else the loss.
+
+    Validation data have no squared error, so regression is compared by its loss.
+    """
+    names = {str(name) for run in runs for name in run.metrics["metric"].unique()} - {metrics.MSE.name}
+    return metrics.REGISTRY.main([*sorted(names), metrics.LOSS.name])
+
+
+def metrics_of(runs: Iterable[StoredRun]) -> Metrics:
+    """The metrics that are built in, and those that the methods of some runs declared."""
+    return Metrics({name: one for run in runs for name, one in run.known.items()})
 
 
 def cluster_names(folder: str | Path, clusters: Iterable[int]) -> dict[int, str]:
@@ -248,7 +274,8 @@ def summarize(study: str | Path) -> dict[str, Any]:
         `study`, `rows` and `timing`. A row is the final test value of one metric of one method: the mean over the
         clients of one planted cluster, over all clients ("all"), or the unweighted mean over clusters ("clusters");
         then mean and population standard deviation over the seeds. `participation`, `time_to_accuracy` and `undefined`
-        are those of `histories`. `scale` is there when the rounds were scaled.
+        are those of the functions below. `metrics` is there when methods declared some, and `scale` when the rounds
+        were scaled.
 
     Raises:
         DataError: when the folder holds no run.
@@ -263,8 +290,7 @@ def summary_of(runs: Sequence[StoredRun], study: str | Path) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for label, group in by_label(runs).items():
         done = [run for run in group if run.finished]
-        metrics = list(dict.fromkeys(str(m) for run in done for m in run.final_rows["metric"]))
-        for metric in metrics:
+        for metric in dict.fromkeys(name for run in done for name in run.results):
             reduced = pd.DataFrame([cluster_means(run, metric) for run in done])
             for cluster in reduced.columns:
                 values = reduced[cluster].to_numpy(float)
@@ -293,6 +319,8 @@ def summary_of(runs: Sequence[StoredRun], study: str | Path) -> dict[str, Any]:
     content: dict[str, Any] = {"study": runs[0].study if runs else Path(study).name, "rows": rows, "timing": timing}
     finished = [run for run in runs if run.finished]
     content |= {one.__name__: one(finished) for one in (participation, time_to_accuracy, undefined)}
+    if declared := metrics.stored(metrics_of(runs).values()):
+        content["metrics"] = declared
     scales = {float(run.config.get("scale", 1.0)) for run in runs} - {1.0}
     return {**content, "scale": min(scales)} if scales else content
 
@@ -359,8 +387,8 @@ def gains_of(runs: Sequence[StoredRun]) -> dict[str, Any]:
 
 def client_gains(runs: Sequence[StoredRun], baseline: str | None, metric: str) -> dict[str, dict[int, pd.Series]]:
     """The gain of each client over the baseline, by label and seed; only seeds that both have."""
+    sign = metrics_of(runs)[metric].sign or 1
     alone = {run.seed: run.final(metric) for run in runs if run.label == baseline}
-    sign = 1.0 if metric in HIGHER_IS_BETTER else -1.0
     found: dict[str, dict[int, pd.Series]] = {}
     for run in runs:
         if run.label != baseline and run.seed in alone:
@@ -399,9 +427,12 @@ def write_summary(study: str | Path) -> Path:
     return path
 
 
-BASES = {"sosicfl-plus": "ditto"}
-"""The kind of method whose best accuracy others are timed against; FedAvg where a kind is not named."""
-TIMED = ("accuracy", "global_accuracy")
+TIMED = (metrics.ACCURACY.name, metrics.GLOBAL_ACCURACY.name)
+
+
+def declared(run: "StoredRun", name: str) -> Any:
+    """Return what the class of a run's method declares, as the run noted it: `server` or `timed_against`."""
+    return run.provenance.get(name, getattr(METHODS.get(run.kind, Method), name))
 
 
 def client_rounds(table: pd.DataFrame) -> int:
@@ -410,7 +441,7 @@ def client_rounds(table: pd.DataFrame) -> int:
     Args:
         table: the metrics table of a run.
     """
-    trained = (table["split"] == "train") & (table["metric"] == "loss") & (table["round"] >= 0)
+    trained = (table["split"] == "train") & (table["metric"] == metrics.LOSS.name) & (table["round"] >= 0)
     return int(trained.to_numpy().sum())
 
 
@@ -434,7 +465,8 @@ def participation(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
 def time_to_accuracy(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     r"""Return how much sooner each method reaches the largest accuracy of a baseline than the baseline did.
 
-    The baseline of SosicFL+ is Ditto, that of all others FedAvg; both need evaluations over the rounds (`eval_every`).
+    The baseline is what the method declares (`Method.timed_against`): Ditto for SosicFL+, FedAvg for most others. Both
+    need evaluations over the rounds (`eval_every`).
 
     Args:
         runs: finished runs of one study.
@@ -448,7 +480,7 @@ def time_to_accuracy(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     bases: dict[tuple[str, int], StoredRun] = {(run.kind, run.seed): run for run in runs}
     found: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {}
     for run in runs:
-        base = bases.get((BASES.get(run.kind, "fedavg"), run.seed))
+        base = bases.get((declared(run, "timed_against"), run.seed))
         for metric in TIMED if base is not None and base.label != run.label else ():
             own, theirs = curve(run.metrics, metric), curve(base.metrics, metric)  # type: ignore[union-attr]
             if own[0] and theirs[0]:

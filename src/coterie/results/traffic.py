@@ -13,6 +13,7 @@ import pandas as pd
 from jaxtyping import Float
 
 from coterie.errors import ConfigError
+from coterie.functional.metrics import BYTES_DOWN, BYTES_UP, COSTS, EXTRA_BYTES
 from coterie.methods.base import Method
 from coterie.methods.dac import Dac
 from coterie.methods.ditto import Ditto
@@ -27,7 +28,7 @@ from coterie.methods.sosicfl import SimplexMethod
 
 ENVELOPE = 523
 """Bytes of a message between machines beside its numbers: manifest, signature, header (see docs/reference/wire.md)."""
-COUNTED = ("passes", "extra_models", "extra_floats", "extra_bytes", "bytes_down", "bytes_up")
+COUNTED = tuple(one.name for one in COSTS)
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,7 @@ def counted(metrics: pd.DataFrame, edges: pd.DataFrame) -> pd.DataFrame:
     slots = pd.DataFrame({"models": read.size(), "bytes": read["bytes"].sum()})
     slots.index.names = ["round", "client"]
     table = slots.join(wide, how="outer").reindex(columns=["models", "bytes", *COUNTED]).fillna(0.0)
-    table["bytes"] += table["extra_bytes"] + table["bytes_down"] + table["bytes_up"]
+    table["bytes"] += table[EXTRA_BYTES.name] + table[BYTES_DOWN.name] + table[BYTES_UP.name]
     return table.reset_index()
 
 
@@ -325,8 +326,8 @@ def traffic(
         values = np.bincount(table["round"].to_numpy(np.int64), table[column].to_numpy(float), minlength=rounds)
         return values.astype(float)  # of an empty table it makes whole numbers
 
-    named = {
-        name: metrics.loc[(metrics["metric"] == name).to_numpy()] for name in ("extra_bytes", "bytes_down", "bytes_up")
-    }
-    received = summed(edges, "bytes") + summed(named["extra_bytes"], "value") + summed(named["bytes_down"], "value")
-    return received, summed(named["bytes_up"], "value")
+    extra, down, up = (
+        summed(metrics.loc[(metrics["metric"] == one.name).to_numpy()], "value")
+        for one in (EXTRA_BYTES, BYTES_DOWN, BYTES_UP)
+    )
+    return summed(edges, "bytes") + extra + down, up

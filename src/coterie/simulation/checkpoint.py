@@ -24,6 +24,7 @@ from coterie._util.files import replacing, write_atomically
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError
+from coterie.functional.metrics import stored
 from coterie.methods.base import Method, State
 
 if TYPE_CHECKING:
@@ -168,6 +169,8 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "round": loop.next_round,
         "config_hash": run,
         "method": {"kind": loop.method.kind, **{k: str(v) for k, v in dataclasses.asdict(loop.method).items()}},
+        "server": loop.method.server,
+        "timed_against": loop.method.timed_against,
         "engine": {
             "name": loop.task.engine.name,
             "block": loop.task.block,
@@ -181,6 +184,7 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "threads": torch.get_num_threads(),
         "timing": timing,
         "undefined": loop.undefined,
+        **({"metrics": own} if (own := stored(loop.recorded.values())) else {}),
     }
 
 

@@ -12,9 +12,6 @@ from torch import Tensor
 
 from coterie.functional import metrics
 
-MAXIMA = ("accuracy", "balanced_accuracy", "global_accuracy")
-"""Metrics whose largest mean over clients is reported, as "accuracy_max" and so on."""
-
 
 def cluster_metrics(
     label: Int[Tensor, " clients"], truth: Int[Tensor, " clients"] | None, counts: Int[Tensor, "clients classes"]
@@ -35,13 +32,14 @@ def explained_clusters(
     label: Int[Tensor, " clients"], truth: Int[Tensor, " clients"] | None, counts: Int[Tensor, "clients classes"]
 ) -> tuple[dict[str, float], dict[str, str]]:
     """As `cluster_metrics`, with the reason for each score that is NaN."""
-    scores, reasons = {"n_clusters": float(len(label.unique()))}, {}
+    scores, reasons = {metrics.N_CLUSTERS.name: float(len(label.unique()))}, {}
     measures: dict[str, Callable[[], float]] = {}
     if truth is not None:
-        measures |= {"rand": lambda: metrics.rand(truth, label)}
-        measures |= {"adjusted_rand": lambda: metrics.adjusted_rand(truth, label)}
+        measures |= {metrics.RAND.name: lambda: metrics.rand(truth, label)}
+        measures |= {metrics.ADJUSTED_RAND.name: lambda: metrics.adjusted_rand(truth, label)}
     if counts.shape[1]:
-        measures |= {"was": lambda: metrics.was(counts, label), "wadb": lambda: metrics.wadb(counts, label)}
+        measures |= {metrics.WAS.name: lambda: metrics.was(counts, label)}
+        measures |= {metrics.WADB.name: lambda: metrics.wadb(counts, label)}
     for name, measure in measures.items():
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", metrics.Undefined)
@@ -59,16 +57,19 @@ def reductions(
     Args:
         accuracy: of each client.
         samples: test samples of each.
-        label: the found clusters; without them there is no "accuracy_cluster_then_client".
+        label: the found clusters; without them accuracy is not reduced cluster by cluster.
     """
-    names = ("sample_weighted",) if label is None else ("sample_weighted", "cluster_then_client")
     found = None if label is None else label.cpu()
-    values = {how: metrics.federated(accuracy, samples, found, how=how) for how in names}
-    return {f"accuracy_{how}": torch.full((len(accuracy),), value).double() for how, value in values.items()}
+    values = {
+        entry.name: metrics.federated(accuracy, samples, found, how=how)
+        for how, entry in metrics.REDUCTIONS.items()
+        if found is not None or how == "sample_weighted"
+    }
+    return {name: torch.full((len(accuracy),), value).double() for name, value in values.items()}
 
 
 def maxima(table: pd.DataFrame) -> dict[str, Tensor]:
-    """Return each client's value in the round in which the mean over clients was largest, for each of MAXIMA.
+    """Return each client's value in the round in which the mean over clients was largest, for each of `metrics.MAXIMA`.
 
     The mean of what is returned is ACC as the papers of personalized learning report it: the maximum over rounds,
     on test data, and so optimistic.
@@ -78,9 +79,9 @@ def maxima(table: pd.DataFrame) -> dict[str, Tensor]:
     """
     tests = table[(table["split"] == "test") & (table["model"] == "current")]
     out = {}
-    for metric in MAXIMA:
-        rows = pd.DataFrame(tests[tests["metric"] == metric])
+    for metric, largest in metrics.MAXIMA.items():
+        rows = pd.DataFrame(tests[tests["metric"] == metric.name])
         history = rows.pivot_table(index="round", columns="client", values="value", observed=True).to_numpy(dtype=float)
         if len(history):
-            out[f"{metric}_max"] = torch.from_numpy(history[np.nanmean(history, axis=1).argmax()].copy())
+            out[largest.name] = torch.from_numpy(history[np.nanmean(history, axis=1).argmax()].copy())
     return out

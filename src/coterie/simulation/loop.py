@@ -4,6 +4,7 @@ A simulation hosts all clients in memory and a node hosts one over the network; 
 """
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,27 +12,20 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from coterie.engine.optim import Moments
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.exchange.base import Exchange, Message
-from coterie.methods.base import Info, Method, Order, PeerMethod, Round
+from coterie.functional import metrics
+from coterie.methods.base import NOTES, Info, Method, Order, PeerMethod, Round
 from coterie.rng import Rng
 from coterie.simulation import final_metrics
 from coterie.simulation._sequential import sequential_round
 from coterie.simulation.record import Record
 from coterie.simulation.settings import Settings
 
-# Of a round's report, kept as metrics.
-_KEPT = (
-    "loss", "passes", "extra_models", "extra_floats", "extra_bytes", "bytes_down", "bytes_up",
-    "gradient_variance", "composed_gradient_variance", "interaction_change",
-)  # fmt: skip
 
-_REASONS = {
-    "balanced_accuracy": "a client has no test samples",
-    "train_prior_accuracy": "no test sample of a client has a class of its training data",
-}
+class Undeclared(UserWarning):
+    """A method reports a value that it does not declare: it is not recorded."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +99,9 @@ class Loop:
         self.validation: dict[str, Tensor] = {}
         self.train_samples = 0
         self.undefined: dict[str, str] = {}  # why final metrics are NaN
+        self.recorded = method.recorded()  # of what rounds report
+        self.reported: dict[str, float] = {}  # means over clients of the last report
+        self._undeclared: set[str] = set()  # what rounds report in vain
         if settings.schedule != "synchronous" and not isinstance(method, PeerMethod):
             raise ConfigError(
                 f"schedule = {settings.schedule!r} is for peer-to-peer methods; {method.kind} has a server"
@@ -153,9 +150,10 @@ class Loop:
         info: Info = {}
         if isinstance(self.method, PeerMethod) and self.order == "exchange_first" and epochs:
             local = dataclasses.replace(settings.local, epochs=epochs)
-            params, info = self.task.carrying(self.state.moments).train(self.state.params, rng, local)
+            task = self.task.carrying(self.state.moments)
+            params, info = task.train(self.state.params, rng, local)
             self.state = self.method.trained(dataclasses.replace(self.state, params=params), self.state.params)
-            self.state = dataclasses.replace(self.state, moments=_carried(self.state.moments, info))
+            self.state = dataclasses.replace(self.state, moments=task.moments)
         self.exchange.begin(rng)
         self.exchange.enter(self.task.ids)
         whole = self._context(-1, everybody, torch.arange(self.task.population))
@@ -182,7 +180,7 @@ class Loop:
         else:
             assert isinstance(self.method, PeerMethod)
             new, info = sequential_round(self.method, rnd, part, self.settings.schedule, self._standing())
-        new = dataclasses.replace(new, moments=_carried(part.moments, info))
+        new = dataclasses.replace(new, moments=rnd.task.moments)
         self.state = new if whole else self.state.put(rows, new)
         self.record.add_edges(index, self.task.ids[rows], info)
         self._after(index, rows, info)
@@ -234,15 +232,15 @@ class Loop:
         unknown = self.task.counts("validation") == 0
         patience = None if self.method.server else self.settings.patience
         before = self.tracker.stopped
-        loss = self.validation["loss"]
+        loss = self.validation[metrics.LOSS.name]
         self.tracker = self.tracker.observe(judged, loss, measured, unknown, patience)
         new = self.tracker.stopped & ~before
         if bool(new.any()):
             models = self.tracker.best if self.settings.stopped_broadcast == "best" else self.state.params
             self.exchange.retire(ids[new], models[new])
         self.record.add_metrics(index, ids, "validation", "current", self.validation)
-        if "label" in extra:
-            self.record.add_metrics(index, ids, "train", "current", {"label": extra["label"]})
+        if (label := metrics.LABEL.name) in extra:
+            self.record.add_metrics(index, ids, "train", "current", {label: extra[label]})
         every = self.settings.eval_every
         if every and (index + 1) % every == 0 and index >= 0:
             self.record.add_metrics(index, ids, "test", "current", self._tested(index, params))
@@ -250,12 +248,17 @@ class Loop:
     def _record_info(self, index: int, ids: Tensor, info: Info) -> None:
         if not len(ids):
             return
-        kept = {name: info[name] for name in _KEPT if name in info}
+        kept = {name: value for name, value in info.items() if name in self.recorded}
+        self.reported = {name: float(value.double().nanmean()) for name, value in kept.items()}
         if kept:
             self.record.add_metrics(index, ids, "train", "current", kept)
-        if "diverged" in info and bool(info["diverged"].any()):
-            lost = info["diverged"]
-            self.record.add_metrics(index, ids[lost], "train", "current", {"diverged": torch.ones(int(lost.sum()))})
+        lost = info.get(name := metrics.DIVERGED.name)
+        if lost is not None and bool(lost.any()):
+            self.record.add_metrics(index, ids[lost], "train", "current", {name: torch.ones(int(lost.sum()))})
+        for key in sorted(set(info) - NOTES - {metrics.DIVERGED.name} - self._undeclared - set(self.recorded)):
+            self._undeclared.add(key)
+            text = f"{self.method.kind} reports {key!r}, which is not recorded; declare it in `reports` of its class: "
+            warnings.warn(f'{text}reports = (Metric({key!r}, "what it is"),)', Undeclared, stacklevel=2)
 
     def _served(self, index: int) -> tuple[Tensor, Info]:
         if not self.method.server:
@@ -271,33 +274,37 @@ class Loop:
         values = task.evaluate(params)
         if not self.task.classes or not wanted:
             return values
-        if wanted & {"balanced_accuracy", "train_prior_accuracy"}:
+        balanced, prior, overall = (
+            one.name for one in (metrics.BALANCED_ACCURACY, metrics.TRAIN_PRIOR_ACCURACY, metrics.GLOBAL_ACCURACY)
+        )
+        if wanted & {balanced, prior}:
             recall, number = task.recalls(params)
-            if "balanced_accuracy" in wanted:
-                values["balanced_accuracy"] = recall.nanmean(1)
-            if "train_prior_accuracy" in wanted:
+            if balanced in wanted:
+                values[balanced] = recall.nanmean(1)
+            if prior in wanted:
                 weight = (self.task.class_counts() * number).to(recall)
-                values["train_prior_accuracy"] = (weight * recall.nan_to_num()).sum(1) / weight.sum(1)
+                values[prior] = (weight * recall.nan_to_num()).sum(1) / weight.sum(1)
             self._explain(values)
-        if "global_accuracy" in wanted and self.method.server:
+        if overall in wanted and self.method.server:
             self.exchange.cohort(lambda: torch.arange(self.task.population))
             self.exchange.enter(self.task.ids)
             everybody, population = torch.arange(len(self.task)), torch.arange(self.task.population)
             models = self.method.overall(self._context(index, everybody, population), self.state)
-            values["global_accuracy"] = task.pooled_accuracy(models)
+            values[overall] = task.pooled_accuracy(models)
         return values
 
     def _explain(self, values: Mapping[str, Tensor]) -> None:
         """Note why a client has no value of a metric."""
-        for name, reason in _REASONS.items():
-            if name in values and bool(values[name].isnan().any()):
-                self.undefined[name] = f"{name.replace('_', ' ')} is undefined: {reason}"
+        for name, value in values.items():
+            entry = metrics.REGISTRY[name]
+            if entry.undefined and bool(value.isnan().any()):
+                self.undefined[name] = f"{entry.title} is undefined: {entry.undefined}"
 
     def _outcome(self, label: Tensor | None, tested: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the settings ask of the whole run and its final test; needs all clients here."""
         wanted, values = self.settings.extra_metrics, {}
-        if "reductions" in wanted and "accuracy" in tested:
-            values |= final_metrics.reductions(tested["accuracy"].cpu(), self.task.test_counts(), label)
+        if "reductions" in wanted and (name := metrics.ACCURACY.name) in tested:
+            values |= final_metrics.reductions(tested[name].cpu(), self.task.test_counts(), label)
         if "maxima" in wanted:
             values |= final_metrics.maxima(self.record.metrics)
         if "clusters" in wanted:
@@ -323,17 +330,6 @@ class Loop:
             self.record.drop_metrics(last, split, model)  # the round may have measured its current models already
             self.record.add_metrics(last, self.task.ids, split, model, values)
         if whole:
-            found = self._outcome(known.get("label"), measured["test"])
+            found = self._outcome(known.get(metrics.LABEL.name), measured["test"])
             self.record.add_metrics(last, self.task.ids, "test", model, found)
         return params
-
-
-def _carried(before: Moments | None, info: Info) -> Moments | None:
-    """Return what clients keep of their optimizers after a round, from what their trainings reported."""
-    if before is None:
-        return None
-    values, taken = list(before.values.unbind(1)), list(before.taken.unbind(1))
-    for track, prefix in zip(range(len(values)), ("", "personal_"), strict=False):
-        if f"{prefix}moments" in info:
-            values[track], taken[track] = info[f"{prefix}moments"], info[f"{prefix}taken"]
-    return Moments(torch.stack(values, 1), torch.stack(taken, 1))

@@ -2,9 +2,10 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -12,11 +13,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coterie._util import pages
+from coterie._util.facts import Told
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
 from coterie.exchange.base import Exchange
 from coterie.exchange.in_memory import InMemory
+from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS
 from coterie.methods.base import Method
 from coterie.models.layout import ModelSource, source
 from coterie.rng import Rng
@@ -30,7 +33,7 @@ __all__ = ["Observer", "Progress", "Run", "Settings", "simulate"]
 
 @dataclass(frozen=True)
 class Progress:
-    """What an observer hears after each round."""
+    """What an observer hears after each round; `reported` has means over clients of what the method reported."""
 
     label: str
     seed: int
@@ -39,13 +42,14 @@ class Progress:
     loss: float
     accuracy: float
     seconds: float
+    reported: Mapping[str, float] = field(default_factory=dict)
 
 
 Observer = Callable[[Progress], None]
 
 
-@dataclass(frozen=True)
-class Run:
+@dataclass(frozen=True, repr=False)
+class Run(Told):
     """The result of a run.
 
     Attributes:
@@ -54,6 +58,7 @@ class Run:
         timing: wall_s, train_s and train_samples.
         params: the model of each client that was evaluated.
         diverged: ids of the clients whose model became NaN or infinite.
+        folder: where its files are; None when nothing was written.
     """
 
     label: str
@@ -65,6 +70,27 @@ class Run:
     timing: dict[str, float]
     params: Float[Tensor, "clients params"]
     diverged: tuple[int, ...]
+    folder: Path | None = None
+
+    def facts(self) -> tuple[str, dict[str, Any]]:
+        """Return a title, and what the run came to in a few words; `print` and notebooks show it."""
+        table = self.metrics
+        last = int(table["round"].to_numpy().max())
+        tests = table.loc[((table["split"] == "test") & (table["round"] == last)).to_numpy()]
+        best = tests.loc[(tests["model"] == "best").to_numpy()]
+        final = {
+            f"test {metric}": f"{rows['value'].mean():.4g} ± {rows['value'].std(ddof=0):.2g} (mean ± std over clients)"
+            for metric, rows in (tests if best.empty else best).groupby("metric", sort=False, observed=True)
+        }
+        lost = f"{len(self.diverged)} of {len(self.params)} clients" if self.diverged else "no client"
+        return f"Run of {self.label!r} with seed {self.seed}", {
+            "method": self.method,
+            "clients": len(self.params),
+            "rounds": last + 1,
+            **final,
+            "diverged": lost,
+            "folder": self.folder or "none: nothing was written",
+        }
 
 
 def simulate(
@@ -130,10 +156,11 @@ def simulate(
     if folder is not None:
         checkpoint.finish(folder, loop, identity, timing)
     metrics = loop.record.metrics
-    lost = set(metrics.loc[metrics["metric"] == "diverged", "client"].tolist())
+    lost = set(metrics.loc[metrics["metric"] == DIVERGED.name, "client"].tolist())
     return Run(
-        label or method.kind, seed, method, settings, metrics, loop.record.edges, timing, params, tuple(sorted(lost))
-    )
+        label or method.kind, seed, method, settings, metrics, loop.record.edges, timing, params, tuple(sorted(lost)),
+        folder,
+    )  # fmt: skip
 
 
 def reopen(
@@ -239,7 +266,8 @@ def _progress(loop: Loop, label: str, seed: int, started: float) -> Progress:
         seed=seed,
         round=loop.next_round - 1,
         rounds=loop.settings.rounds,
-        loss=mean("loss"),
-        accuracy=mean("accuracy"),
+        loss=mean(LOSS.name),
+        accuracy=mean(ACCURACY.name),
         seconds=time.perf_counter() - started,
+        reported=dict(loop.reported),
     )

@@ -9,20 +9,10 @@ import torch
 from coterie.engine.precision import Precision
 from coterie.engine.task import InitMode, LocalTraining
 from coterie.errors import require
+from coterie.functional.metrics import ExtraMetric
 from coterie.methods.base import Order
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-ExtraMetric = Literal[
-    "balanced_accuracy",
-    "train_prior_accuracy",
-    "global_accuracy",
-    "clusters",
-    "maxima",
-    "reductions",
-    "gradient_variance",
-    "composed_gradient_variance",
-    "interaction_change",
-]
 Schedule = Literal["synchronous", "sequential_exchange", "sequential"]
 
 

@@ -20,7 +20,7 @@ from coterie._util import tables
 from coterie.data.build import DataConfig
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, require, unknown
-from coterie.methods import METHODS
+from coterie.methods import METHODS, registry
 from coterie.simulation.settings import Settings
 from coterie.studies.definition import NAME, MethodConfig, ModelConfig, StudyConfig
 
@@ -32,7 +32,7 @@ def load(source: str | Path = DEFAULT_STUDY, overrides: Iterable[str] = ()) -> S
     """Read a study.
 
     Args:
-        source: path of a TOML file, or the name of a built-in study.
+        source: path of a TOML file, or the name of a built-in study. What it `extends` is read first.
         overrides: assignments such as "methods.dac.tau=30"; they win over the file.
 
     Raises:
@@ -42,11 +42,17 @@ def load(source: str | Path = DEFAULT_STUDY, overrides: Iterable[str] = ()) -> S
         >>> load("rotated-digits", ["rounds=3"]).settings.rounds
         3
     """
-    text, name = _read(str(source))
-    return loads(text, str(source), overrides, name=name)
+    name, file = _find(str(source), builtin())
+    return parse({"name": name, **_read(file)}, overrides)
 
 
-def loads(text: str, where: str = "the study", overrides: Iterable[str] = (), *, name: str = "study") -> StudyConfig:
+load_study = load
+"""`load` as it is called among the public names."""
+
+
+def loads(
+    text: str, where: str = "the study", overrides: Iterable[str] = (), *, name: str = "study", to_run: bool = True
+) -> StudyConfig:
     """Read a study from the text of a study file; see `load`.
 
     Args:
@@ -54,16 +60,14 @@ def loads(text: str, where: str = "the study", overrides: Iterable[str] = (), *,
         where: what to call it in messages.
         overrides: assignments.
         name: of the study, when the text has none.
+        to_run: whether it shall run. To read its results no module is imported: methods that are not built in are
+            `registry.StoredMethod`.
     """
-    try:
-        content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where} is not valid TOML: {error}") from error
-    return parse({"name": name, **content}, overrides)
+    return parse({"name": name, **_whole(text, where)}, overrides, to_run=to_run)
 
 
-def parse(content: Mapping[str, Any], overrides: Iterable[str] = ()) -> StudyConfig:
-    """Check the table of a study file and return the study; see `load`."""
+def parse(content: Mapping[str, Any], overrides: Iterable[str] = (), *, to_run: bool = True) -> StudyConfig:
+    """Check the table of a study file and return the study; see `loads`."""
     content = copy.deepcopy(dict(content))
     for assignment in overrides:
         assign(content, assignment)
@@ -85,7 +89,7 @@ def parse(content: Mapping[str, Any], overrides: Iterable[str] = ()) -> StudyCon
         data=tables.parse(DataConfig, _section(content, "data"), "data"),
         model=tables.parse(ModelConfig, _section(content, "model"), "model"),
         settings=settings,
-        methods=_methods(content.get("methods", []), settings),
+        methods=_methods(content.get("methods", []), settings, to_run),
         **{f.name: getattr(head, f.name) for f in fields(head)},
     )
 
@@ -122,6 +126,7 @@ def identity(study: StudyConfig) -> dict[str, Any]:
         del content["precision"]
     for entry in content["methods"]:
         entry.pop("paper", None)
+        entry.pop("package", None)
     return dict(sorted(_leaves("", content)))
 
 
@@ -139,37 +144,133 @@ def difference(found: StudyConfig, wanted: StudyConfig) -> str:
     return ""
 
 
-def builtin() -> dict[str, Traversable]:
-    """Return the built-in studies by name."""
+def builtin(*, bases: bool = False) -> dict[str, Traversable]:
+    """Return the built-in studies by name; with `bases` also `_NAME` files, which are only there to be extended."""
 
     def walk(folder: Traversable, prefix: str) -> dict[str, Traversable]:
         found: dict[str, Traversable] = {}
         for item in folder.iterdir():
             if item.is_dir():
                 found |= walk(item, f"{prefix}{item.name}/")
-            elif item.name.endswith(".toml"):
+            elif item.name.endswith(".toml") and (bases or not item.name.startswith("_")):
                 found[prefix + item.name.removesuffix(".toml")] = item
         return found
 
     return dict(sorted(walk(resources.files("coterie.studies") / "builtin", "").items()))
 
 
-def _read(source: str) -> tuple[str, str]:
-    """The text of a study and its name."""
-    studies = builtin()
-    if source in studies:
-        return studies[source].read_text(encoding="utf-8"), source
-    path = Path(source)
+def _find(source: str, named: Mapping[str, Traversable], folder: Path = Path()) -> tuple[str, Traversable]:
+    """The name and the file of a study: one that has a name, or one at a path from a folder."""
+    if source in named:
+        return source, named[source]
+    path = folder / source
     if path.is_dir():
-        raise ConfigError(f"{source} is a folder; expected a study file or a name (`coterie studies` lists them)")
+        raise ConfigError(f"{path} is a folder; expected a study file or a name (`coterie studies` lists them)")
     if not path.exists():
         if path.suffix == ".toml":
-            raise ConfigError(f"there is no study file {source}; `coterie studies` lists those that have a name")
-        raise ConfigError(unknown("study", source, studies))
+            raise ConfigError(f"there is no study file {path}; `coterie studies` lists those that have a name")
+        raise ConfigError(unknown("study", source, named))
+    return path.stem, path
+
+
+def _read(file: Traversable, readers: Sequence[Path] = ()) -> dict[str, Any]:
+    """The table of a study file with all that it extends.
+
+    Args:
+        file: where it is.
+        readers: the files that extend it, the nearest last.
+    """
+    here = Path(str(file)).resolve()
+    if here in readers:
+        circle = " extends ".join(path.name for path in (*readers[readers.index(here) :], here))
+        raise ConfigError(f"{file} extends itself: {circle}")
     try:
-        return path.read_text(encoding="utf-8"), path.stem
+        text = file.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"cannot read {source}: {error}") from error
+        raise ConfigError(f"cannot read {file}: {error}") from error
+    return _whole(text, str(file), Path(str(file)).parent, (*readers, here))
+
+
+def _whole(text: str, where: str, folder: Path = Path(), readers: Sequence[Path] = ()) -> dict[str, Any]:
+    """The table of a study file's text with all that it extends; see `_read`."""
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{where} is not valid TOML: {error}") from error
+    if "extends" not in content:
+        return content
+    source = content.pop("extends")
+    try:
+        require(isinstance(source, str), "extends", source, "the name of a study or the path of a file, as text")
+        base = _read(_find(source, builtin(bases=True), folder)[1], readers)
+        base.pop("name", None)
+        _extend(base, content)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return base
+
+
+def _extend(base: dict[str, Any], own: dict[str, Any]) -> None:
+    """Change the table of a study, in place, as a file says that extends it.
+
+    First what it unsets goes. Then tables merge key by key, and any other value replaces. `methods.NAME.key` changes
+    methods as `--set` does; a [[methods]] entry changes the method of its label, or is added when there is none.
+    Last, `use_methods` says which run, in which order.
+    """
+    unset, used, methods = own.pop("unset", []), own.pop("use_methods", None), own.pop("methods", {})
+    for name, value in (("unset", unset), ("use_methods", used or [])):
+        require(isinstance(value, list) and all(isinstance(v, str) for v in value), name, value, "a list of names")
+    for path in unset:
+        _unset(base, keys(path), path)
+    _merge(base, own, "")
+    merged = base.setdefault("methods", [])
+    _require_methods(merged)
+    if isinstance(methods, Mapping):
+        _merge_methods(merged, methods)
+    else:
+        _require_methods(methods)
+        there = {_label(entry).lower(): entry for entry in merged}
+        for entry in methods:
+            label = _label(entry)
+            if label.lower() in there:
+                changed = {key: value for key, value in entry.items() if key != "label"}
+                _merge(there[label.lower()], changed, f"methods.{label}")
+            elif "kind" in entry:
+                merged.append(entry)
+            else:
+                raise ConfigError(f"{unknown('method', label, map(_label, merged))}; a new one needs a kind")
+    if used is not None:
+        base["methods"] = [entry for name in used for entry in _named(merged, name)]
+
+
+def _unset(content: dict[str, Any], parts: Sequence[str], path: str) -> None:
+    """Take out what is at a path; `methods.NAME` reaches a method, or all of a kind, as `--set` does."""
+    first, *rest = parts
+    if first not in content:
+        raise ConfigError(f"unset {path}: {unknown('key', first, content)}")
+    inner = content[first]
+    if not rest:
+        del content[first]
+    elif first == "methods":
+        _require_methods(inner)
+        found, key = _named(inner, rest[0]), rest[1:]
+        if not key:
+            content["methods"] = [entry for entry in inner if entry not in found]
+        else:
+            for entry in [entry for entry in found if key[0] in entry] or found[:1]:
+                _unset(entry, key, path)
+    else:
+        require(isinstance(inner, dict), f"unset {path}: {first}", inner, "a table")
+        _unset(inner, rest, path)
+
+
+def _require_methods(value: object) -> None:
+    fits = isinstance(value, list) and all(isinstance(entry, Mapping) for entry in value)
+    require(fits, "methods", value, "[[methods]] tables, each with a kind")
+
+
+def _label(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("label") or _kind(entry))
 
 
 @dataclass(frozen=True)
@@ -222,10 +323,10 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def _methods(value: object, settings: Settings) -> tuple[MethodConfig, ...]:
+def _methods(value: object, settings: Settings, to_run: bool) -> tuple[MethodConfig, ...]:
     if not isinstance(value, list):
         raise ConfigError(f"methods is {value!r}; expected [[methods]] tables, each with a kind")
-    return tuple(_method(entry, settings, f"methods[{i}]") for i, entry in enumerate(value))
+    return tuple(_method(entry, settings, f"methods[{i}]", to_run) for i, entry in enumerate(value))
 
 
 @dataclass(frozen=True)
@@ -235,12 +336,13 @@ class _Head:
     kind: str
     label: str | None = None
     paper: str | None = None
+    package: str = ""
 
 
 _HEAD = tuple(f.name for f in fields(_Head))
 
 
-def _method(entry: object, settings: Settings, where: str) -> MethodConfig:
+def _method(entry: object, settings: Settings, where: str, to_run: bool) -> MethodConfig:
     """One [[methods]] table: its own fields, any key of [local], and any setting of the study.
 
     Where a method has a field of the same name, its own is meant; `local.NAME` says local training's all the same.
@@ -248,12 +350,10 @@ def _method(entry: object, settings: Settings, where: str) -> MethodConfig:
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where} is {entry!r}; expected a table with a kind")
     head = tables.parse(_Head, {key: entry[key] for key in _HEAD if key in entry}, where)
-    if head.kind not in METHODS:
-        raise ConfigError(unknown("method", head.kind, METHODS))
-    label = head.label or head.kind
+    kind = registry.find(head.kind, head.package) if to_run else METHODS.get(head.kind)
+    label = head.label or (kind.kind if kind is not None and ":" in head.kind else head.kind)
     require(bool(NAME.fullmatch(label)), f"{where}: label", label, "letters, digits and ' ._+=,()-'")
-    kind = METHODS[head.kind]
-    own = {f.name for f in fields(kind) if f.init}
+    own = _unknown_keys(entry) if kind is None else {f.name for f in fields(kind) if f.init}
     local = {f.name for f in fields(LocalTraining)} - own
     run = {f.name for f in fields(Settings)} - {"local"} - own
     where = f"methods.{label}"
@@ -267,7 +367,22 @@ def _method(entry: object, settings: Settings, where: str) -> MethodConfig:
     given = {**_every(settings.local), **part(local), **_section(entry, "local")}
     trained = tables.parse(LocalTraining, given, where)
     settings = tables.parse(Settings, {**_every(settings), **part(run), "local": trained}, where)
+    if kind is None:
+        rest = {key: value for key, value in entry.items() if key not in ("kind", "label", "paper")}
+        return MethodConfig(label, registry.StoredMethod(head.kind, rest), settings, head.paper)
     return MethodConfig(label, tables.parse(kind, part(own), where), settings, head.paper)
+
+
+def _unknown_keys(entry: Mapping[str, Any]) -> set[str]:
+    """The keys of a [[methods]] table that may be a method's own: neither [local] nor the study has such a setting."""
+    known = {key: kind for kind in (LocalTraining, Settings) for key in (f.name for f in fields(kind))}
+    own = set(entry) - set(known) - {"local", *_HEAD}
+    for key in set(entry) & set(known) - {"local"}:
+        try:
+            tables.parse(known[key], {key: entry[key]}, key)
+        except ConfigError:
+            own.add(key)
+    return own
 
 
 def _every(value: Any) -> dict[str, Any]:
@@ -276,7 +391,10 @@ def _every(value: Any) -> dict[str, Any]:
 
 def _entry(entry: MethodConfig, study: Settings) -> dict[str, Any]:
     """One [[methods]] table: all its hyperparameters, and where its settings differ from the study's."""
-    own = {f.name for f in fields(entry.method)}
+    method, paper = entry.method, {"paper": entry.paper} if entry.paper else {}
+    if isinstance(method, registry.StoredMethod):
+        return {"kind": entry.kind, "label": entry.label, **paper, **method.settings}
+    own = {f.name for f in fields(method)}
 
     def changed(mine: Any, theirs: Any) -> dict[str, Any]:
         differs = {name: value for name, value in _every(mine).items() if value != getattr(theirs, name)}
@@ -285,8 +403,9 @@ def _entry(entry: MethodConfig, study: Settings) -> dict[str, Any]:
     local, run = changed(entry.settings.local, study.local), changed(entry.settings, study)
     hidden = {name: value for name, value in local.items() if name in own}
     said = {name: value for name, value in {**run, **local}.items() if name not in {"local", *hidden}}
-    head = {"kind": entry.kind, "label": entry.label, **({"paper": entry.paper} if entry.paper else {})}
-    return {**head, **tables.plain(entry.method), **head, **said, **({"local": hidden} if hidden else {})}
+    kind, package = registry.name_of(type(method))
+    head = {"kind": kind, "label": entry.label, **paper, **({"package": package} if package else {})}
+    return {**head, **tables.plain(method), **head, **said, **({"local": hidden} if hidden else {})}
 
 
 def assign(content: dict[str, Any], assignment: str) -> None:
@@ -368,10 +487,16 @@ def _merge_methods(methods: Sequence[dict[str, Any]], changes: Mapping[str, Any]
 
 def _named(methods: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     """The methods of a label, or else those of a kind."""
-    labels = [str(entry.get("label", entry.get("kind"))) for entry in methods]
+    labels = [_label(entry) for entry in methods]
     kinds = [str(entry.get("kind")) for entry in methods]
     for names in (labels, kinds):
         found = [entry for entry, own in zip(methods, names, strict=True) if own.lower() == name.lower()]
         if found:
             return found
     raise ConfigError(unknown("method of this study", name, {*labels, *kinds}))
+
+
+def _kind(entry: Mapping[str, Any]) -> str:
+    """The kind of a method, by which it is called when it has no label: not the import path that leads to its class."""
+    kind = str(entry.get("kind"))
+    return registry.find(kind).kind if ":" in kind else kind

@@ -7,6 +7,7 @@ from typing import Any
 
 from coterie.data.build import DataConfig
 from coterie.errors import ConfigError, require
+from coterie.methods import registry
 from coterie.methods.base import Method
 from coterie.simulation.settings import Settings
 
@@ -46,8 +47,9 @@ class MethodConfig:
 
     @property
     def kind(self) -> str:
-        """The method's name in METHODS."""
-        return self.method.kind
+        """The name under which a study file finds the method; see `registry.find`."""
+        method = self.method
+        return method.name if isinstance(method, registry.StoredMethod) else registry.name_of(type(method))[0]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from coterie.data.build import build_federation
 from coterie.data.federation import Federation
 from coterie.engine import ENGINES
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require, unknown
+from coterie.functional.metrics import DIVERGED
 from coterie.models.layout import ModelSource
 from coterie.results import summary
 from coterie.simulation import checkpoint
@@ -59,12 +60,14 @@ class Study:
         config: what was run.
         summary: the content of summary.json: `rows` and `timing`.
         diverged: for each run that lost clients to NaN or infinity: which clients.
+        server: whether a method of it has a server.
     """
 
     folder: Path
     config: StudyConfig
     summary: Mapping[str, Any]
     diverged: Mapping[Job, tuple[int, ...]]
+    server: bool = False
 
     @property
     def rows(self) -> pd.DataFrame:
@@ -148,7 +151,7 @@ class _Jobs:
 @lru_cache(maxsize=1)
 def _federation(study: str, seed: int, data_dir: Path | None) -> Federation:
     """The federation of a study file and a seed; the last one is kept, since jobs come seed by seed."""
-    return build_federation(config.loads(study).data, seed, data_dir)
+    return build_federation(config.loads(study, to_run=False).data, seed, data_dir)
 
 
 def _shared(federation: Federation) -> Federation | None:
@@ -210,32 +213,51 @@ def run_study(
     return _conclude(study, folder)
 
 
-def resume_study(folder: str | Path, **options: Any) -> Study:
+def resume_study(
+    folder: str | Path,
+    *,
+    data_dir: str | Path | None = None,
+    workers: int = 1,
+    federation: FederationSource | None = None,
+    model: ModelSource | None = None,
+    observer: Observer | None = None,
+) -> Study:
     """Go on with the study in a folder (that of a study, or of one of its runs).
 
     Args:
         folder: what `coterie run` named at its end, or when it was interrupted.
-        options: `data_dir`, `workers`, `federation`, `model` and `observer` of `run_study`.
+        data_dir: as in `run_study`.
+        workers: as in `run_study`.
+        federation: as in `run_study`, for a study with data of its own.
+        model: as in `run_study`, for a study with a module of its own.
+        observer: as in `run_study`.
 
     Raises:
-        ConfigError: when there is no study in the folder.
+        ConfigError: when there is no study in the folder, or a package that has one of its methods is missing.
     """
-    study, out = stored(folder)
-    return run_study(study, out=out, resume=True, **options)
+    study, out = stored(folder, to_run=True)
+    return run_study(
+        study, out=out, data_dir=data_dir, workers=workers, resume=True, federation=federation, model=model,
+        observer=observer,
+    )  # fmt: skip
 
 
-def stored(folder: str | Path) -> tuple[StudyConfig, Path]:
+def stored(folder: str | Path, *, to_run: bool = False) -> tuple[StudyConfig, Path]:
     """Return the study in a folder and the folder above it, under which the study was started.
 
+    Args:
+        folder: of a study, or of one of its runs.
+        to_run: whether it shall go on; to read its results needs no method, see `config.loads`.
+
     Raises:
-        ConfigError: when there is none.
+        ConfigError: when there is none, or it shall go on and a package that has one of its methods is missing.
     """
     path = Path(folder).resolve()
     if path.name.startswith("seed-") and (path.parent.parent / CONFIG).exists():
         path = path.parent.parent
     if not (path / CONFIG).exists():
         raise ConfigError(f"{folder} holds no study: no {CONFIG}; expected a folder that `coterie run` made")
-    study = config.loads((path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG))
+    study = config.loads((path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG), to_run=to_run)
     depth = len(Path(study.name).parts)
     if path.parts[-depth:] != Path(study.name).parts:
         raise ConfigError(f"{folder} holds the study {study.name!r} but is not called so; rename it back")
@@ -311,10 +333,10 @@ def _conclude(study: StudyConfig, folder: Path) -> Study:
     runs, _ = summary.find_runs([folder])
     diverged = {}
     for run in runs:
-        lost = run.metrics.loc[(run.metrics["metric"] == "diverged").to_numpy(), "client"].unique()
+        lost = run.metrics.loc[(run.metrics["metric"] == DIVERGED.name).to_numpy(), "client"].unique()
         if len(lost):
             diverged[Job(run.label, run.seed)] = tuple(sorted(int(client) for client in lost))
-    return Study(folder, study, content, diverged)
+    return Study(folder, study, content, diverged, any(summary.declared(run, "server") for run in runs))
 
 
 def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: bool) -> None:
@@ -339,7 +361,7 @@ def _check_same(study: StudyConfig, folder: Path) -> None:
             if not path.exists():
                 continue
             try:
-                found = config.loads(path.read_text(encoding="utf-8"), str(path))
+                found = config.loads(path.read_text(encoding="utf-8"), str(path), to_run=False)
             except ConfigError as error:
                 raise CheckpointError(f"{path} is damaged ({error}); delete its folder to run it again") from error
             wanted = study.only(entry.label, seed)

@@ -18,10 +18,12 @@ from typing import Any
 
 from coterie._util.files import write_atomically
 from coterie.errors import ConfigError, RunExistsError, unknown
+from coterie.models.layout import ModelSource
+from coterie.simulation.run import Observer
 from coterie.studies import config
 from coterie.studies.config import keys, put
 from coterie.studies.definition import StudyConfig
-from coterie.studies.run import CONFIG, Study, read_study, run_study, stored
+from coterie.studies.run import CONFIG, FederationSource, Study, read_study, run_study, stored
 
 SUMMARY = "summary.json"
 _FEDERATED = ("data", "model")
@@ -50,8 +52,12 @@ class _Axis:
         return f"{self.path[-1]}={re.sub(r'[^A-Za-z0-9._+-]+', '-', text).strip('-')}"
 
 
-def expand(study: StudyConfig) -> tuple[StudyConfig, ...]:
+def expand(study: StudyConfig, *, to_run: bool = True) -> tuple[StudyConfig, ...]:
     """Return the studies of a sweep; the study itself when it sweeps nothing.
+
+    Args:
+        study: the sweep.
+        to_run: whether they shall run; to read their results needs no method, see `config.loads`.
 
     Raises:
         ConfigError: when a setting does not exist, or a value does not fit.
@@ -69,17 +75,35 @@ def expand(study: StudyConfig) -> tuple[StudyConfig, ...]:
         for axis, value in point:
             put(changed, axis.path, value)
         tag = ",".join(axis.tag(value) for axis, value in point)
-        studies.append(config.parse({**changed, "name": f"{study.name}/{tag}" if tag else study.name}))
+        named = {**changed, "name": f"{study.name}/{tag}" if tag else study.name}
+        studies.append(config.parse(named, to_run=to_run))
     return tuple(studies)
 
 
-def run_sweep(study: StudyConfig | str | Path, *, out: str | Path = "runs", **options: Any) -> tuple[Study, ...]:
+def run_sweep(
+    study: StudyConfig | str | Path,
+    *,
+    out: str | Path = "runs",
+    data_dir: str | Path | None = None,
+    workers: int = 1,
+    resume: bool = False,
+    overwrite: bool = False,
+    federation: FederationSource | None = None,
+    model: ModelSource | None = None,
+    observer: Observer | None = None,
+) -> tuple[Study, ...]:
     """Run a study for each point of its sweep; a study without one is run as it is.
 
     Args:
         study: a study, the path of a study file, or the name of a built-in one.
         out: the folder under which the sweep's folder is made.
-        options: those of `run_study`.
+        data_dir: as in `run_study`.
+        workers: as in `run_study`.
+        resume: as in `run_study`.
+        overwrite: as in `run_study`.
+        federation: as in `run_study`.
+        model: as in `run_study`.
+        observer: as in `run_study`.
 
     Returns:
         One study, or one for each choice of the settings of data and model.
@@ -89,14 +113,21 @@ def run_sweep(study: StudyConfig | str | Path, *, out: str | Path = "runs", **op
     """
     study = study if isinstance(study, StudyConfig) else config.load(study)
     studies = expand(study)
+
+    def run(one: StudyConfig) -> Study:
+        return run_study(
+            one, out=out, data_dir=data_dir, workers=workers, resume=resume, overwrite=overwrite,
+            federation=federation, model=model, observer=observer,
+        )  # fmt: skip
+
     if [one.name for one in studies] == [study.name]:
-        return (run_study(studies[0], out=out, **options),)
+        return (run(studies[0]),)
     folder = Path(out) / study.name
-    if (folder / CONFIG).exists() and not (options.get("resume") or options.get("overwrite")):
+    if (folder / CONFIG).exists() and not (resume or overwrite):
         raise RunExistsError(f"{folder} exists; go on with it with --resume, start again with --overwrite")
     done = []
     for one in studies:
-        done.append(run_study(one, out=out, **options))
+        done.append(run(one))
         write_atomically(folder / CONFIG, config.dumps(study).encode())
     write_atomically(folder / SUMMARY, (json.dumps(joined(done), indent=1) + "\n").encode())
     return tuple(done)
@@ -112,7 +143,7 @@ def read_sweep(folder: str | Path) -> tuple[Study, ...]:
         ConfigError: when there is none in the folder.
     """
     study, out = stored(folder)
-    return tuple(read_study(out / one.name) for one in expand(study))
+    return tuple(read_study(out / one.name) for one in expand(study, to_run=False))
 
 
 def joined(studies: Sequence[Study]) -> dict[str, Any]:
@@ -125,6 +156,8 @@ def joined(studies: Sequence[Study]) -> dict[str, Any]:
         point = one.config.name.removeprefix(f"{name}/")
         for part in ("rows", "timing"):
             content[part] += [{**row, "label": f"{row['label']}, {point}"} for row in one.summary[part]]
+        if declared := one.summary.get("metrics"):
+            content["metrics"] = {**content.get("metrics", {}), **declared}
     return content
 
 

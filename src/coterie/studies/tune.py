@@ -21,7 +21,7 @@ from coterie.data.build import build_federation
 from coterie.data.federation import SPLITS, Federation, TestSet
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, require, unknown
-from coterie.results.summary import HIGHER_IS_BETTER
+from coterie.functional.metrics import REGISTRY
 from coterie.simulation.run import simulate
 from coterie.simulation.settings import Settings
 from coterie.simulation.workers import fan_out
@@ -224,7 +224,7 @@ def _validation(metrics: pd.DataFrame, model: str) -> tuple[str, pd.Series]:
     """The final validation value of each client, and of which metric."""
     last = (metrics["split"] == "validation") & (metrics["round"] == metrics["round"].max())
     rows = metrics.loc[(last & (metrics["model"] == model)).to_numpy()]
-    metric = "accuracy" if (rows["metric"] == "accuracy").any() else "loss"
+    metric = REGISTRY.main(rows["metric"].unique())
     return metric, rows.loc[(rows["metric"] == metric).to_numpy()].groupby("client")["value"].last()
 
 
@@ -266,7 +266,7 @@ def _points(axes: Mapping[str, Sequence[Any]]) -> list[Point]:
 def _choose(label: str, trials: Sequence[Trial], axes: Mapping[str, Sequence[Any]]) -> Choice:
     """The point with the best mean over seeds; the first of equals."""
     metric = trials[0].metric
-    sign = 1 if metric in HIGHER_IS_BETTER else -1
+    sign = REGISTRY[metric].sign
     values: dict[Point, list[float]] = {}
     for trial in trials:
         values.setdefault(trial.point, []).append(trial.value)

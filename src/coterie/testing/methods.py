@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import tempfile
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,7 @@ from coterie.exchange.mailbox import Mailbox, PostOffice
 from coterie.methods.base import Method, PeerMethod
 from coterie.models.layout import ModelSource, source
 from coterie.rng import EVERYONE, Rng
-from coterie.simulation.loop import Loop
+from coterie.simulation.loop import Loop, Undeclared
 from coterie.simulation.record import Record
 from coterie.simulation.run import Settings, simulate
 from coterie.testing.tiny import tiny_federation, tiny_settings
@@ -170,6 +171,7 @@ def _check_description(method: Method) -> None:
     for name in ("kind", "summary"):
         assert isinstance(getattr(method, name, None), str), f"a method has a {name}"
     assert copy.copy(method) == method, "methods with equal fields are equal"
+    method.recorded()
 
 
 def _check_arguments(make: _Maker) -> Float[Tensor, "clients params"]:
@@ -179,7 +181,11 @@ def _check_arguments(make: _Maker) -> Float[Tensor, "clients params"]:
     while not loop.finished:
         state = loop.state
         before = copy.deepcopy(state)
-        loop.step()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", Undeclared)
+            loop.step()
+        vain = [str(one.message) for one in said if issubclass(one.category, Undeclared)]
+        assert not vain, vain[0]
         for part in ("params", "memory", "shared"):
             assert _equal(getattr(state, part), getattr(before, part)), f"round changed its argument state.{part}"
         memory = loop.state.memory

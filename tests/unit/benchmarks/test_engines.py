@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from benchmarks.engines import cells, measure
-from benchmarks.engines.__main__ import app
+from benchmarks.engines.__main__ import app, main
 from benchmarks.engines.cells import WORKS, Cell, Coterie, DifferentResultsError, Usual, compare
 from typer.testing import CliRunner
 
@@ -66,6 +66,15 @@ def test_the_command_prints_a_line_a_cell_and_writes_json(tmp_path):
     stored = json.loads(out.read_text())
     assert [row["work"] for row in stored["results"]] == list(WORKS)
     assert stored["machine"]["torch"] == torch.__version__
+
+
+def test_bad_input_is_one_line_and_exit_status_2(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["engines", "--cells", "mlp/7"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("python -m benchmarks.engines: found the cell 'mlp/7'; expected NETWORK/CLIENTS/WORK")
 
 
 def test_patterns_name_cells():

@@ -238,6 +238,15 @@ def test_studies_lists_them_and_prints_a_file_to_start_from(coterie, tmp_path):
     assert config.load(tmp_path / "mine.toml") == config.load("rotated-digits")
 
 
+def test_studies_prints_what_a_study_extends_and_all_that_runs(coterie):
+    extends = 'extends = "dac/_base"'
+    assert extends in coterie("studies", "dac/tau")[1]
+    assert 'label = "PENS"' in coterie("studies", "dac/_base")[1]
+    _, out, _ = coterie("studies", "dac/tau", "--resolved")
+    assert "extends" not in out
+    assert config.loads(out) == config.load("dac/tau")
+
+
 @pytest.mark.parametrize("command", ["run", "resume", "methods", "list", "show", "studies"])
 def test_every_command_explains_itself(coterie, command):
     status, out, _ = coterie(command, "--help")

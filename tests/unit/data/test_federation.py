@@ -88,3 +88,26 @@ def test_every_piece_of_large_inputs_counts():
         values[place] ^= 1
         seen.add(checksum(values))
     assert len(seen) == 4
+
+
+def test_print_tells_what_there_is_to_know():
+    """Six clients with 12, 4 and 30 samples, three classes, two planted clusters; hosted rows know no clusters."""
+    text = str(tiny_federation())
+    assert text.splitlines()[0] == "Federation 'tiny'"
+    told = dict(line.strip().split("  ", 1) for line in text.splitlines()[1:])
+    assert {name: value.strip() for name, value in told.items()} == {
+        "clients": "6",
+        "samples of a client": "train 12, validation 4, test 30",
+        "inputs": "4 of float64",
+        "targets": "3 classes",
+        "planted clusters": "rule 0 (3), rule 1 (3)",
+    }
+    hosted = repr(tiny_federation().host([1, 2]))
+    assert "2 of 6" in hosted
+    assert "unknown" in hosted
+
+
+def test_a_notebook_shows_the_same_as_a_table_with_names_escaped():
+    shown = replace(tiny_federation(), name="<b>")._repr_html_()
+    assert "&lt;b&gt;" in shown
+    assert "<th>targets</th><td>3 classes</td>" in shown

@@ -87,7 +87,7 @@ class Residual(nn.Module):
 
 @pytest.mark.parametrize("model", [Residual, Custom, "mlp-c"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_block_changes_no_bit(model, dtype):
+def test_the_block_changes_no_bit(model, dtype, loss_table):
     """Training, scores and evaluation, with clients of unequal size."""
     results = []
     for block in (1, 2, 5, 6):
@@ -95,7 +95,7 @@ def test_the_block_changes_no_bit(model, dtype):
         local = LocalTraining(batch_size=4, weight_decay=0.01, drop_last=True)
         params, info = t.train(t.init(Rng(0)), Rng(0).at(0), local)
         losses = info["losses"].nan_to_num(0)
-        results.append((params, losses, t.loss_table(params, "train"), t.evaluate(params)["loss"]))
+        results.append((params, losses, loss_table(t, params), t.evaluate(params)["loss"]))
     for other in results[1:]:
         for ours, theirs in zip(results[0], other, strict=True):
             assert torch.equal(ours, theirs)
@@ -279,16 +279,10 @@ def test_merging_running_statistics_follows_the_policy():
         assert torch.allclose(settled[:, start:], expected[:, start:])
 
 
-def test_scores_and_tables_equal_losses_computed_one_by_one():
+def test_losses_of_all_clients_are_those_of_each_client_alone(loss_table):
     t = task(model="linear", federation=ragged())
     params = t.init(Rng(0)) + torch.randn(6, t.layout.size, generator=torch.Generator().manual_seed(1))
-    table = t.loss_table(params, "train")
-    for client in range(6):
-        alone = t.rows(torch.tensor([client]))
-        for model in range(6):
-            assert table[client, model] == pytest.approx(
-                float(alone.loss(params[model : model + 1], "train")), abs=1e-12
-            )
+    table = loss_table(t, params)
     assert torch.allclose(table.diagonal(), t.loss(params, "train"))
 
 
@@ -314,7 +308,7 @@ def small_memory(t: Task, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
         monkeypatch.setattr(t.engine, name, limited)
 
 
-def test_a_block_that_the_memory_does_not_hold_is_halved_until_it_does(monkeypatch):
+def test_a_block_that_the_memory_does_not_hold_is_halved_until_it_does(monkeypatch, loss_table):
     """Six clients asked for, two fit: with the results of a machine that holds all, and a line for each halving."""
     results, local = [], LocalTraining(batch_size=4, drop_last=True)
     for most in (6, 2):
@@ -325,7 +319,7 @@ def test_a_block_that_the_memory_does_not_hold_is_halved_until_it_does(monkeypat
         else:
             with pytest.warns(UserWarning, match="out of memory: blocks of clients are"):
                 params, info = t.train(t.init(Rng(0)), Rng(0).at(0), local)
-        results.append((params, info["loss"], t.loss(params, "train"), t.loss_table(params, "train")))
+        results.append((params, info["loss"], t.loss(params, "train"), loss_table(t, params)))
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import balanced_accuracy_score
 from torch import Tensor
 
 from coterie.functional import metrics
@@ -15,30 +14,6 @@ from coterie.rng import Rng
 
 def stream(seed: int = 0):
     return Rng(seed).generator("test")
-
-
-def test_balanced_accuracy_agrees_with_scikit_learn():
-    """On random predictions over four classes, all of which occur."""
-    labels = torch.arange(40) % 4
-    predicted = torch.from_numpy(stream().integers(0, 4, 40))
-    assert metrics.balanced_accuracy(predicted, labels) == pytest.approx(balanced_accuracy_score(labels, predicted))
-
-
-def test_balanced_accuracy_of_simple_predictors():
-    """Uniform classes: it is the accuracy. A constant predictor scores 1 / |Y_k|, over the classes that occur."""
-    labels = torch.arange(12) % 3
-    predicted = torch.from_numpy(stream().integers(0, 3, 12))
-    accuracy = float((predicted == labels).double().mean())
-    assert metrics.balanced_accuracy(predicted, labels) == pytest.approx(accuracy)
-    few = torch.tensor([5, 5, 5, 7])
-    assert metrics.balanced_accuracy(torch.full((4,), 5), few) == 0.5
-
-
-def test_train_prior_accuracy_by_hand():
-    """x = (3/4, 1/4): class 0 has 1 of 2 right, class 1 has 2 of 2: (0.75 + 0.5) / (1.5 + 0.5) = 0.625."""
-    predicted, labels = torch.tensor([0, 1, 1, 1]), torch.tensor([0, 0, 1, 1])
-    assert metrics.train_prior_accuracy(predicted, labels, torch.tensor([3, 1])) == pytest.approx(0.625)
-    assert metrics.train_prior_accuracy(predicted, labels, torch.tensor([0.75, 0.25])) == pytest.approx(0.625)
 
 
 def test_federated_reductions():
@@ -132,13 +107,11 @@ def test_rand_of_one_cluster():
         assert math.isnan(metrics.adjusted_rand(one[:1], one[:1]))
 
 
-def test_final_and_largest_accuracy():
-    """Both are named, and evaluations that did not happen do not count."""
-    assert metrics.acc_final([0.1, 0.9, 0.5]) == 0.5
+def test_the_largest_accuracy():
+    """Evaluations that did not happen do not count."""
     assert metrics.acc_max([0.1, math.nan, 0.9, 0.5]) == 0.9
-    for metric in (metrics.acc_final, metrics.acc_max):
-        with pytest.warns(metrics.Undefined, match="nothing was evaluated"):
-            assert math.isnan(metric([]))
+    with pytest.warns(metrics.Undefined, match="nothing was evaluated"):
+        assert math.isnan(metrics.acc_max([]))
 
 
 def test_time_to_accuracy():
@@ -168,13 +141,3 @@ def test_total_variance():
     assert metrics.total_variance(updates[:1].expand(4, 2)) == 0.0
     with pytest.warns(metrics.Undefined, match="no updates"):
         assert math.isnan(metrics.total_variance(updates[:0]))
-
-
-def test_no_samples_have_no_accuracy():
-    """An empty test split, and one without a class of the training data."""
-    with pytest.warns(metrics.Undefined, match="no samples"):
-        assert math.isnan(
-            metrics.balanced_accuracy(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
-        )
-    with pytest.warns(metrics.Undefined, match="no test sample has a class"):
-        assert math.isnan(metrics.train_prior_accuracy(torch.tensor([1]), torch.tensor([1]), torch.tensor([4, 0])))

@@ -38,7 +38,7 @@ def test_stage_one_keeps_the_most_similar_of_candidates_and_neighbors(play):
         before = now
 
 
-def test_with_frozen_models_neighbors_only_get_more_similar_and_end_in_the_own_cluster(play):
+def test_with_frozen_models_neighbors_only_get_more_similar_and_end_in_the_own_cluster(play, loss_table):
     """Invariant 33: lr = 0; the least similar neighbor never gets worse, and at last all are of the own cluster."""
     federation = tiny_federation(9, 3, train=40)
     run = play(PanmLoss(num_peers=2, num_candidates=2), federation)
@@ -46,7 +46,7 @@ def test_with_frozen_models_neighbors_only_get_more_similar_and_end_in_the_own_c
         run.state, params=run.loop.task.train(run.state.params, run.loop.rng, run.loop.settings.local)[0]
     )
     params = run.state.params
-    scores = 1 / (run.loop.task.loss_table(params, "train") + 1e-6)
+    scores = 1 / (loss_table(run.loop.task, params) + 1e-6)
     worst = torch.full((9,), -torch.inf).double()
     for _ in range(40):
         state, _ = run.exchange()

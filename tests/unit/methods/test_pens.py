@@ -10,11 +10,11 @@ from coterie.methods.pens import Pens
 from coterie.testing import tiny_federation
 
 
-def test_stage_one_keeps_the_peers_with_the_lowest_loss(play):
+def test_stage_one_keeps_the_peers_with_the_lowest_loss(play, loss_table):
     """Of five peers read the two with the lowest loss on the own data are averaged with and counted."""
     run = play(Pens(num_sampled=5, num_kept=2))
     state, info = run.exchange()
-    losses = run.loop.task.loss_table(run.state.params, "train")
+    losses = loss_table(run.loop.task, run.state.params)
     for i in range(6):
         others = [j for j in range(6) if j != i]
         best = sorted(sorted(others, key=lambda j: float(losses[i, j]))[:2])

@@ -92,7 +92,7 @@ def test_a_folder_without_a_study_is_refused(tmp_path):
 def test_studies_side_by_side_keep_their_gaps(tmp_path):
     a = compare.read(write_study(tmp_path / "a", Oracle=9, Random=100))
     b = compare.read(write_study(tmp_path / "b", Oracle=8))
-    sheet = _tables.side_by_side([a, b])
+    (sheet,) = _tables.side_by_side([a, b])
     assert sheet.rows[0] == ("Oracle", "9.00 ± 1.00", "8.00 ± 1.00")
     assert sheet.rows[2] == ("Random", "100.00 ± 1.00", "")
     assert str(b.folder) in sheet.head, "two studies of one name are told apart by their folders"

@@ -129,8 +129,8 @@ def test_cost_is_per_client_and_cumulative(write_run, tmp_path):
     edges = [(0, 0, 1, "mix", 0.5, 100), (1, 0, 1, "mix", 0.5, 300), (1, 1, 0, "missing", 0.0, 0)]
     write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=metrics, edges=edges)
     (cost,) = payload(*find_runs([tmp_path]))["cost"]
-    assert (cost["bytes"], cost["reads"], cost["missing"], cost["passes"]) == (200.0, 1.0, 0.5, 20.0)
-    assert cost["extra_models"] is None
+    assert (cost["bytes"], cost["reads"], cost["missing"], cost["counted"]["passes"]) == (200.0, 1.0, 0.5, 20.0)
+    assert cost["counted"]["extra_models"] is None
     assert (cost["rounds"], cost["spent"], cost["reached"]) == ([0, 1], [50.0, 200.0], [3.5, 2.5])
     assert (cost["train_samples"], cost["wall_s"]) == (480.0, 2.0)
 

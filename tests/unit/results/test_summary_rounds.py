@@ -61,6 +61,13 @@ def test_sosicfl_plus_is_timed_against_ditto():
     assert (found["ditto"]["ratio"], found["ditto"]["reached"], found["ditto"]["tta"]) == (0.0, 0, math.inf)
 
 
+def test_a_method_of_another_package_is_timed_against_what_it_declared_when_it_ran():
+    """Its class is not here: the run's provenance says "ditto"."""
+    mine = run("ring", BASE, timed_against="ditto")
+    rows = summary.time_to_accuracy([run("fedavg", BASE), run("ditto", BASE), mine])
+    assert {row["label"]: row["base"] for row in rows} == {"ring": "ditto", "ditto": "fedavg"}
+
+
 def test_no_ratio_has_a_reason():
     """Who is there in round 0 has no ratio; without evaluations, or without the baseline, there is no row at all."""
     (row,) = summary.time_to_accuracy([run("fedavg", BASE), run("ifca", {0: (0.9, 0.9)})])
@@ -93,17 +100,17 @@ def test_what_the_command_line_shows():
     }  # fmt: skip
 
     def shown(kind: str) -> str:
-        study = Study(Path(), make_study([METHODS[kind]()]), summary, {})
+        study = Study(Path(), make_study([METHODS[kind]()]), summary, {}, METHODS[kind].server)
         out = io.StringIO()
         _display.rounds(study, Console(file=out, width=80))
         return out.getvalue()
 
     text = [" ".join(line.split()) for line in shown("cfl").splitlines()]
-    assert "max clusters WAS" in text
+    assert "max, % clusters WAS" in text
     assert "CFL 62.5 1 undefined" in text
     assert "CFL: WAS is undefined: one cluster" in text
-    assert "CFL FedAvg local never 0.00 0 of 1" in text
-    assert "CFL FedAvg global 0 undefined 1 of 1" in text
+    assert "CFL FedAvg accuracy never 0.00 0 of 1" in text
+    assert "CFL FedAvg global accuracy 0 undefined 1 of 1" in text
     assert "CFL: no ratio: it was there in round 0" in text
     assert text[-1] == "CFL 101"
-    assert shown("dac") == ""
+    assert "participation" not in shown("dac")

@@ -1,12 +1,14 @@
 """Study files: strict, complete, and the same after being written and read again."""
 
 import tomllib
+from dataclasses import replace
 
 import pytest
 
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError
 from coterie.methods import METHODS
+from coterie.simulation.settings import Settings
 from coterie.studies import config
 from coterie.studies.definition import StudyConfig
 
@@ -202,3 +204,111 @@ def test_a_grid_is_read_with_dotted_or_nested_paths():
     nested = config.loads(STUDY + "\n[sweep]\nmethods.Gossip.num_peers = [1, 2]\n")
     assert dotted.sweep == nested.sweep
     assert list(dotted.sweep) == ["methods.Gossip.num_peers"]
+
+
+@pytest.fixture
+def extended(tmp_path):
+    """Return a function that reads a file which extends STUDY and says the given text."""
+    (tmp_path / "base.toml").write_text(STUDY)
+
+    def read(text, *changes, source="base.toml"):
+        path = tmp_path / "mine.toml"
+        path.write_text(f'extends = "{source}"\n{text}')
+        return config.load(path, changes)
+
+    return read
+
+
+def labels(study):
+    return [entry.label for entry in study.methods]
+
+
+def test_a_file_that_extends_another_says_only_what_differs(extended):
+    study = extended('rounds = 9\nlocal.batch_size = 16\ndata.dataset = ["digits", "digits"]')
+    settings = study.settings
+    assert (study.name, settings.rounds, settings.local.batch_size, settings.local.lr) == ("mine", 9, 16, 0.01)
+    assert study.data.dataset == ("digits", "digits")
+    assert (study.seeds, settings.patience, study.data.num_clients) == ((0, 1), 7, 4)
+    assert [entry.method for entry in study.methods] == [entry.method for entry in read().methods]
+
+
+def test_set_wins_over_a_file_that_extends_and_what_is_stored_extends_nothing(extended):
+    study = extended("rounds = 9", "rounds=2", "methods.gossip.num_peers=1")
+    assert (study.settings.rounds, study.methods[0].method) == (2, METHODS["random"](num_peers=1))
+    assert "extends" not in config.table(study)
+    assert config.loads(config.dumps(study)) == study
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[[methods]]\nlabel = 'gossip'\nnum_peers = 1", "methods.Gossip.num_peers = 1", "[methods.random]\nnum_peers = 1"],
+)
+def test_a_method_that_is_there_is_changed(extended, text):
+    assert extended(text) == replace(read("methods.Gossip.num_peers=1"), name="mine")
+
+
+def test_a_method_that_is_not_there_is_added_and_use_methods_chooses_and_orders(extended):
+    new = '[[methods]]\nkind = "dac"\nlabel = "New"'
+    assert labels(extended(new)) == ["Gossip", "local", "New"]
+    assert labels(extended('use_methods = ["New", "random"]\n' + new)) == ["New", "Gossip"]
+
+
+def test_what_is_unset_has_its_default_again(extended):
+    study = extended('unset = ["rounds", "stopping", "methods.local.lr", "methods.random"]')
+    assert (study.settings.rounds, study.settings.patience) == (Settings().rounds, None)
+    assert labels(study) == ["local"]
+    assert (study.methods[0].settings.local.lr, study.methods[0].settings.local.epochs) == (0.01, 2)
+    assert extended('unset = ["data"]\ndata.dataset = "digits"').data.num_clients is None
+
+
+def test_a_chain_is_followed_and_paths_are_relative_to_the_file_that_says_them(tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "base.toml").write_text(STUDY)
+    (tmp_path / "far/middle.toml").write_text('extends = "../base.toml"\nrounds = 5\nlocal.epochs = 3')
+    (tmp_path / "mine.toml").write_text('extends = "far/middle.toml"\nrounds = 6')
+    settings = config.load(tmp_path / "mine.toml").settings
+    assert (settings.rounds, settings.local.epochs, settings.local.lr) == (6, 3, 0.01)
+    assert config.loads('extends = "rotated-digits"').data == config.load().data
+
+
+def test_a_circle_is_refused(tmp_path):
+    (tmp_path / "a.toml").write_text('extends = "b.toml"')
+    (tmp_path / "b.toml").write_text('extends = "a.toml"')
+    with pytest.raises(ConfigError, match=r"extends itself: a\.toml extends b\.toml extends a\.toml$"):
+        config.load(tmp_path / "a.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("methods.Gosip.num_peers = 1", "unknown method of this study 'Gosip'; did you mean 'Gossip'?"),
+        ("[[methods]]\nlabel = 'Gosip'", "unknown method 'Gosip'; did you mean 'Gossip'?"),
+        ("methods = 3", "methods is 3; expected [[methods]] tables, each with a kind"),
+        ("use_methods = ['Gosip']", "did you mean 'Gossip'?"),
+        ("use_methods = 'Gossip'", "use_methods is 'Gossip'; expected a list of names"),
+        ("unset = ['stoping.patience']", "unset stoping.patience: unknown key 'stoping'; did you mean 'stopping'?"),
+        ("unset = ['methods.Gossip.num_peer']", "unknown key 'num_peer'; did you mean 'num_peers'?"),
+        ("unset = ['rounds.more']", "unset rounds.more: rounds is 4; expected a table"),
+        ("rnds = 3", "unknown setting 'rnds'"),
+    ],
+)
+def test_a_mistake_in_a_file_that_extends_is_one_line(extended, text, said):
+    with pytest.raises(ConfigError) as caught:
+        extended(text)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_parent_that_is_not_there_is_named_with_the_file_that_wants_it(extended):
+    for source, said in [("dac/_bas", "did you mean 'dac/_base'"), ("no.toml", r"no study file .*no\.toml")]:
+        with pytest.raises(ConfigError, match=rf"mine\.toml: .*{said}"):
+            extended("", source=source)
+    with pytest.raises(ConfigError, match="extends is 3; expected the name of a study"):
+        config.loads("extends = 3")
+
+
+def test_a_base_is_no_study_of_its_own():
+    assert "dac/_base" in config.builtin(bases=True)
+    assert "dac/_base" not in config.builtin()
+    with pytest.raises(ConfigError, match="unknown study 'dac/_base'"):
+        config.load("dac/_base")

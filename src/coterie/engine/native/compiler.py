@@ -11,7 +11,7 @@ import time
 from functools import lru_cache
 from pathlib import Path
 
-from coterie._util.files import cache_folder
+from coterie._util.files import cache_folder, write_atomically
 
 _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC", "-w")
 _SECONDS = 300
@@ -61,7 +61,9 @@ def load(text: str) -> tuple[ctypes.CDLL, float]:
     library = cache_folder() / "compiled" / f"{key}.so"
     seconds = 0.0
     try:
-        if not library.exists():
+        library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(library.parent)
+        if not _trusted(library):
             started = time.perf_counter()
             _compile(text, library, (*_FLAGS, here[1]))
             seconds = time.perf_counter() - started
@@ -70,8 +72,37 @@ def load(text: str) -> tuple[ctypes.CDLL, float]:
         raise CompilerError(f"the compiled program cannot be kept or loaded: {error}") from error
 
 
+def _check_private(path: Path) -> None:
+    """Refuse what others could have written: a program that is loaded can do anything.
+
+    Raises:
+        CompilerError: when it is another user's, or others may write to it.
+    """
+    if os.name != "posix":
+        return
+    found = path.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise CompilerError(
+            f"{path} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}; compiled programs are loaded "
+            "only from what is yours and nobody else can write: chmod go-w it, or set COTERIE_CACHE to another folder"
+        )
+
+
+def _digest_of(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()
+
+
+def _trusted(library: Path) -> bool:
+    """Whether a program is there that was written here, whole; what is damaged is compiled again."""
+    digest = library.with_suffix(".sha256")
+    if not library.exists() or not digest.exists():
+        return False
+    for path in (library, digest):
+        _check_private(path)
+    return digest.read_text("utf-8", errors="replace").strip() == _digest_of(library)
+
+
 def _compile(text: str, library: Path, flags: tuple[str, ...]) -> None:
-    library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         source, built = Path(folder) / "program.cpp", Path(folder) / "program.so"
         source.write_text(text)
@@ -85,4 +116,7 @@ def _compile(text: str, library: Path, flags: tuple[str, ...]) -> None:
         if done.returncode or not built.exists():
             first = (done.stderr.strip().splitlines() or ["no message"])[0]
             raise CompilerError(f"the C++ compiler failed: {first}")
+        built.chmod(0o600)
+        digest = _digest_of(built)
         os.replace(built, library)
+        write_atomically(library.with_suffix(".sha256"), f"{digest}\n".encode())

@@ -10,7 +10,7 @@ page.views.push({
     for (const curve of data.clients.curves) await unpack(curve.values);
     for (const one of data.reads ? data.reads.methods : []) { await unpack(one.peers); await unpack(one.times); }
     const clients = data.cluster.length;
-    const metric = data.metric;
+    const metric = metricOf(data, data.metric);
     const state = kept("clients", { what: "final", client: null });
     const detail = h("div", { id: "client-detail", tabindex: "-1" });
     const of = (what, method, client) => (what === "final" ? values : gains)[method * clients + client];
@@ -28,13 +28,13 @@ page.views.push({
       if (scroll) detail.scrollIntoView({ block: "nearest" });
     }
 
-    root.append(h("h2", {}, `Test ${metric} of each client`));
+    root.append(h("h2", {}, `Test ${metric.title} of each client`));
     if (!methods.length) {
       root.append(h("p", {}, "No run has come to its final evaluation yet."));
       return;
     }
     const strip = h("div");
-    const options = [["final", `test ${metric}`]];
+    const options = [["final", `test ${metric.title}`]];
     if (baseline !== null) options.push(["gain", `gain over ${baseline}`]);
     root.append(h("div", { class: "controls" }, select("Show", options, (v) => { state.what = v; strip.drawn.draw(); }, state.what)), strip);
     const turned = () => Math.max(...shownMethods().map((m) => data.methods[m].label.length)) * 8 > room();
@@ -42,7 +42,7 @@ page.views.push({
     const shownMethods = () => methods.filter((m) => state.what === "final" || data.methods[m].label !== baseline);
     strip.drawn = chart(strip, {
       height: 400,
-      alt: `Strip plot of the test ${metric} of each client. ${methods.map((m) => {
+      alt: `Strip plot of the test ${metric.title} of each client. ${methods.map((m) => {
         const own = data.cluster.map((_, c) => of("final", m, c));
         return `${data.methods[m].label}: from ${show(Math.min(...own), metric)} to ${show(Math.max(...own), metric)}`;
       }).join("; ")}`,
@@ -52,8 +52,8 @@ page.views.push({
         xAxis: axis("", { type: "value", min: -0.5, max: shownMethods().length - 0.5, splitLine: { show: false }, axisTick: { show: false },
           axisLabel: { color: css("--text"), fontSize: 13, rotate: turned() ? 40 : 0, customValues: shownMethods().map((_, i) => i), formatter: (v) => data.methods[shownMethods()[Math.round(v)]].label },
           axisLine: { onZero: false, lineStyle: { color: css("--line") } } }),
-        yAxis: axis(state.what === "final" ? `test ${metric}` : "gain", { type: "value", scale: true, nameGap: 44, axisLine: { show: false }, axisTick: { show: false },
-          axisLabel: { color: css("--muted"), formatter: (v) => (isPercent(metric) ? `${Math.round(100 * v)} %` : `${v}`) } }),
+        yAxis: axis(state.what === "final" ? `test ${metric.title}` : "gain", { type: "value", scale: true, nameGap: 44, axisLine: { show: false }, axisTick: { show: false },
+          axisLabel: { color: css("--muted"), formatter: tick(metric) } }),
         tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => (e.data.client === undefined ? "" :
           `client ${e.data.client} (${escapeText(clusterName(data, data.cluster[e.data.client]))})<br><b>${show(e.data.value[1], metric, state.what === "gain")}</b>`) },
         grid: { ...base().grid, bottom: turned() ? 90 : 48 },
@@ -68,7 +68,7 @@ page.views.push({
         }],
       }),
     });
-    root.append(h("h2", {}, isPercent(metric) ? `Table: test ${metric} in per cent` : `Table: test ${metric}`), h("div", { class: "tall" }, sortable([
+    root.append(h("h2", {}, `Table: test ${metric.heading}`), h("div", { class: "tall" }, sortable([
       { name: "Client" }, { name: "Cluster", text: true },
       ...methods.map((m) => ({ name: data.methods[m].label, show: (v) => show(v, metric) })),
       ...methods.filter((m) => data.methods[m].label !== baseline).map((m) => ({ name: `${data.methods[m].label} − ${baseline ?? "Local"}`, show: (v) => show(v, metric, true) })),
@@ -85,7 +85,7 @@ function spread(client) {
 function drawClient(root, data, client, values, gains) {
   forget(root);
   const clients = data.cluster.length;
-  const metric = data.metric;
+  const metric = metricOf(data, data.metric);
   root.replaceChildren(h("h2", {}, `Client ${client}`), h("p", {}, [
     clusterName(data, data.cluster[client]),
     data.data?.shift?.[client] && data.data.shift[client] !== clusterName(data, data.cluster[client]) ? data.data.shift[client] : null,
@@ -94,14 +94,14 @@ function drawClient(root, data, client, values, gains) {
   const grid = h("div", { class: "grid" });
   root.append(grid);
   if (data.clients.curves.length) {
-    const place = h("div", {}, h("h3", {}, `Its validation ${metric}`));
+    const place = h("div", {}, h("h3", {}, `Its validation ${metric.title}`));
     grid.append(place);
     chart(place, {
       height: 300,
-      alt: `Validation ${metric} of client ${client} over rounds`,
+      alt: `Validation ${metric.title} of client ${client} over rounds`,
       option: () => ({
         xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
-        yAxis: axis("", { type: "value", scale: true, axisLabel: { color: css("--muted"), formatter: (v) => (isPercent(metric) ? `${Math.round(100 * v)} %` : `${v}`) } }),
+        yAxis: axis("", { type: "value", scale: true, axisLabel: { color: css("--muted"), formatter: tick(metric) } }),
         tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip(metric, "round") },
         series: data.clients.curves.flatMap((curve) => {
           const packed = page.unpacked.get(curve.values).values;

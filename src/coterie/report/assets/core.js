@@ -42,14 +42,21 @@ function escapeText(text) {
 
 /* ---- numbers -------------------------------------------------------------------------------------------------- */
 
-const isPercent = (metric) => metric.includes("accuracy");
+/* Every metric of the page is in its table of metrics; shares and plain numbers are what is no metric. */
+const PLAIN = { title: "", heading: "", unit: "", scale: 1, digits: null, better: null, on_samples: false };
+const PERCENT = { ...PLAIN, unit: "%", scale: 100, digits: 2 };
+const metricOf = (data, name) => data.metrics[name] ?? { ...PLAIN, title: name, heading: name };
+const titled = (metric, split) => (metric.on_samples ? `${split} ${metric.title}` : metric.title);
 
-function show(value, metric = "", signed = false) {
+function show(value, metric = PLAIN, signed = false) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
   const sign = signed && value > 0 ? "+" : "";
-  if (isPercent(metric)) return `${sign}${(100 * value).toFixed(1)}`;
-  return sign + Number(value.toPrecision(4)).toString();
+  if (metric.digits !== null) return sign + (metric.scale * value).toFixed(Math.min(1, metric.digits));
+  return sign + Number((metric.scale * value).toPrecision(4)).toString();
 }
+
+/* A value on an axis, with its unit. */
+const tick = (metric) => (v) => (metric.digits === null ? `${metric.scale * v}` : `${Math.round(metric.scale * v)}`) + (metric.unit ? ` ${metric.unit}` : "");
 
 function bytes(count) {
   const units = ["B", "kB", "MB", "GB", "TB"];

@@ -5,7 +5,7 @@ page.views.push({
   name: "Cost",
   ready: (data) => data.cost.length > 0,
   async draw(root, data) {
-    const metric = data.metric;
+    const metric = metricOf(data, data.metric);
     const label = (one) => data.methods[one.method].label;
     const talking = data.cost.filter((one) => one.bytes > 0);
     root.append(h("h2", {}, "Cost per client over the whole run"));
@@ -15,30 +15,28 @@ page.views.push({
       { name: "received", show: (v) => (Number.isFinite(v) ? bytes(v) : "–") },
       { name: "sent to a server", show: (v) => (Number.isFinite(v) ? bytes(v) : "–") },
       { name: "did not arrive", show: (v) => show(v) },
-      { name: "forward passes", show: (v) => show(v) },
       { name: "samples trained on", show: (v) => show(v) },
       { name: "seconds for a run", show: (v) => show(v) },
     ];
-    const extra = data.cost.some((one) => one.extra_floats || one.extra_models);
-    if (extra) columns.splice(6, 0, { name: "further models", show: (v) => show(v) }, { name: "further numbers", show: (v) => show(v) });
+    const counted = Object.keys(data.cost[0].counted).filter((name) => data.cost.some((one) => one.counted[name]));
+    columns.splice(5, 0, ...counted.map((name) => ({ name: metricOf(data, name).title, show: (v) => show(v, metricOf(data, name)) })));
     const number = (v) => (v === null ? NaN : v);
     root.append(h("div", { class: "scroll" }, sortable(columns, data.cost.map((one) => ({
-      cells: [label(one), one.reads, one.received, one.sent, one.missing, number(one.passes),
-        ...(extra ? [number(one.extra_models), number(one.extra_floats)] : []), number(one.train_samples), number(one.wall_s)],
+      cells: [label(one), one.reads, one.received, one.sent, one.missing, ...counted.map((name) => number(one.counted[name])), number(one.train_samples), number(one.wall_s)],
     })), { label: "Cost per method" })));
     root.append(h("p", { class: "note" }, "Means over clients and seeds. What a client gives to peers is what they receive, so it is counted once; what it sends to a server is counted beside what it receives. Forward passes are those spent on judging received models, counted by the methods that judge by loss; “–” where a method counts none."));
     if (!talking.length) return;
 
     const least = Math.min(...talking.map((one) => one.bytes));
-    root.append(h("h2", {}, `Validation ${metric} at equal bytes`));
+    root.append(h("h2", {}, `Validation ${metric.title} at equal bytes`));
     chart(root, {
       height: 380,
-      alt: `Validation ${metric} against bytes per client, received and sent to a server; at ${bytes(least)}: ${talking.map((one) => `${label(one)} ${show(reachedAt(one, least), metric)}`).join(", ")}`,
+      alt: `Validation ${metric.title} against bytes per client, received and sent to a server; at ${bytes(least)}: ${talking.map((one) => `${label(one)} ${show(reachedAt(one, least), metric)}`).join(", ")}`,
       caption: "Horizontal: bytes per client so far, received and sent to a server. A method without any traffic is the dashed level it ends at.",
       option: () => ({
         xAxis: axis("bytes per client", { type: "value", min: 0, axisLabel: { color: css("--muted"), formatter: bytes }, splitLine: { show: false } }),
-        yAxis: axis(`validation ${metric}`, { type: "value", scale: true, nameGap: 44,
-          axisLabel: { color: css("--muted"), formatter: (v) => (isPercent(metric) ? `${Math.round(100 * v)} %` : `${v}`) } }),
+        yAxis: axis(`validation ${metric.title}`, { type: "value", scale: true, nameGap: 44,
+          axisLabel: { color: css("--muted"), formatter: tick(metric) } }),
         tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => (e.value ? `${escapeText(e.seriesName)}<br>${bytes(e.value[0])}: <b>${show(e.value[1], metric)}</b>` : "") },
         series: [...talking.flatMap((one) => banded(label(one), one.spent.map((s, i) => [s, one.reached[i] ?? NaN, NaN]), methodColor(one.method), methodDash(one.method), false)
           .map((series) => ({ ...series, showSymbol: true, symbol: markOf(one.method), symbolSize: 5 }))),
@@ -49,7 +47,7 @@ page.views.push({
       }),
     });
     root.append(h("div", { class: "scroll" }, sortable([
-      { name: "Method", text: true }, { name: `validation ${metric} at ${bytes(least)}`, show: (v) => show(v, metric) },
+      { name: "Method", text: true }, { name: `validation ${metric.title} at ${bytes(least)}`, show: (v) => show(v, metric) },
       { name: "in the end", show: (v) => show(v, metric) }, { name: "bytes in the end", show: bytes },
     ], talking.map((one) => ({ cells: [label(one), reachedAt(one, least), one.reached.at(-1) ?? NaN, one.bytes] })), { label: "At equal bytes" })));
   },

@@ -4,11 +4,12 @@
 const SHARE = { min: ({ min }) => (min < 0 ? 0 : null), max: ({ max }) => (max > 1 ? 1 : null) };
 
 function curveOption(data, curves, group, bands, zoom = false) {
-  const { split, metric } = curves[0];
+  const { split } = curves[0];
+  const metric = metricOf(data, curves[0].metric);
   return {
     xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
-    yAxis: axis(`${split} ${metric}`, { type: "value", scale: true, nameGap: 44, ...(isPercent(metric) ? SHARE : {}),
-      axisLabel: { color: css("--muted"), formatter: (v) => (isPercent(metric) ? `${Math.round(100 * v)} %` : `${v}`) } }),
+    yAxis: axis(titled(metric, split), { type: "value", scale: true, nameGap: 44, ...(metric.unit === "%" ? SHARE : {}),
+      axisLabel: { color: css("--muted"), formatter: tick(metric) } }),
     tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip(metric, "round") },
     dataZoom: zoom ? [{ type: "inside", filterMode: "none" }] : [],
     series: curves.flatMap((curve) => {
@@ -21,12 +22,13 @@ function curveOption(data, curves, group, bands, zoom = false) {
 }
 
 function curveSentence(data, curves, group, name = "all clients") {
-  const { split, metric } = curves[0];
+  const { split } = curves[0];
+  const metric = metricOf(data, curves[0].metric);
   const ends = curves.map((curve) => {
     const last = page.unpacked.get(curve.mean).values[(group + 1) * curve.rounds.length - 1];
     return `${data.methods[curve.method].label} ${show(last, metric)}`;
   });
-  return `${split} ${metric} over rounds, ${name}; at the last round: ${ends.join(", ")}`;
+  return `${titled(metric, split)} over rounds, ${name}; at the last round: ${ends.join(", ")}`;
 }
 
 page.views.push({
@@ -73,7 +75,7 @@ page.views.push({
     }
 
     root.append(h("h2", {}, "Learning curves"), h("div", { class: "controls" },
-      select("What", kinds.map((c, i) => [i, `${c.split} ${c.metric}`]), (v) => { state.kind = Number(v); redraw(); }, state.kind),
+      select("What", kinds.map((c, i) => [i, titled(metricOf(data, c.metric), c.split)]), (v) => { state.kind = Number(v); redraw(); }, state.kind),
       select("Over", groups, (v) => { state.group = Number(v); redraw(); }, state.group),
       groups.length > 2 ? checkbox("one chart per cluster", state.small, (on) => { state.small = on; redraw(); }) : null,
       checkbox("bands", state.bands, (on) => { state.bands = on; redraw(); })), box);

@@ -135,7 +135,7 @@ function drawFound(root, data, methods) {
     option: () => ({
       xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
       yAxis: axis("adjusted Rand index", { type: "value", max: 1, nameGap: 40 }),
-      tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip("", "round") },
+      tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip(PLAIN, "round") },
       series: lines.flatMap((line) => banded(name(line), line.points, methodColor(line.method), methodDash(line.method), false)
         .map((series) => ({ ...series, showSymbol: line.points.length < 20, symbol: markOf(line.method), symbolSize: 7 }))),
     }),

@@ -12,7 +12,7 @@ const glance = {
     place.append(grid);
     if (chosen.length) {
       for (const curve of chosen) { await unpack(curve.mean); await unpack(curve.std); }
-      const box = h("div", {}, h("h3", {}, `Validation ${data.metric}, mean over clients`));
+      const box = h("div", {}, h("h3", {}, `Validation ${metricOf(data, data.metric).title}, mean over clients`));
       grid.append(box);
       chart(box, {
         height: 330, alt: curveSentence(data, chosen, 0), caption: "More in the view of learning curves.",

@@ -136,15 +136,15 @@ page.views.push({
 
 function drawShare(root, data, reads) {
   root.append(h("h2", {}, "Share of reads within the planted cluster"));
-  const ends = reads.methods.map((one) => `${data.methods[one.method].label} ${show(page.unpacked.get(one.share).values.at(-1), "accuracy")} %`);
+  const ends = reads.methods.map((one) => `${data.methods[one.method].label} ${show(page.unpacked.get(one.share).values.at(-1), PERCENT)} %`);
   chart(root, {
-    height: 330, alt: `Within-cluster share of reads over rounds; at the last round: ${ends.join(", ")}; expected of random reading ${show(reads.expected, "accuracy")} %`,
+    height: 330, alt: `Within-cluster share of reads over rounds; at the last round: ${ends.join(", ")}; expected of random reading ${show(reads.expected, PERCENT)} %`,
     caption: "Dashed gray: what reading at random would give on average. Bands: one standard deviation over seeds.",
     option: () => ({
       xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
       yAxis: axis("within-cluster share", { type: "value", min: 0, max: 1, nameGap: 44,
-        axisLabel: { color: css("--muted"), formatter: (v) => `${Math.round(100 * v)} %` } }),
-      tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip("accuracy", "round") },
+        axisLabel: { color: css("--muted"), formatter: tick(PERCENT) } }),
+      tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip(PERCENT, "round") },
       series: reads.methods.flatMap((one, i) => {
         const [m, s] = [page.unpacked.get(one.share).values, page.unpacked.get(one.share_std).values];
         const points = one.rounds.map((r, k) => [r, m[k], s[k]]);
@@ -169,13 +169,13 @@ function drawDiscovery(root, data, reads) {
   const last = Math.max(...reads.ends) - 1;
   chart(root, {
     height: 280, alt: "Share of clients that have found their cluster by each round: " +
-      reads.methods.map((one) => `${label(one)} ${show(one.found.length / one.asked, "accuracy")} % in the end`).join(", "),
+      reads.methods.map((one) => `${label(one)} ${show(one.found.length / one.asked, PERCENT)} % in the end`).join(", "),
     caption: "A client has found its cluster once its reads of the last five active rounds went 80 % of the way from reading at random to the best it could have read.",
     option: () => ({
       xAxis: axis("round", { type: "value", min: 0, max: last, minInterval: 1, splitLine: { show: false } }),
       yAxis: axis("clients that found theirs", { type: "value", min: 0, max: 1, nameGap: 44,
-        axisLabel: { color: css("--muted"), formatter: (v) => `${Math.round(100 * v)} %` } }),
-      tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip("accuracy", "round") },
+        axisLabel: { color: css("--muted"), formatter: tick(PERCENT) } }),
+      tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip(PERCENT, "round") },
       series: reads.methods.flatMap((one) => {
         const at = Array.from({ length: last + 1 }, (_, r) => [r, one.found.filter((f) => f <= r).length / one.asked, NaN]);
         return banded(label(one), at, methodColor(one.method), methodDash(one.method), false)
@@ -185,7 +185,7 @@ function drawDiscovery(root, data, reads) {
   });
   root.append(h("div", { class: "scroll" }, sortable([
     { name: "Method", text: true },
-    { name: "found their cluster, %", show: (v) => show(v, "accuracy") },
+    { name: "found their cluster, %", show: (v) => show(v, PERCENT) },
     { name: "median round", show: (v) => show(v) },
     { name: "communities against truth, ARI", show: (v) => v.toFixed(3) },
     { name: "NMI", show: (v) => v.toFixed(3) },

@@ -8,18 +8,18 @@ therefore stays small however long the run was; the parquet files keep every val
 import json
 import shlex
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from coterie.report.data.cost import cost
+from coterie.report.data.cost import COUNTED, cost
 from coterie.report.data.curves import clients, curves
 from coterie.report.data.reads import labels, reads
 from coterie.results.summary import (
     CONFIG,
     FEDERATION,
-    HIGHER_IS_BETTER,
     Problem,
     StoredRun,
     by_label,
@@ -27,6 +27,7 @@ from coterie.results.summary import (
     gains_of,
     json_ready,
     main_metric,
+    metrics_of,
     summary_of,
 )
 
@@ -56,7 +57,7 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
         {
             "study": runs[0].study,
             "metric": metric,
-            "higher": metric in HIGHER_IS_BETTER,
+            "metrics": _metrics(runs),
             "methods": [_method(label, group) for label, group in groups.items()],
             "clusters": [{"id": c, "name": name, "size": int((cluster == c).sum())} for c, name in names.items()],
             "cluster": cluster.tolist(),
@@ -86,6 +87,13 @@ def _method(label: str, group: Sequence[StoredRun]) -> dict[str, Any]:
             for run in group
         ],
     }
+
+
+def _metrics(runs: Sequence[StoredRun]) -> dict[str, dict[str, Any]]:
+    """The metrics of some runs, by name: what the page needs to show them."""
+    known = metrics_of(runs)
+    names = dict.fromkeys(str(name) for run in runs for name in run.metrics["metric"].unique())
+    return {name: {**asdict(known[name]), "heading": known[name].heading()} for name in [*names, *COUNTED]}
 
 
 def _provenance(run: StoredRun) -> dict[str, Any]:

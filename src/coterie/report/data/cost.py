@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 
+from coterie.functional.metrics import COSTS
 from coterie.report.data.curves import mean_curve
 from coterie.report.data.packing import thin
 from coterie.results.summary import StoredRun
 from coterie.results.traffic import traffic
 
 MOST_POINTS = 150  # rounds of a curve
-COUNTED = ("passes", "extra_models", "extra_floats")
+COUNTED = [one.name for one in COSTS if one.unit != "B"]
 
 
 def cost(groups: dict[str, list[StoredRun]], metric: str) -> list[dict[str, Any]]:
@@ -23,8 +24,8 @@ def cost(groups: dict[str, list[StoredRun]], metric: str) -> list[dict[str, Any]
 
     Returns:
         An entry per method: totals of `received` bytes, `sent` (to a server), `bytes` (both), `reads`, `missing`, what
-        the method counted itself (`passes`, `extra_models`, `extra_floats`; None where it did not), `train_samples` and
-        `wall_s` of the whole run, and over `rounds` the cumulative bytes `spent` and the metric `reached`.
+        the method counted itself (`counted`, by name; None where it did not), `train_samples` and `wall_s` of the whole
+        run, and over `rounds` the cumulative bytes `spent` and the metric `reached`.
     """
     return [{"method": place, **_method(runs, metric)} for place, runs in enumerate(groups.values()) if runs]
 
@@ -47,7 +48,7 @@ def _method(runs: Sequence[StoredRun], metric: str) -> dict[str, Any]:
         "sent": float(sent),
         "reads": float(np.mean(([len(run.edges) for run in runs] - missing) / clients)),
         "missing": float(np.mean(missing / clients)),
-        **{name: _counted(runs, name) for name in COUNTED},
+        "counted": {name: _counted(runs, name) for name in COUNTED},
         "train_samples": float(np.mean([time.get("train_samples", np.nan) for time in times] / clients)),
         "wall_s": float(np.mean([time.get("wall_s", np.nan) for time in times])),
         "rounds": rounds[shown].tolist(),

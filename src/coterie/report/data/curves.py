@@ -6,12 +6,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from coterie.functional.metrics import LOSS
 from coterie.report.data.packing import dense, over_seeds, pack, thin
 from coterie.results.summary import StoredRun, client_gains
 
-NO_CURVE = frozenset(
-    {"label", "diverged", "passes", "extra_models", "extra_floats", "extra_bytes", "bytes_down", "bytes_up"}
-)
 MOST_POINTS = 300  # rounds of a curve over clients
 CLIENT_POINTS = 80  # rounds of the curve of one client
 
@@ -58,8 +56,8 @@ def _recorded(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
     table = runs[0].metrics
     names = table.loc[(table["model"] == "current").to_numpy(), ["split", "metric"]].drop_duplicates()
     found = [(str(split), str(metric)) for split, metric in zip(names["split"], names["metric"], strict=True)]
-    found = [pair for pair in found if pair[1] not in NO_CURVE]
-    return sorted(found, key=lambda pair: (("validation", "train", "test").index(pair[0]), pair[1] == "loss"))
+    found = [pair for pair in found if runs[0].known[pair[1]].shown not in ("cost", "not")]
+    return sorted(found, key=lambda pair: (("validation", "train", "test").index(pair[0]), pair[1] == LOSS.name))
 
 
 def _mean(values: Float[np.ndarray, "rounds clients"]) -> Float[np.ndarray, " rounds"]:

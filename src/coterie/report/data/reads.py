@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+from coterie.functional.metrics import LABEL
 from coterie.report.data.packing import dense, over_seeds, pack, thin
 from coterie.results import graph
 from coterie.results.summary import StoredRun
@@ -120,7 +121,8 @@ def labels(groups: dict[str, list[StoredRun]], cluster: Int[np.ndarray, " popula
     """
     out = []
     for place, runs in enumerate(groups.values()):
-        tables = [(rounds, values) for rounds, values in (dense(run, "train", "label") for run in runs) if len(rounds)]
+        found = [dense(run, "train", LABEL.name) for run in runs]
+        tables = [(rounds, values) for rounds, values in found if len(rounds)]
         if not tables:
             continue
         rounds = tables[0][0][thin(len(tables[0][0]), LABEL_POINTS)]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from coterie import engine as engines
+from coterie._util.files import write_atomically
 from coterie.engine import _choice
 from coterie.engine._augment import CropFlip
 from coterie.engine._base import cross_entropy, squared_error
@@ -277,6 +278,36 @@ def test_programs_are_kept_and_a_failing_compiler_is_quoted(cache):
     assert again[1] == 0
     with pytest.raises(compiler.CompilerError, match=r"the C\+\+ compiler failed: .*error"):
         compiler.load("this is no program")
+
+
+ANSWER = 'extern "C" int answer() { return %d; }'
+
+
+@pytest.mark.parametrize("damage", ["garbage", "another program", "no digest"])
+def test_a_program_that_is_not_the_one_written_here_is_compiled_again(cache, damage):
+    """A file that lies in the cache is loaded only when its digest says that it was compiled here and is whole."""
+    compiler.load(ANSWER % 42)
+    (library,) = (cache / "compiled").glob("*.so")
+    if damage == "garbage":
+        write_atomically(library, b"no program")
+    elif damage == "another program":
+        compiler.load(ANSWER % 7)
+        (other,) = set((cache / "compiled").glob("*.so")) - {library}
+        write_atomically(library, other.read_bytes())
+    else:
+        library.with_suffix(".sha256").unlink()
+    program, seconds = compiler.load(ANSWER % 42)
+    assert seconds > 0
+    assert program.answer() == 42
+
+
+@pytest.mark.parametrize("which", ["folder", "file"])
+def test_programs_that_others_may_write_are_not_loaded(cache, which):
+    compiler.load(ANSWER % 42)
+    (library,) = (cache / "compiled").glob("*.so")
+    (library.parent if which == "folder" else library).chmod(0o777)
+    with pytest.raises(compiler.CompilerError, match="mode 777; compiled programs are loaded only from what is yours"):
+        compiler.load(ANSWER % 42)
 
 
 def test_a_wrong_program_is_not_used(monkeypatch):

@@ -1,0 +1,36 @@
+"""A few facts about an object as text, for print, and as a table, for a notebook."""
+
+import html
+from collections.abc import Mapping
+from typing import Any
+
+
+class Told:
+    """What is shown as a title and a few facts; subclasses say which in `facts`."""
+
+    def facts(self) -> tuple[str, Mapping[str, Any]]:
+        """Return the title, and what is told by its name."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        title, facts = self.facts()
+        width = max(map(len, facts))
+        return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in facts.items())])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        title, facts = self.facts()
+        rows = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(str(v))}</td></tr>" for k, v in facts.items())
+        return f"<table><caption>{html.escape(title)}</caption>{rows}</table>"
+
+
+def spread(values: Any) -> str:
+    """Say numbers in a word or two: the one there is, or the least and the largest.
+
+    Example:
+        >>> spread([3, 3]), spread([3, 5]), spread([])
+        ('3', '3 to 5', 'none')
+    """
+    low, high = min(values, default=None), max(values, default=None)
+    return "none" if low is None else str(low) if low == high else f"{low} to {high}"

@@ -1,0 +1,125 @@
+"""Methods by name: built in, offered by an installed package, or anywhere that can be imported.
+
+A package offers a method under a short name by an entry point in the group "coterie.methods":
+
+    [project.entry-points."coterie.methods"]
+    ring = "ring_package.ring:Ring"
+"""
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, NoReturn, cast
+
+from coterie.engine.task import Task
+from coterie.errors import ConfigError, unknown
+from coterie.methods import METHODS
+from coterie.methods.base import Method, Round, State
+from coterie.rng import Rng
+
+GROUP = "coterie.methods"
+
+
+def find(kind: str, package: str = "") -> type[Method]:
+    """Return the class of a method. Its module is imported, which runs the code in it.
+
+    Args:
+        kind: a name in METHODS, one that an installed package offers, or an import path, "package.module:Ring".
+        package: what to install when it is not there, where that is known, such as "ring-package==1.0".
+
+    Raises:
+        ConfigError: when there is no such method, or what is there is none.
+
+    Example:
+        >>> find("dac").__name__, find("coterie.methods.local:Local").__name__
+        ('Dac', 'Local')
+    """
+    if kind in METHODS:
+        return METHODS[kind]
+    if ":" in kind:
+        return _imported(kind, f"method {kind!r}", package)
+    offers = installed()
+    if kind not in offers and package:
+        raise ConfigError(f"method {kind!r} is of a package that is not installed; install {package}")
+    if kind not in offers:
+        raise ConfigError(unknown("method", kind, {*METHODS, *offers}))
+    first, *others = offers[kind]
+    if others:
+        raise ConfigError(
+            f"method {kind!r} is offered by {' and by '.join(map(_origin, offers[kind]))}; say which by its import "
+            f"path, such as {first.value!r}"
+        )
+    return _imported(first.value, f"method {kind!r} of {_origin(first)}", package)
+
+
+def installed() -> dict[str, list[EntryPoint]]:
+    """Return what installed packages offer, by name: usually one method, nothing under a built-in name."""
+    found: dict[str, dict[str, EntryPoint]] = {}
+    for point in entry_points(group=GROUP):
+        if point.name not in METHODS:
+            found.setdefault(point.name, {})[point.value] = point
+    return {name: list(points.values()) for name, points in sorted(found.items())}
+
+
+def name_of(method: type[Method]) -> tuple[str, str]:
+    """Return the name under which `find` gives a class, and the package that offers it there.
+
+    The name is its kind where that is known, else its import path; the package is "" for both ends.
+    """
+    if METHODS.get(method.kind) is method:
+        return method.kind, ""
+    path = f"{method.__module__}:{method.__qualname__}"
+    offers = installed().get(method.kind, [])
+    if [point.value for point in offers] != [path]:
+        return path, ""
+    dist = offers[0].dist
+    return method.kind, "" if dist is None else f"{dist.name}=={dist.version}"
+
+
+def _origin(point: EntryPoint) -> str:
+    return f"{point.dist.name} ({point.value})" if point.dist is not None else point.value
+
+
+def _imported(path: str, what: str, package: str) -> type[Method]:
+    """Import a class and check that it is a method."""
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except ModuleNotFoundError as error:
+        advice = f"install {package or 'the package that has it'}, or add its folder to PYTHONPATH"
+        raise ConfigError(f"{what}: there is no module {error.name!r}; {advice}") from error
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{what}: {error}; expected package.module:Class, importable from here") from error
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise ConfigError(f"{what} is {found!r}; expected a subclass of coterie.Method")
+    if inspect.isabstract(found) or not hasattr(found, "kind"):
+        lacking = sorted(found.__abstractmethods__) or ["kind"]
+        raise ConfigError(f"{what} lacks {', '.join(lacking)}; a method defines them all")
+    return cast(type[Method], found)
+
+
+@dataclass(frozen=True)
+class StoredMethod(Method):
+    """A method as a file tells it, without its class: enough to read results, not to run.
+
+    Args:
+        name: its kind in the file.
+        settings: the other keys of its table.
+    """
+
+    kind = "stored"
+    summary = "a method whose results are read without its class"
+    name: str
+    settings: Mapping[str, Any]
+
+    def init(self, task: Task, rng: Rng) -> NoReturn:
+        """Refuse to run."""
+        raise ConfigError(f"the method {self.name!r} was read for its results alone; load its study to run it")
+
+    def round(self, rnd: Round, state: State) -> NoReturn:
+        """Refuse to run."""
+        self.init(rnd.task, rnd.rng)

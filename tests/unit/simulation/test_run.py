@@ -1,0 +1,69 @@
+"""What a run tells of itself, and what an editor shows of the functions that make one."""
+
+import dataclasses
+import inspect
+
+import numpy as np
+import pytest
+
+import coterie
+from coterie.methods.random_gossip import Random
+from coterie.simulation.run import simulate
+from coterie.testing import tiny_federation, tiny_settings
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return simulate(
+        tiny_federation(), Random(num_peers=2), model="linear", settings=tiny_settings(rounds=2), seed=3, folder=folder
+    )
+
+
+def test_print_tells_method_rounds_the_final_test_metrics_and_the_folder(run):
+    last = run.metrics[(run.metrics["split"] == "test") & (run.metrics["round"] == 1)]
+    values = last[(last["metric"] == "accuracy") & (last["model"] == "best")]["value"].to_numpy()
+    if not len(values):
+        values = last[(last["metric"] == "accuracy") & (last["model"] == "current")]["value"].to_numpy()
+    assert len(values) == 6
+    title, facts = run.facts()
+    assert title == "Run of 'random' with seed 3"
+    assert (facts["rounds"], facts["clients"], facts["diverged"]) == (2, 6, "no client")
+    assert facts["test accuracy"] == f"{np.mean(values):.4g} ± {np.std(values):.2g} (mean ± std over clients)"
+    for part in (title, "Random(num_peers=2)", facts["test accuracy"], str(run.folder)):
+        assert part in str(run)
+        assert part.replace("'", "&#x27;") in run._repr_html_()
+
+
+def test_clients_that_diverged_are_counted(run):
+    assert dataclasses.replace(run, diverged=(1, 4), folder=None).facts()[1]["diverged"] == "2 of 6 clients"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "from_arrays",
+        "from_dataset",
+        "from_datasets",
+        "simulate",
+        "run_study",
+        "resume_study",
+        "run_sweep",
+        "make_study",
+    ],
+)
+def test_every_argument_of_the_front_door_has_a_name_and_a_type(name):
+    """An editor can complete each: no *args, no **options."""
+    for parameter in inspect.signature(getattr(coterie, name)).parameters.values():
+        assert parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL), parameter.name
+        assert parameter.annotation is not parameter.empty, parameter.name
+
+
+def test_a_dataset_takes_what_arrays_take():
+    arrays, dataset, datasets = (
+        inspect.signature(getattr(coterie, name)).parameters
+        for name in ("from_arrays", "from_dataset", "from_datasets")
+    )
+    shared = set(arrays) - {"x", "y", "clients", "num_clients"}
+    for other in (dataset, datasets):
+        assert {name: other[name] for name in shared} == {name: arrays[name] for name in shared}
