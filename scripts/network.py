@@ -1,4 +1,4 @@
-"""Write docs/reference/network.md: what was measured of the network, from the results that benchmarks/network.py keeps.
+"""Write docs/reference/network.md: measurements of the network, from the results that benchmarks/network.py stores.
 
     python benchmarks/network.py parity      (or another; each writes its JSON into docs/reference/runs)
     python scripts/network.py                (`--check` only says whether the page is up to date)
@@ -19,8 +19,8 @@ HEAD = """<!-- made by scripts/network.py; do not edit -->
 # The network, measured
 
 Nodes are processes with certificates, access lists and mutual TLS, as in
-[the deployment](../how-to/deploy-in-three-hospitals.md). What a message looks like: [the wire format](wire.md). What is
-protected: [the threat model](../explanation/threat-model.md).
+[the deployment](../how-to/deploy-in-three-hospitals.md). See also [the wire format](wire.md) and [the threat
+model](../explanation/threat-model.md).
 """
 Results = list[dict[str, Any]]
 
@@ -48,9 +48,9 @@ def parity(found: Results) -> str:
         for r in found
     ]
     return (
-        f"{first['nodes']} nodes as processes, {first['rounds']} rounds, and the simulation with the same seed and "
-        "engine: who read whom in every round, weights, bytes and metrics, and the largest difference between any two "
-        "parameters at the end.\n\n"
+        f"{first['nodes']} nodes as processes, {first['rounds']} rounds, compared with the simulation with the same "
+        "seed and engine: the peers of every round, weights, bytes and metrics, and the largest difference of a "
+        "parameter at the end.\n\n"
         + table(("method", "same peers in every round", "same weights, bytes and metrics", "largest difference"), rows)
     )
 
@@ -69,8 +69,8 @@ def replay(found: Results) -> str:
     ]
     head = ("method", "rounds", "killed -9 and restarted", "pulls with missing peers", "largest difference")
     return (
-        f"{found[0]['nodes']} nodes, of which one is killed without warning and started again. The simulator then goes "
-        "through the same rounds from the nodes' journals of what arrived.\n\n" + table(head, rows)
+        f"{found[0]['nodes']} nodes, one of which is killed without warning and started again. The simulator then "
+        "replays the same rounds from the nodes' journals of received messages.\n\n" + table(head, rows)
     )
 
 
@@ -83,30 +83,30 @@ def lived_through(found: Results) -> str:
     grown = list(result["memory_growth_mb"].values())
     unharmed = result["unharmed_accuracy"]
     rows: list[tuple[str, object]] = [
-        ("nodes that nothing happened to", len(whole)),
+        ("undisturbed nodes", len(whole)),
         ("rounds that each of them finished", f"{range_of(sorted(finished))} of {result['rounds']}"),
-        ("longest time a round of theirs exchanged",
+        ("longest exchange in one of their rounds",
          f"{result['longest_exchange_s']:g} s; deadline {result['deadline_s']:g} s"),
         ("growth of their memory, second to last quarter of the run", range_of(grown, " MB")),
-        ("exit status of all that were not left dead",
+        ("exit status of all nodes but those killed for good",
          ", ".join(sorted({str(s) for s in result["statuses"].values()}))),
-        ("test accuracy of all that ended", f"{result['accuracy']:.2f} %"),
-        (f"the same clients in {len(unharmed)} unharmed runs (seeds)",
+        ("test accuracy of all nodes that finished", f"{result['accuracy']:.2f} %"),
+        (f"the same clients in {len(unharmed)} undisturbed runs (seeds)",
          f"{min(unharmed):.2f} to {max(unharmed):.2f} %, mean {statistics.mean(unharmed):.2f} %"),
         ("replay from the journals, largest difference", number(result["replay_difference"])),
     ]  # fmt: skip
     if "rounds_apart" in result:
-        rows.append(("rounds in which no model crossed", "{} to {}".format(*result["rounds_apart"])))
-        rows.append(("models that crossed afterwards", result["reads_across_after"]))
-    told = "; ".join(f"{e['event']} ({e['at']:g} s)" for e in events)
+        rows.append(("rounds without a model across the partition", "{} to {}".format(*result["rounds_apart"])))
+        rows.append(("models across it afterwards", result["reads_across_after"]))
+    timeline = "; ".join(f"{e['event']} ({e['at']:g} s)" for e in events)
     return (
         f"{result['nodes']} nodes with {result['method']}, {result['rounds']} rounds, each in a network namespace of "
-        f"its own. Seconds after the third round: {told}.\n\n" + table(("", "found"), rows)
+        f"its own. Events, in seconds after the third round: {timeline}.\n\n" + table(("", "found"), rows)
     )
 
 
 def soak(found: Results) -> str:
-    """Return the part on many rounds."""
+    """Return the part on a long run."""
     first, rows = found[0], []
     for r in found:
         looks = {at: memory for at, memory in r["looks"]}
@@ -118,11 +118,11 @@ def soak(found: Results) -> str:
             "MB per 100 rounds", "threads", "open files")  # fmt: skip
     worst = max(r["slope_mb_per_100_rounds"] for r in found)
     return (
-        f"Three nodes, {first['rounds']:,} rounds of a small model, each node looked at after every round. The first "
-        f"{first['watched_from']} rounds are the start: the memory of libraries and allocators fills up. "
-        f"After them resident memory grows by {worst:.2f} MB per 100 rounds at most (line of least "
-        "squares; a node also keeps the tables of its own run, some hundred bytes a round); threads and open files "
-        "in the same rounds.\n\n" + table(head, rows)
+        f"Three nodes, {first['rounds']:,} rounds of a small model, each node measured after every round. In the first "
+        f"{first['watched_from']} rounds the memory of libraries and allocators fills up. "
+        f"After them resident memory grows by at most {worst:.2f} MB per 100 rounds (least-squares fit; a node also "
+        "keeps the tables of its own run, some hundred bytes a round). Threads and open files are those of the same "
+        "rounds.\n\n" + table(head, rows)
     )
 
 
@@ -141,7 +141,7 @@ def fuzz(found: Results) -> str:
     """Return the part on damaged messages."""
     (r,) = found
     rows = [(f"answer refused: {k.removeprefix('refused:')}", v) for k, v in r["refused"].items()]
-    rows.append(("answer read, because the damage left a message that is in order", r["read_all_the_same"]))
+    rows.append(("answer accepted, because the damage left a valid message", r["read_all_the_same"]))
     rows += [(f"question ended: {k}", v) for k, v in r["questions_ended"].items()]
     memory = r["memory_mb"]
     return (
@@ -149,7 +149,7 @@ def fuzz(found: Results) -> str:
         f"{r['answers']:,} answers to its questions (half of them properly signed), {r['questions']:,} questions, "
         f"{r['heads']:,} heads. Nothing crashed; in all {r['honest_exchanges']} exchanges with an honest peer in "
         f"between everything arrived; memory went from {memory['start']:g} to {memory['end']:g} MB (growth between the "
-        f"first and the last five looks after the start: {r['memory_growth_mb']:g} MB).\n\n"
+        f"first and the last five measurements after the start: {r['memory_growth_mb']:g} MB).\n\n"
         + table(("what", "times"), rows)
     )
 
@@ -162,17 +162,17 @@ def predicted(found: Results) -> str:
         for r in found
     ]  # fmt: skip
     return (
-        f"Megabytes that {found[0]['nodes']} nodes received in {found[0]['rounds']} rounds: predicted by the cost "
-        "ledger (`coterie.results.traffic.between_machines`) from the settings, and counted on the wire, both with "
-        "envelopes.\n\n" + table(("method", "predicted", "counted", "difference"), rows)
+        f"Megabytes that {found[0]['nodes']} nodes received in {found[0]['rounds']} rounds, envelopes included: "
+        "predicted from the settings (`coterie.results.traffic.between_machines`), and counted on the wire.\n\n"
+        + table(("method", "predicted", "counted", "difference"), rows)
     )
 
 
 def efficiency(found: Results) -> str:
     """Return the part on the time of a round's exchange, whose table stands on the page on performance too."""
     return (
-        "Processes on loopback, nodes and raw TCP with mutual TLS in turn; the nodes' time holds signatures, digests "
-        "and checks, their bytes the envelopes.\n\n" + markdown(exchanges(found))
+        "Processes on loopback; nodes and raw TCP with mutual TLS alternate. The nodes' time includes signatures, "
+        "digests and checks, their bytes the envelopes.\n\n" + markdown(exchanges(found))
     )
 
 
@@ -182,11 +182,11 @@ SECTIONS = (
     ("Churn", "network/churn", lived_through),
     ("Churn with PENS", "network/churn-pens", lived_through),
     ("Partition", "network/partition", lived_through),
-    ("Many rounds", "network/soak", soak),
+    ("Long run", "network/soak", soak),
     ("A slow link", "network/slow", slow),
     ("Damaged messages", "network/fuzz", fuzz),
     ("Predicted and counted bytes", "network/bytes", predicted),
-    ("Against raw TCP", "performance/network", efficiency),
+    ("Comparison with raw TCP", "performance/network", efficiency),
 )
 
 

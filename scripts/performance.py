@@ -2,10 +2,10 @@
 
     python scripts/performance.py            (`--check` only says whether the page is up to date)
 
-A measurement is NAME.json: {"command": ..., "machine": {...}, "results": [one flat object a row]}. What it says is in
-NAME.md beside it, written by hand, without results: a title (`## ...`) and what was measured. The table has a column
-for each key of the results; a measurement that needs another table has a function in TABLES. `order` in NAME.json says
-where its section stands (100 when it is missing). No number of the tables is typed.
+A measurement is NAME.json: {"command": ..., "machine": {...}, "results": [one flat object a row]}. NAME.md beside it,
+written by hand, has a title (`## ...`) and says what was measured, without results. The table has a column for each key
+of the results; a measurement that needs another table has a function in TABLES. Sections are sorted by `order` in
+NAME.json (100 when it is missing). No number of the tables is typed.
 """
 
 import json
@@ -19,11 +19,10 @@ from _pages import REFERENCE, STORED, markdown, write
 
 from coterie.cli._tables import TextTable
 
-HEAD = """# How fast it is
+HEAD = """# Performance
 
 Written by `make docs` from the stored measurements of `docs/reference/runs/performance`; do not edit. Each section
-names the command that repeats it. Ratios are what carries over to another machine; milliseconds are of
-the machine named.
+names the command that repeats it. Ratios carry over to other machines; milliseconds are those of the machine named.
 """
 Rows = Sequence[Mapping[str, Any]]
 

@@ -1,4 +1,4 @@
-"""Put the result tables of a stored run of the bundled study into README.md, between its markers.
+"""Write the generated parts of README.md, between their markers: the results of a stored run, and the methods.
 
     coterie run --out runs && cp runs/rotated-digits/summary.json docs/reference/runs/rotated-digits/
     python scripts/readme.py
@@ -7,12 +7,14 @@ No number of the README is typed by hand.
 """
 
 import json
+import re
 import sys
 
 from _pages import ROOT, STORED, write
 
+from coterie.methods import METHODS
+
 README = ROOT / "README.md"
-START, END = "<!-- results: scripts/readme.py -->\n", "<!-- end of results -->\n"
 
 
 def accuracies(summary: dict) -> str:
@@ -34,12 +36,42 @@ def accuracies(summary: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def methods() -> str:
+    """Return every method with its papers, as a Markdown table."""
+    lines = ["| method | what it does | paper (first author, year) |", "|---|---|---|"]
+    for kind, method in METHODS.items():
+        papers = ", ".join(map(short, method.references)) or "–"
+        lines.append(f"| `{kind}` | {method.summary} | {papers} |")
+    return "\n".join(lines) + "\n"
+
+
+def short(reference: str) -> str:
+    """Return the first author and the year of a reference, linked where it has an address.
+
+    Example:
+        >>> short("Boyd, Ghosh, Randomized gossip, 2006, https://example.org")
+        '[Boyd 2006](https://example.org)'
+    """
+    match = re.fullmatch(r"(.+?), .*, (\d{4})(?:, (https?://\S+))?", reference)
+    if match is None:
+        raise ValueError(f"{reference!r} is not 'authors, title, year, address'")
+    author, year, address = match.groups()
+    return f"[{author} {year}]({address})" if address else f"{author} {year}"
+
+
+def fill(text: str, name: str, made: str) -> str:
+    """Return a page with the part between the markers of a name replaced."""
+    start, end = f"<!-- {name}: scripts/readme.py -->\n", f"<!-- end of {name} -->\n"
+    before, rest = text.split(start)
+    _, after = rest.split(end)
+    return before + start + made + end + after
+
+
 def readme() -> str:
-    """Return README.md with the newest table."""
-    before, rest = README.read_text(encoding="utf-8").split(START)
-    _, after = rest.split(END)
+    """Return README.md with its generated parts made anew."""
     summary = json.loads((STORED / "rotated-digits/summary.json").read_text())
-    return before + START + accuracies(summary) + END + after
+    text = fill(README.read_text(encoding="utf-8"), "results", accuracies(summary))
+    return fill(text, "methods", methods())
 
 
 if __name__ == "__main__":

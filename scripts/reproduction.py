@@ -23,15 +23,15 @@ from coterie.papers import compare
 from coterie.results import summary
 from coterie.simulation import final_metrics
 
-HEAD = """# How close we come
+HEAD = """# Reproduction of the papers
 
 Written by `make docs` from the stored summaries of `docs/reference/runs`; do not edit. `coterie compare RUN --paper`
-prints the same tables for a run of yours.
+prints the same tables for your own run.
 
-A number is *within* when it is apart from the paper's by at most twice the deviation of their difference, or by
-one point of accuracy. Deviations are population deviations over seeds, as in the papers; where a paper prints none it
-counts as zero. Rows that are not in the paper (tuned, or with another learning rate) stand beside the published row
-that they explain, and say so in their names.
+A number is *within* when its distance from the paper's is at most twice the standard deviation of their difference, or
+one point of accuracy. Standard deviations are population deviations over seeds, as in the papers; where a paper prints
+none, it counts as zero. Rows that are not in the paper (tuned, or with another learning rate) are compared with the
+published row that they explain, and say so in their names.
 """
 
 
@@ -112,7 +112,7 @@ def section(folder: Path) -> str:
     machine, packages = origin["hardware"], origin["packages"]
     cores = f"{machine['cores']} {machine['machine']} cores"
     if "elapsed_s" in origin:
-        took = f"{origin['elapsed_s']:,.0f} s on the clock on {cores}, one thread a run"
+        took = f"{origin['elapsed_s']:,.0f} s elapsed on {cores}, one thread a run"
     else:
         took = f"{origin['wall_s']:,.0f} s over all runs, on {cores} shared with other work"
     runs = f"{origin['runs']} run{'s' if origin['runs'] != 1 else ''}"
@@ -124,8 +124,8 @@ def section(folder: Path) -> str:
     trained = origin["rounds_trained"].values()
     if min(trained) < origin["rounds"] and result.study.settings.participation == 1.0:
         cost += (
-            f" Of the {origin['rounds']} rounds clients trained in {min(trained):g} to {max(trained):g} on average, by "
-            "method, before they stopped early."
+            f" With early stopping, clients trained in {min(trained):g} to {max(trained):g} of the {origin['rounds']} "
+            "rounds on average, by method."
         )
     parts = [
         f"## {result.study.name}",

@@ -1,13 +1,13 @@
-"""The exceptions of Coterie, and how bad input is described.
+"""The exceptions of Coterie, and their messages for bad input.
 
     CoterieError
     ├── ConfigError       (ValueError)       a setting is unknown, of the wrong type, or impossible
     ├── DataError         (ValueError)       data that cannot be used: missing, out of range, too little
-    ├── ModelError        (ValueError)       a module that cannot be trained as asked
+    ├── ModelError        (ValueError)       a module that cannot be trained with these settings
     ├── ExchangeError     (RuntimeError)     an exchange was used against its contract
-    │   └── PeerMismatch                     another node runs something else than this one
+    │   └── PeerMismatch                     another node runs another method, model, study or protocol
     ├── TransportError    (ConnectionError)  the network, an identity or a message failed
-    ├── RunExistsError    (FileExistsError)  the run folder is there already
+    ├── RunExistsError    (FileExistsError)  the run folder exists already
     └── CheckpointError   (ValueError)       a checkpoint is damaged or belongs to another run
 
 Every message says what was found, what was expected and what to do. Expected failures during a run (a missing
@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 
 class CoterieError(Exception):
-    """The root of every error that Coterie raises on purpose."""
+    """The base class of all exceptions of Coterie."""
 
 
 class ConfigError(CoterieError, ValueError):
@@ -27,11 +27,11 @@ class ConfigError(CoterieError, ValueError):
 
 
 class DataError(CoterieError, ValueError):
-    """The data cannot be used as asked."""
+    """The data cannot be used: missing, out of range, or too few."""
 
 
 class ModelError(CoterieError, ValueError):
-    """The module cannot be trained as asked."""
+    """The module cannot be trained with these settings."""
 
 
 class ExchangeError(CoterieError, RuntimeError):
@@ -47,7 +47,7 @@ class TransportError(CoterieError, ConnectionError):
 
 
 class RunExistsError(CoterieError, FileExistsError):
-    """The run folder exists; it is never overwritten without being told to."""
+    """The run folder exists; it is overwritten only on request."""
 
 
 class CheckpointError(CoterieError, ValueError):
@@ -57,13 +57,13 @@ class CheckpointError(CoterieError, ValueError):
 def require(
     condition: bool, name: str, found: object, expected: str, *, error: type[CoterieError] = ConfigError
 ) -> None:
-    """Check one setting at the door.
+    """Check one setting.
 
     Args:
-        condition: what must hold.
+        condition: whether its value is valid.
         name: the setting, as the user writes it.
         found: its value.
-        expected: what would be right, in words.
+        expected: the valid values, in words.
         error: the exception to raise.
 
     Raises:

@@ -1,7 +1,7 @@
 """Random streams keyed by (seed, round, client, purpose).
 
-What a client draws never depends on who else is hosted, on the size of a block, on the order of work or on
-evaluation: every draw comes from a Philox stream of its own, found by its key and never by its position.
+A client's draws never depend on which other clients are hosted, on block sizes, on the order of work or on evaluation:
+every draw comes from the Philox stream of its key, not from a position in a shared stream.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 EVERYONE = -1
-"""The client of a stream that all clients share."""
+"""The client id of streams shared by all clients."""
 
 _TORCH_LOCK = Lock()
 
@@ -33,7 +33,7 @@ class Rng:
 
     Args:
         seed: the run's seed, 0 or larger.
-        round: the round that draws; -1 is the warm-up (and everything before it).
+        round: the current round; -1 for the warm-up and everything before it.
 
     Example:
         >>> a = Rng(seed=1).at(3).generator("peers", client=7).random()
@@ -50,7 +50,7 @@ class Rng:
         return replace(self, round=round)
 
     def generator(self, purpose: str, client: int = EVERYONE) -> np.random.Generator:
-        """Return the stream of one purpose and client in this round, from its start."""
+        """Return the stream of a purpose and a client in this round, from its start."""
         counter = np.array([0, 0, client + 1, self.round + 1], dtype=np.uint64)
         key = np.array([self.seed, _word(purpose)], dtype=np.uint64)
         return np.random.Generator(np.random.Philox(counter=counter, key=key))
@@ -58,17 +58,20 @@ class Rng:
     def gumbel(
         self, purpose: str, ids: Int[Tensor, " clients"], population: int
     ) -> Float[Tensor, "clients population"]:
-        """Return one standard Gumbel draw for each pair (hosted client, member of the population), in float64."""
+        """Return one standard Gumbel draw for each pair (hosted client, member of the population), in float64.
+
+        Draws lie between -3.61 and 36.74; one in 2^53 is infinite.
+        """
         out = self.pairs(purpose, ids, population).numpy()
-        with np.errstate(divide="ignore"):  # at 0, one draw in 2^53, the result is infinite
+        with np.errstate(divide="ignore"):  # a uniform draw of 0, one in 2^53, becomes infinity
             for step in (partial(np.subtract, 1.0), np.log, np.negative, np.log, np.negative):
                 step(out, out=out)
         return torch.from_numpy(out)
 
     def pairs(self, purpose: str, ids: Int[Tensor, " clients"], population: int) -> Float[Tensor, "clients population"]:
-        r"""Return the draws $u$ from [0, 1) behind `gumbel`, which is $-\log(-\log(1 - u))$ of them.
+        r"""Return the uniform draws $u$ in [0, 1) from which `gumbel` computes $-\log(-\log(1 - u))$.
 
-        They cost no logarithm. A draw of exactly 0, which `gumbel` draws again, makes the two differ.
+        The map is decreasing: the smallest $u$ is the largest Gumbel draw, without the cost of logarithms.
         """
         return self.uniform(purpose, ids, population)
 
@@ -80,13 +83,13 @@ class Rng:
         return torch.from_numpy(out)
 
     def keys(self, purpose: str, ids: Int[Tensor, " clients"]) -> Int[Tensor, " clients"]:
-        """Return one 62-bit integer for each hosted client: the key of a counter-based stream inside a program."""
+        """Return a 62-bit key for each hosted client, for a counter-based stream inside a tensor program."""
         draws = [int(self.generator(purpose, client).integers(1 << 62)) for client in ids.tolist()]
         return torch.tensor(draws, dtype=torch.int64)
 
     @contextmanager
     def torch_globals(self, purpose: str, client: int = EVERYONE) -> Iterator[None]:
-        """Run foreign code that draws from PyTorch's global CPU generator, reproducibly and without a trace."""
+        """Seed PyTorch's global CPU generator for foreign code, and restore its state afterwards."""
         key = int(self.generator(purpose, client).integers(1 << 62))
         with _TORCH_LOCK, torch.random.fork_rng(devices=[]):
             torch.random.set_rng_state(torch.Generator().manual_seed(key).get_state())

@@ -217,7 +217,8 @@ def test_a_heatmap_is_read_by_keyboard(browser, study):
     load(browser, write_report(study).as_uri(), "reads")
     canvas = browser.find_element(By.CSS_SELECTOR, "#heatmaps canvas")
     canvas.send_keys(Keys.ARROW_RIGHT)
-    assert "client 0 (rotation 0) read client 1 (rotation 0):" in browser.find_element(By.ID, "heatmaps").text
+    readout = browser.find_element(By.ID, "heatmaps").text
+    assert "client 0 (rotation 0) used the model of client 1 (rotation 0)" in readout
 
 
 def test_the_table_of_clients_sorts_and_opens_a_client(browser, study):
@@ -241,8 +242,8 @@ def test_the_table_of_clients_sorts_and_opens_a_client(browser, study):
     row.send_keys(Keys.ENTER)
     detail = browser.find_element(By.ID, "client-detail")
     assert f"Client {client}" in detail.text
-    assert "Peers it read most: DAC (tau=30)" in detail.text
-    assert "Labels of its training data" in detail.text
+    assert "Most used peers: DAC (tau=30)" in detail.text
+    assert "Labels of the training data" in detail.text
     assert logs(browser)[0] == []
 
 
@@ -381,7 +382,7 @@ def test_the_live_page_follows_a_run_without_reloading(browser, tmp_path, artifa
     rounds = "Math.max(0, ...page.data.methods.flatMap((m) => m.runs.map((r) => r.rounds)))"
     with Watch(runs) as page:
         load(browser, page.address)
-        assert "nothing to show yet" in browser.find_element(By.ID, "view-overview").text
+        assert "Nothing to show yet" in browser.find_element(By.ID, "view-overview").text
         browser.execute_script("window.mark = 'never reloaded'")
         worker.start()
         for _ in range(3):
@@ -398,7 +399,7 @@ def test_the_live_page_follows_a_run_without_reloading(browser, tmp_path, artifa
         screenshot(browser, artifacts / "live-curves.png")
         go_on.release(100)
         worker.join(timeout=60)
-        wait(browser, "document.getElementById('live').textContent.includes('every run here has finished')")
+        wait(browser, "document.getElementById('live').textContent.includes('all runs have finished')")
         assert browser.execute_script("return window.mark") == "never reloaded"
         shutil.rmtree(runs)
         wait(browser, "page.data.methods.length === 0")
@@ -415,7 +416,7 @@ def test_the_live_page_says_when_its_server_is_gone(browser, study):
     page = Watch(study)
     load(browser, page.address)
     page.close()
-    wait(browser, "document.getElementById('live').textContent === 'the connection is lost; trying again'")
+    wait(browser, "document.getElementById('live').textContent === 'connection lost; retrying'")
 
 
 REACTION = """

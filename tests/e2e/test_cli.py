@@ -123,7 +123,7 @@ def test_ctrl_c_leaves_a_study_that_goes_on_to_the_same_bytes(tmp_path, whole):
     assert status == 130
     assert "Traceback" not in out + err
     command = err.strip().splitlines()[-1]
-    assert command == "stopped; go on with: coterie resume runs/tiny"
+    assert command == "stopped; continue with: coterie resume runs/tiny"
     assert results(tmp_path / "runs/tiny") != results(whole)
     status, out, err = finish(start(tmp_path, "resume", "runs/tiny", "--workers", "1"))
     assert status == 0, err
@@ -151,7 +151,7 @@ def test_a_file_that_cannot_grow_is_one_line_and_the_study_goes_on_later(tmp_pat
     assert full.returncode == 2
     assert len(full.stderr.splitlines()) == 1, full.stderr
     assert "cannot write: File too large: runs/tiny/" in full.stderr
-    assert "go on with: coterie resume runs/tiny" in full.stderr
+    assert "continue with: coterie resume runs/tiny" in full.stderr
     status, _, err = finish(start(tmp_path, "resume", "runs/tiny", "--workers", "1"))
     assert status == 0, err
     assert results(tmp_path / "runs/tiny") == results(whole)

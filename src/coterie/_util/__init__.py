@@ -1,1 +1,1 @@
-"""What every package may use and no user needs: files, settings, large pages."""
+"""Internal helpers of all packages: files, settings, large pages."""

@@ -1,4 +1,4 @@
-"""Files: the only writer of files that must be whole, and the folder of what can be made again."""
+"""Files: the atomic writer of files, and the cache folder."""
 
 import os
 import tempfile
@@ -9,15 +9,15 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give the path of a new file, which replaces `path` when the block ends without an error.
+    """Yield the path of a new file, which replaces `path` when the block ends without an error.
 
-    A reader, or a crash at any moment, finds the old file or the new one and nothing between.
+    Readers find the old or the new file, also after a crash at any moment.
 
     Args:
-        path: what to write; its folder must exist.
+        path: the file to write; its folder must exist.
 
     Raises:
-        OSError: when the system refuses; it names `path`.
+        OSError: from the system; it names `path`.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     os.close(handle)
@@ -36,13 +36,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file whole; see `replacing`."""
+    """Write a file atomically; see `replacing`."""
     with replacing(path) as temporary:
         temporary.write_bytes(data)
 
 
 def cache_folder() -> Path:
-    """Return where decoded images and compiled programs are kept: `COTERIE_CACHE`, or coterie's in the user's cache."""
+    """Return the folder of decoded images and compiled programs: `COTERIE_CACHE`, or coterie's in the user's cache."""
     chosen = os.environ.get("COTERIE_CACHE")
     if chosen:
         return Path(chosen).expanduser()

@@ -1,9 +1,9 @@
-"""Large tensors whose memory costs little to get: on large pages, and used again within a run.
+"""Large tensors on large memory pages, which are reused within a run.
 
-Matrices of a whole population are made anew in every round. Linux gives fresh memory in pages of 4 KiB, each of them a
-fault when it is first written, and a virtual machine may have to ask its host as well: for gigabytes that takes
-seconds. Here such memory is asked for in large pages, and while a run is on (`kept`) it is kept for the next tensor of
-the same size when a tensor dies. Where a system has no such pages, tensors are PyTorch's own. No value depends on it.
+Matrices of a whole population are created in every round. Linux allocates memory in pages of 4 KiB, with a page fault
+at each first write, and a virtual machine may have to ask its host as well: for gigabytes that takes seconds. Here such
+memory is allocated in large pages, and during a run (`kept`) the memory of a freed tensor is kept for the next tensor
+of the same size. Where a system has no such pages, tensors are PyTorch's own. No value depends on it.
 """
 
 import math
@@ -23,14 +23,14 @@ _LEAST = 1 << 22  # bytes from which on it pays
 
 
 class _Store:
-    """Blocks of memory that no tensor uses, while somebody wants them kept."""
+    """Blocks of memory without a tensor, kept for reuse during a run."""
 
     def __init__(self) -> None:
         self.free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
         self.users, self.lock = 0, Lock()
 
     def take(self, size: int) -> mmap.mmap:
-        """Return a block of so many bytes, whatever it holds."""
+        """Return a block of a size in bytes; its content is arbitrary."""
         try:
             return self.free[size].pop()
         except IndexError:
@@ -42,7 +42,7 @@ class _Store:
             return _fresh(size)
 
     def give(self, size: int, block: mmap.mmap) -> None:
-        """Keep a block whose tensor died, or let it go."""
+        """Keep the block of a freed tensor, or release it."""
         if self.users:
             self.free[size].append(block)
 
@@ -58,7 +58,7 @@ def _fresh(size: int) -> mmap.mmap:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Keep the memory of dead tensors of this module for new ones, and let it go at the end."""
+    """Keep the memory of this module's freed tensors for new ones, and release it at the end."""
     with _STORE.lock:
         _STORE.users += 1
     try:
@@ -71,12 +71,12 @@ def kept() -> Iterator[None]:
 
 
 def empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """Return a tensor that nobody has written to yet.
+    """Return an uninitialized tensor.
 
     Args:
         shape: its sizes.
-        dtype: of its entries.
-        device: where it lies; only a CPU's memory has pages.
+        dtype: type of its entries.
+        device: its device; only CPU memory has pages.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < _LEAST or torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -88,5 +88,5 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -
 
 
 def copy(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-    """Return a copy whose entries lie one after another, whatever the order of the original's."""
+    """Return a contiguous copy."""
     return empty(*tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

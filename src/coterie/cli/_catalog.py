@@ -1,4 +1,4 @@
-"""What there is to choose from, for people: methods with their parameters and papers, read off the classes."""
+"""Names, defaults and meanings of the parameters of a configuration class, from its fields and docstring."""
 
 import inspect
 import re
@@ -10,13 +10,13 @@ from coterie._util.tables import words
 
 @dataclass(frozen=True)
 class Parameter:
-    """One field of a configuration class, as its documentation tells it.
+    """One documented field of a configuration class.
 
     Args:
-        name: of the field.
-        expects: the type, in words.
+        name: its name.
+        expects: its type, in words.
         default: its default; None when it has none.
-        text: what the class's docstring says of it.
+        text: its entry in the class's docstring.
     """
 
     name: str
@@ -62,7 +62,7 @@ def arguments(doc: str) -> dict[str, str]:
 
 
 def default(value: Any) -> str:
-    """Return a default as a study file would say it."""
+    """Return a default as it is written in a study file."""
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""The commands that judge: compare, analyze and tune. `cli` registers them with `add`."""
+"""The commands compare, analyze and tune. `app` registers them with `add`."""
 
 import json
 from pathlib import Path
@@ -20,11 +20,13 @@ def add(app: typer.Typer) -> None:
 
 def compare(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of studies that have run.")],
-    paper: Annotated[bool, typer.Option("--paper", help="Beside the published numbers, and which come back.")] = False,
-    equal_bytes: Annotated[bool, typer.Option("--equal-bytes", help="Rank the methods at equal bytes.")] = False,
+    paper: Annotated[bool, typer.Option("--paper", help="Compare with published numbers.")] = False,
+    equal_bytes: Annotated[
+        bool, typer.Option("--equal-bytes", help="Rank the methods at equal bytes per client.")
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print it as JSON, for programs.")] = False,
 ) -> None:
-    """Set studies beside each other, beside the published numbers, or their methods at equal bytes.
+    """Compare studies with each other, with published numbers, or their methods at equal bytes per client.
 
     [bold]Examples[/bold]
 
@@ -70,15 +72,15 @@ def _print(console: Console, shown: Any) -> None:
 
 def analyze(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a study, or of one of its runs.")],
-    what: Annotated[str, typer.Option("--what", help="simplex, interaction or beta.")] = "",
-    points: Annotated[int, typer.Option(help="Of simplex: how many points.")] = 2000,
-    clients: Annotated[str, typer.Option(help="Of simplex: whose test sets, e.g. 0,7.")] = "",
-    betas: Annotated[str, typer.Option(help="Of beta: the values.")] = "0.1,0.5,1,2,4",
+    what: Annotated[str, typer.Option("--what", help="The analysis: simplex, interaction or beta.")] = "",
+    points: Annotated[int, typer.Option(help="For simplex: the number of points.")] = 2000,
+    clients: Annotated[str, typer.Option(help="For simplex: clients to test on, e.g. 0,7.")] = "",
+    betas: Annotated[str, typer.Option(help="For beta: the values.")] = "0.1,0.5,1,2,4",
     data_dir: Annotated[
         Path | None, typer.Option("--data-dir", envvar="COTERIE_DATA", help="Folder with datasets.")
     ] = None,
 ) -> None:
-    """Measure what a run's checkpoint still holds, into tables in its folder; without --what, list the analyses.
+    """Compute an analysis from a run's checkpoint and write it as a table; without --what, list the analyses.
 
     [bold]Examples[/bold]
 
@@ -98,11 +100,11 @@ def analyze(
 
 
 def _numbers(name: str, text: str, kind: type[Any]) -> list[Any]:
-    """Read numbers with commas between."""
+    """Read numbers separated by commas."""
     try:
         return [kind(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
-        raise ConfigError(f"{name} is {text!r}; expected numbers with commas between") from error
+        raise ConfigError(f"{name} is {text!r}; expected numbers separated by commas") from error
 
 
 def tune(
@@ -114,7 +116,7 @@ def tune(
     set_: Annotated[
         list[str] | None, typer.Option("--set", "-s", metavar="PATH=VALUE", help="Change a setting. Repeatable.")
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="The number of seeds.")] = None,
     data_dir: Annotated[
         Path | None, typer.Option("--data-dir", envvar="COTERIE_DATA", help="Folder with datasets.")
     ] = None,
@@ -122,12 +124,12 @@ def tune(
         "tuned"
     ),
     workers: Annotated[
-        int | None, typer.Option("--workers", "-w", min=1, help="Processes; one a core by default.")
+        int | None, typer.Option("--workers", "-w", min=1, help="Processes; one per core by default.")
     ] = None,
-    widenings: Annotated[int, typer.Option(min=0, help="How often a grid is continued beyond its edge.")] = 3,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    widenings: Annotated[int, typer.Option(min=0, help="How often a grid is extended when its edge is best.")] = 3,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
-    """Choose settings of every method by the clients' validation data; the test sets are taken out before.
+    """Tune every method on the clients' validation data; the test sets are removed first.
 
     [bold]Examples[/bold]
 

@@ -1,7 +1,7 @@
-"""What the command line shows: progress while runs go on, and the tables at the end.
+"""Terminal output: progress while runs go on, and the tables at the end.
 
-On a terminal progress is one live line a method; in a pipe, or where the terminal cannot, plain lines that come
-seldom. Everything fits 80 columns.
+On a terminal, progress is one live line per method; in a pipe or a plain terminal, a plain line every few seconds.
+Everything fits 80 columns.
 """
 
 import math
@@ -30,9 +30,9 @@ SECONDS = 10.0  # between two lines about a run that is not at its end, in a pip
 
 
 def lively(console: Console) -> bool:
-    """Whether a live line can be drawn: on a terminal with colors and cursor, and nobody asked for plain text.
+    """Whether a live line can be drawn: on a terminal with colors and a cursor.
 
-    Not in a pipe, where TERM is "dumb", with NO_COLOR, in continuous integration (CI), or in a console of old Windows.
+    Not in a pipe, with TERM = "dumb", NO_COLOR or CI set, or in an old Windows console.
     """
     plain = console.is_dumb_terminal or console.legacy_windows or console.no_color or bool(os.environ.get("CI"))
     return console.is_terminal and not plain
@@ -40,10 +40,10 @@ def lively(console: Console) -> bool:
 
 @contextmanager
 def progress(studies: Sequence[StudyConfig], console: Console, quiet: bool) -> Iterator[Observer]:
-    """Show how the runs of a study go on.
+    """Show the progress of a study's runs.
 
     Args:
-        studies: what runs, one after another, with the same methods.
+        studies: the studies that run one after another, with the same methods.
         console: where to write.
         quiet: show nothing.
 
@@ -102,14 +102,14 @@ def _lines(console: Console, every: float = SECONDS) -> Observer:
 
 
 def _quality(step: Step) -> str:
-    """Tell what the validation sets say, if they were asked in this round."""
+    """The validation accuracy or loss, if this round was evaluated."""
     if not np.isnan(step.accuracy):
         return f"val. acc. {ACCURACY.show(step.accuracy, brief=True)} {ACCURACY.unit}"
     return "" if np.isnan(step.loss) else f"val. loss {step.loss:.4g}"
 
 
 def states(folder: Path, study: StudyConfig) -> Iterator[str]:
-    """Tell how far the runs of a study came: a line a method, its seeds by what they have in common."""
+    """The progress of a study's runs: a line per method, with its seeds grouped by state."""
     for entry in study.methods:
         rounds = study.scaled(entry.label).settings.rounds
         seeds: dict[str, list[str]] = {}
@@ -123,7 +123,7 @@ def states(folder: Path, study: StudyConfig) -> Iterator[str]:
 
 
 def results(study: Study, console: Console) -> None:
-    """Print the tables of a study: test results, and what collaboration was worth to each client."""
+    """Print the tables of a study: test results, and the gains over training alone."""
     names = [str(metric) for metric in study.rows["metric"].unique()]
     known = metrics_of(study)
     metric = known[known.main(names)]

@@ -1,4 +1,4 @@
-"""The commands for real peers: `coterie net ...`, `node`, `doctor`, `up`. Heavy libraries load inside them."""
+"""The commands for nodes on real machines: `coterie net ...`, `node`, `doctor`, `up`. Heavy imports are inside them."""
 
 import importlib.util
 import tempfile
@@ -10,7 +10,7 @@ import typer
 from coterie.errors import ConfigError, TransportError
 
 net = typer.Typer(
-    no_args_is_help=True, help="Set up a network of real peers: authority, members, roster; and a demonstration."
+    no_args_is_help=True, help="Set up a run between machines: authority, members, roster; or run a demonstration."
 )
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The organizer's folder.")]
 Insecure = Annotated[
@@ -38,11 +38,11 @@ def init(
     run: Annotated[str, typer.Option(help="The run's id: a-z, 0-9 and -.")],
     members: Annotated[
         list[str] | None,
-        typer.Option("--member", metavar="NAME=HOST:PORT", help="Make this member's key here too; for trying out."),
+        typer.Option("--member", metavar="NAME=HOST:PORT", help="Also create this member's key here; for tests."),
     ] = None,
     days: Annotated[float, typer.Option(help="How long the authority is valid.")] = 365.0,
 ) -> None:
-    """Make the organizer's key and a private authority for one run.
+    """Create the organizer's key and a private certificate authority for one run.
 
     [bold]Example[/bold]
 
@@ -63,10 +63,10 @@ def init(
 @net.command()
 def join(
     name: Annotated[str, typer.Argument(help="This member's name: a-z, 0-9 and -.")],
-    address: Annotated[str, typer.Argument(help="host:port where the others will reach it.")],
-    folder: Annotated[Path, typer.Option(help="Where to put key and request.")] = Path("."),
+    address: Annotated[str, typer.Argument(help="host:port at which the other members reach it.")],
+    folder: Annotated[Path, typer.Option(help="Folder for the key and the request.")] = Path("."),
 ) -> None:
-    """Make a member's key on its own machine, and the request to send to the organizer. The key never travels.
+    """Create a member's key on its own machine, and the request to send to the organizer. The key stays here.
 
     [bold]Example[/bold]
 
@@ -88,7 +88,7 @@ def sign(
     ],
     days: Annotated[float, typer.Option(help="How long the certificate is valid.")] = 30.0,
 ) -> None:
-    """Answer a member's request with a certificate.
+    """Sign a member's request: write its certificate.
 
     [bold]Example[/bold]
 
@@ -111,16 +111,16 @@ def roster(
         Path, typer.Argument(metavar="FOLDER|ROSTER", help="The organizer's folder; with --check, a roster.")
     ],
     study: Annotated[Path | None, typer.Option(help="The study file that all members run.")] = None,
-    features: Annotated[str, typer.Option(help="Shape of one input, as in 1,8,8.")] = "",
+    features: Annotated[str, typer.Option(help="Shape of one input, e.g. 1,8,8.")] = "",
     classes: Annotated[int | None, typer.Option(min=0, help="Number of classes; 0 for regression.")] = None,
     server: Annotated[str, typer.Option(help="The member in the server role, for methods that need one.")] = "",
-    check: Annotated[bool, typer.Option("--check", help="Explain what is wrong with a roster.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check a roster and list its problems.")] = False,
     organizer: Annotated[Path, typer.Option(help="The organizer's public key, with --check.")] = Path("organizer.pub"),
     node_file: Annotated[Path | None, typer.Option("--node", help="With --check: also check this node.toml.")] = None,
 ) -> None:
     """Write and sign the roster of all members that have a certificate, or check one.
 
-    Members get their clients in the order in which they were signed.
+    Client ids follow the order in which members were signed.
 
     [bold]Examples[/bold]
 
@@ -150,12 +150,12 @@ def roster(
 
 @net.command()
 def demo(
-    clients: Annotated[int, typer.Option(min=3, max=20, help="How many nodes.")] = 8,
-    rounds: Annotated[int, typer.Option(min=4, help="How many rounds.")] = 12,
-    port: Annotated[int, typer.Option(help="First of the ports on 127.0.0.1.")] = 21700,
-    folder: Annotated[Path | None, typer.Option(help="Where; a temporary folder by default.")] = None,
+    clients: Annotated[int, typer.Option(min=3, max=20, help="The number of nodes.")] = 8,
+    rounds: Annotated[int, typer.Option(min=4, help="The number of rounds.")] = 12,
+    port: Annotated[int, typer.Option(help="The first port on 127.0.0.1.")] = 21700,
+    folder: Annotated[Path | None, typer.Option(help="Its folder; a temporary one by default.")] = None,
 ) -> None:
-    """Run real nodes on this machine with mutual TLS, kill one on the way, and compare with the simulation.
+    """Run nodes on this machine with mutual TLS, kill one during the run, and compare with the simulation.
 
     [bold]Example[/bold]
 
@@ -183,11 +183,11 @@ def _results(study: Any) -> None:
 
 
 def node(
-    file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="What this node is told.")],
-    role: Annotated[str | None, typer.Option(help="server, on the member that the roster names.")] = None,
+    file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="The node file.")],
+    role: Annotated[str | None, typer.Option(help="server, on the member with the server role.")] = None,
     insecure: Insecure = False,
 ) -> None:
-    """Take part in a run as one of its members; a node that was stopped goes on from its checkpoint.
+    """Run one member's node; a node that was stopped continues from its checkpoint.
 
     [bold]Example[/bold]
 
@@ -202,10 +202,10 @@ def node(
 
 
 def doctor(
-    file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="What the node is told.")],
+    file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="The node file.")],
     insecure: Insecure = False,
 ) -> None:
-    """Check a node before its run: identity, roster, data, ports, clocks, each member, and the time of a round.
+    """Check a node before its run: identity, roster, data, port, clocks, each member; estimate the time of a round.
 
     [bold]Example[/bold]
 
@@ -225,11 +225,11 @@ def doctor(
 def up(
     roster_file: Annotated[Path, typer.Argument(metavar="ROSTER.toml", help="The signed roster.")],
     nodes: Annotated[
-        Path | None, typer.Option(help="Folder with NAME.toml of each member; the roster's by default.")
+        Path | None, typer.Option(help="Folder with NAME.toml of each member; by default the roster's.")
     ] = None,
-    logs: Annotated[Path | None, typer.Option(help="Folder for logs; standard error by default.")] = None,
+    logs: Annotated[Path | None, typer.Option(help="Folder for logs; by default they go to standard error.")] = None,
 ) -> None:
-    """Start all members of a roster that have a node file on this machine, and wait for them.
+    """Start the nodes of all members with a node file on this machine, and wait for them.
 
     [bold]Example[/bold]
 

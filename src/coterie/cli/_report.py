@@ -1,4 +1,4 @@
-"""The commands that show stored runs: report, watch, plot, track. `cli` registers them with `add`."""
+"""The commands that show stored runs: report, watch, plot, track. `app` registers them with `add`."""
 
 import webbrowser
 from pathlib import Path
@@ -19,9 +19,9 @@ def add(app: typer.Typer) -> None:
 
 def report(
     runs: Folders,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write; only with one RUN.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write; with one RUN only.")] = None,
 ) -> None:
-    """Write the report of stored runs again: one page that opens from disk.
+    """Write the report of stored runs: one page that opens from disk.
 
     [bold]Examples[/bold]
 
@@ -38,10 +38,10 @@ def report(
 
 def watch(
     folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a study, a run or a node.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of 127.0.0.1; any free one when 0.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for any free one.")] = 0,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
-    """Show the report live, on a page of this machine, while a study runs or a node works; Ctrl-C ends it.
+    """Serve the report on 127.0.0.1 and update it while a study or a node runs; Ctrl-C ends it.
 
     [bold]Example[/bold]
 
@@ -63,19 +63,21 @@ def watch(
 def plot(
     runs: Folders,
     figure: Annotated[
-        str, typer.Option("--figure", "-f", help="A kind of figure, or a published one: dac-3, ...")
+        str, typer.Option("--figure", "-f", help="A kind of figure, or a published figure: dac-3, ...")
     ] = "",
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file; the figure's name when not given.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file; by default the figure's name.")] = None,
     format_: Annotated[str, typer.Option("--format", help="pdf, svg or png.")] = "pdf",
-    metric: Annotated[str | None, typer.Option(help="The metric; accuracy where there is one, else the loss.")] = None,
-    split: Annotated[str | None, typer.Option(help="Of learning curves: validation, train or test.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="all, clusters (equal weight), or a planted cluster.")] = None,
-    setting: Annotated[
-        str | None, typer.Option(help="Of a sweep: which setting; two, with a comma, make a grid.")
+    metric: Annotated[str | None, typer.Option(help="The metric; by default accuracy, else the loss.")] = None,
+    split: Annotated[str | None, typer.Option(help="For learning curves: validation, train or test.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Mean over all clients, over clusters, or a planted cluster's name.")
     ] = None,
-    methods: Annotated[str | None, typer.Option(help="Labels to show, with commas; * stands for anything.")] = None,
+    setting: Annotated[
+        str | None, typer.Option(help="For sweeps: the setting; two, with a comma, make a grid.")
+    ] = None,
+    methods: Annotated[str | None, typer.Option(help="Labels to show, with commas; * matches anything.")] = None,
 ) -> None:
-    """Draw a figure of stored runs for a paper, with the numbers behind it as CSV; without --figure, list them.
+    """Draw a figure of stored runs for a paper, with its numbers as CSV; without --figure, list the figures.
 
     [bold]Examples[/bold]
 
@@ -106,7 +108,7 @@ def track(
     to: Annotated[str, typer.Option("--to", help="tensorboard, mlflow or wandb (offline); each is an extra.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the tracker's files.")] = Path("tracking"),
 ) -> None:
-    """Copy stored runs into an experiment tracker's files on this machine; nothing is sent anywhere.
+    """Copy stored runs into local files of an experiment tracker; nothing is sent.
 
     [bold]Example[/bold]
 

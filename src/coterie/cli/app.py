@@ -38,27 +38,27 @@ DataDir = Annotated[
     Path | None,
     typer.Option("--data-dir", envvar="COTERIE_DATA", help="Folder with datasets, in the Hugging Face layout."),
 ]
-Out = Annotated[Path, typer.Option("--out", "-o", help="Folder under which the study's folder is made.")]
-Workers = Annotated[int | None, typer.Option("--workers", "-w", min=1, help="Processes; one a core by default.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder in which the study's folder is created.")]
+Workers = Annotated[int | None, typer.Option("--workers", "-w", min=1, help="Processes; one per core by default.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON, for programs.")]
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study file, or the name of a built-in study.")]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="PATH=VALUE", help="Change a setting, e.g. methods.dac.tau=30. Repeatable."),
 ]
-Seeds = Annotated[str | None, typer.Option(help="How many seeds (5), or which (0,3,7).")]
+Seeds = Annotated[str | None, typer.Option(help="The number of seeds (5), or a list (0,3,7).")]
 
 
 @app.callback()
 def _root() -> None:
-    """Federated learning among clients whose data differ: simulate, compare, find who should learn with whom.
+    """Personalized decentralized and clustered federated learning: simulate, compare, run between machines.
 
     [bold]Start here[/bold]
 
       coterie run                       the bundled study: digits in four rotations, under a minute
-      coterie studies                   all built-in studies
-      coterie methods                   all methods, and `coterie methods dac` for one
+      coterie studies                   list the built-in studies
+      coterie methods                   list the methods; `coterie methods dac` describes one
       coterie run STUDY.toml --set methods.dac.tau=30 --seeds 5
     """
 
@@ -71,14 +71,14 @@ def run(
     data_dir: DataDir = None,
     out: Out = Path("runs"),
     workers: Workers = None,
-    engine: Annotated[str | None, typer.Option(help="How training is computed: auto, loop, vmap, ...")] = None,
-    scale: Annotated[float | None, typer.Option(help="Multiply the rounds, e.g. 0.1 for a quick look.")] = None,
+    engine: Annotated[str | None, typer.Option(help="The engine that trains: auto, loop, vmap, ...")] = None,
+    scale: Annotated[float | None, typer.Option(help="Multiply the rounds, e.g. 0.1 for a quick test.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the study's folder first.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep finished runs, go on with the others.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep finished runs, continue the others.")] = False,
     quiet: Quiet = False,
     json_: AsJson = False,
 ) -> None:
-    """Run a study: every method with every seed, then a table, a summary and a report.
+    """Run every method of a study with every seed, then write a table, a summary and a report.
 
     [bold]Examples[/bold]
 
@@ -110,7 +110,7 @@ def resume(
     quiet: Quiet = False,
     json_: AsJson = False,
 ) -> None:
-    """Go on with a study that was interrupted; the results are those of a study that was not.
+    """Continue an interrupted study; the results are those of an uninterrupted one.
 
     [bold]Example[/bold]
 
@@ -124,7 +124,7 @@ def resume(
 
 @app.command()
 def methods(name: Annotated[str | None, typer.Argument(help="One method, in detail.")] = None) -> None:
-    """List the methods with their parameters, defaults and papers.
+    """List the methods with their parameters, defaults and papers; with a name, describe one.
 
     [bold]Examples[/bold]
 
@@ -191,10 +191,10 @@ def studies(
 
 @app.command("list")
 def list_(
-    folder: Annotated[Path | None, typer.Argument(help="Where to look; default what --out says.")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="The folder to search; by default that of --out.")] = None,
     out: Out = Path("runs"),
 ) -> None:
-    """List the studies that were run and their runs, and how far each came."""
+    """List the studies in a folder with the progress of their runs."""
     from coterie.cli._display import states
     from coterie.simulation import checkpoint
     from coterie.studies.run import found_studies, run_folder
@@ -216,7 +216,7 @@ def show(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a study, or of one of its runs.")],
     json_: AsJson = False,
 ) -> None:
-    """Show the results of a study again."""
+    """Print the results of a stored study."""
     from coterie.studies.sweep import read_sweep
 
     _show(read_sweep(folder), json_)
@@ -272,25 +272,26 @@ def _show(studies: Sequence[Any], as_json: bool) -> None:
 
 @contextmanager
 def _resumable(folder: Path, command: str) -> Iterator[None]:
-    """Tell how to go on when a study is interrupted, or the disk is full."""
+    """Print the command that continues a study when it is interrupted, or the disk is full."""
     from coterie.studies.run import CONFIG
 
     try:
         yield
     except KeyboardInterrupt:
         there = (folder / CONFIG).exists()
-        typer.echo(f"\nstopped; go on with: {command}" if there else "\nstopped before anything was written", err=True)
+        text = f"stopped; continue with: {command}" if there else "stopped before anything was written"
+        typer.echo(f"\n{text}", err=True)
         raise
     except OSError as error:
         if not (folder / CONFIG).exists() or isinstance(error, CoterieError):
             raise
-        raise ConfigError(f"cannot write: {_reason(error)}; when that is mended, go on with: {command}") from error
+        raise ConfigError(f"cannot write: {_reason(error)}; when that is fixed, continue with: {command}") from error
 
 
 def _seed_list(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdigit() for part in parts):
-        raise ConfigError(f"--seeds is {text!r}; expected how many (5), or which (0,3,7)")
+        raise ConfigError(f"--seeds is {text!r}; expected a number of seeds (5), or a list (0,3,7)")
     return list(range(int(text))) if len(parts) == 1 else [int(part) for part in parts]
 
 
@@ -308,7 +309,7 @@ register(app)
 
 def main() -> NoReturn:
     """Run the command line."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one process a core; see fanout
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one process per core; see simulation/workers.py
     warnings.formatwarning = _one_line_warning
     try:
         status = app(standalone_mode=False)

@@ -1,8 +1,8 @@
-"""Who gets which samples: disjoint draws from one pool, without any loop that could fail to end.
+"""Assignment of samples to clients: disjoint draws from one pool, without rejection loops.
 
-A client's wish is turned into a number of samples per class, and those are cut from the shuffled samples of each
-class. A sample therefore never serves two clients, and what cannot be served is known, and said, before any draw.
-Only wishes that allow it (`reuse`) begin with a class's first samples again when there is none left.
+A client's wish is turned into a number of samples per class, and those are taken from the shuffled samples of each
+class. No sample goes to two clients, and impossible wishes are reported before any draw. Only wishes that allow it
+(`reuse`) start again with a class's first samples when none are left.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,15 @@ LOWER = "lower num_clients, train, validation or test_samples"
 
 @dataclass(frozen=True)
 class Wish:
-    """What one client wants from a pool.
+    """The samples that one client wants from a pool.
 
     Args:
         size: number of samples.
         labels: the classes it may hold; None for all.
-        mixture: share of each class it wants; classes that run out are replaced by the others in proportion.
-            None for "as they come": every sample of the allowed classes is equally likely.
+        mixture: wanted share of each class; classes that run out are replaced by the others in proportion.
+            None: every sample of the allowed classes is equally likely.
         counts: the exact number of each class, instead of a mixture.
-        reuse: with `counts`: samples may serve other clients too when a class runs out. All wishes or none.
+        reuse: with `counts`: samples may go to several clients when a class runs out. The same for all wishes.
     """
 
     size: int
@@ -46,13 +46,13 @@ def allocate(
     Args:
         wishes: one for each client.
         labels: the class of each sample of the pool.
-        generator: decides which samples go where.
+        generator: the source of randomness.
 
     Returns:
         The rows of the pool that each client gets, ordered by class.
 
     Raises:
-        DataError: when the pool cannot serve all wishes; it says which and by how much.
+        DataError: when the pool cannot satisfy all wishes; the message says which, and by how much.
     """
     vectors = [len(v) for wish in wishes for v in (wish.mixture, wish.counts) if v is not None]
     named = [max(wish.labels) + 1 for wish in wishes if wish.labels]
@@ -70,7 +70,7 @@ def allocate(
 
 
 def check_room(wishes: Sequence[Wish], present: Int[np.ndarray, " classes"]) -> None:
-    """Check that a pool with so many samples of each class can serve all wishes.
+    """Check that a pool with the given number of samples of each class can satisfy all wishes.
 
     Raises:
         DataError: with the first shortage found.
@@ -104,12 +104,12 @@ def count(
 ) -> Int[np.ndarray, "clients classes"]:
     """Decide how many samples of each class every client gets.
 
-    Exact counts are served first, then mixtures in random order, then the rest, the most restricted before the others.
-    Where that order leaves someone short (overlapping label groups in a tight pool), classes are first divided
-    between the groups by a maximum flow, which finds a division if there is one.
+    Exact counts are assigned first, then mixtures in random order, then the rest, the most restricted first. If that
+    order leaves a client short (overlapping label groups in a small pool), a maximum flow first divides the classes
+    between the groups; it finds a division if there is one.
 
     Raises:
-        DataError: when overlapping label groups cannot all be served.
+        DataError: when overlapping label groups cannot all be satisfied.
     """
     fixed = np.zeros((len(wishes), len(present)), dtype=np.int64)
     for row, wish in enumerate(wishes):
@@ -184,7 +184,7 @@ def _within(left: Int[np.ndarray, " classes"], labels: tuple[int, ...]) -> Int[n
 
 
 def _groups(wishes: Sequence[Wish]) -> dict[tuple[int, ...], int]:
-    """How many samples each set of labels is asked for."""
+    """The number of samples wanted from each set of labels."""
     demand: dict[tuple[int, ...], int] = {}
     for wish in wishes:
         if wish.labels is not None:
@@ -194,14 +194,14 @@ def _groups(wishes: Sequence[Wish]) -> dict[tuple[int, ...], int]:
 
 
 def share(total: int, weights: Float[np.ndarray, " parts"], minimum: int = 0) -> Int[np.ndarray, " parts"]:
-    """Share a number of samples by weights, each part getting a minimum first (largest remainders, ties to the first).
+    """Divide a number by weights after giving each part a minimum (largest remainders, ties to the first).
 
     Example:
         >>> share(10, np.array([0.7, 0.2, 0.1]), minimum=1).tolist()
         [6, 2, 2]
 
     Raises:
-        DataError: when the minimum is not there for everyone.
+        DataError: when there is not enough for the minimum of all parts.
     """
     rest = total - minimum * len(weights)
     if rest < 0:

@@ -1,4 +1,4 @@
-"""Federations from one's own data: arrays, and PyTorch datasets."""
+"""Federations from your own data: arrays and PyTorch datasets."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -41,24 +41,24 @@ def from_arrays(
     Args:
         x: uint8 images (channels first), or numbers of any shape.
         y: integer classes, or float targets for regression.
-        clients: whose each sample is: one value of any kind for each. The clients are numbered in sorted order.
-        num_clients: cut the samples into so many clients instead.
-        test: (x, y) that serve as test set of every client; without it, each client holds out `test_fraction`.
-        shift: shifts to plant, as in a study file.
-        clusters: the known cluster of each client, in the order of the clients or by their values; for Oracle,
+        clients: client id of each sample, of any sortable type. The clients are numbered in sorted order.
+        num_clients: instead of `clients`: divide the samples among this many clients.
+        test: (x, y) of a test set for all clients; without it, each client holds out `test_fraction`.
+        shift: distribution shifts to add, as in a study file.
+        clusters: the known cluster of each client, in the order of the clients or by client id; for Oracle,
             metrics and reports.
-        classes: number of classes; one more than the largest label when not given, 0 for regression.
+        classes: number of classes; one more than the largest label by default, 0 for regression.
         class_names: a name for each class.
-        train: training samples of each client; all there are when not given.
+        train: training samples of each client; all by default.
         validation: validation samples of each client.
-        validation_fraction: part for validation, when `validation` is not given.
-        test_fraction: part held out for testing, when `test` is not given.
-        normalize: of images: "half", "standard" or "none".
-        seed: decides who gets which samples, and the splits.
+        validation_fraction: share for validation, when `validation` is not given.
+        test_fraction: share held out for testing, when `test` is not given.
+        normalize: normalization of images: "half", "standard" or "none".
+        seed: seed of the split into clients and of the splits into training, validation and test sets.
         name: a name for the data.
 
     Raises:
-        ConfigError: when the arguments do not fit each other.
+        ConfigError: when the arguments contradict each other.
         DataError: on data that cannot be used: NaN, labels out of range, wrong shapes, too few samples.
 
     Example:
@@ -68,7 +68,7 @@ def from_arrays(
         ([10, 16], [3, 5])
     """
     if (clients is None) == (num_clients is None):
-        raise ConfigError("give either clients (whose each sample is) or num_clients (how many to make)")
+        raise ConfigError("give either clients (the client id of each sample) or num_clients (how many to make)")
     pool = as_samples(x, y, classes)
     shifts = list(shift)
     if clients is not None:
@@ -118,8 +118,8 @@ def from_dataset(
     """Make a federation from a PyTorch dataset of (input, target) pairs.
 
     Args:
-        dataset: what to read, once and in order.
-        clients: whose each sample is: one value for each.
+        dataset: the dataset, read once and in order.
+        clients: client id of each sample.
         test: as for `from_arrays`, and so are all the others.
         shift: see there.
         clusters: see there.
@@ -134,7 +134,7 @@ def from_dataset(
         name: see there.
 
     Raises:
-        DataError: when its items are not pairs, or have different shapes.
+        DataError: when its items are not pairs, or differ in shape.
     """
     x, y = _read(dataset, "the dataset")
     return from_arrays(
@@ -178,7 +178,7 @@ def from_datasets(
         name: see there.
 
     Raises:
-        DataError: when there are none, or their items have different shapes.
+        DataError: when the list is empty, or items differ in shape.
     """
     if not datasets:
         raise DataError("there are no datasets; expected one for each client")

@@ -26,7 +26,7 @@ HUB_NAMES = {
     "cifar10": "uoft-cs/cifar10",
     "cifar100": "uoft-cs/cifar100",
 }
-"""Where the Hugging Face Hub keeps the datasets that have a short name here."""
+"""Names on the Hugging Face Hub of the datasets that have a short name here."""
 
 GATHERED = {
     "emnist": "EMNIST, split balanced: 47 classes, 112,800 training and 18,800 test images, a column `label`",
@@ -34,7 +34,7 @@ GATHERED = {
     "landmarks-user-160k": "Landmarks-User-160K of Google Landmarks: columns `label` and `user_id` (the photographer)",
     "inaturalist-user-120k": "iNaturalist-User-120K: columns `label` and `user_id` (the observer)",
 }
-"""Datasets of built-in studies that users bring themselves, and what they are."""
+"""Datasets of built-in studies that users must provide, with descriptions."""
 
 BUNDLED = ("digits", "synthetic-regression")
 """Datasets that need no file."""
@@ -67,8 +67,8 @@ def synthetic_regression(
 ) -> Source:
     r"""Return a linear regression problem, $y = \langle x, \theta \rangle + e$, drawn from the run's seed.
 
-    The inputs and the coefficients are uniform from `low` to `high`. Clusters with coefficients of their own are
-    planted by the shift "regression-targets".
+    The inputs and the coefficients are uniform in [`low`, `high`]. The shift "regression-targets" plants clusters with
+    different coefficients.
 
     Args:
         rng: the run's streams.
@@ -108,9 +108,9 @@ def load(
 
     Args:
         name: a bundled dataset, a folder of `data_dir`, or (with `download`) a name of the Hugging Face Hub.
-        data_dir: where folders in the Hub's layout are; the environment's `COTERIE_DATA` when not given.
-        label: the column with the classes; found when not given.
-        download: whether the Hub may be asked.
+        data_dir: folder of datasets in the Hub's layout; by default the environment variable `COTERIE_DATA`.
+        label: the column with the classes; detected by default.
+        download: whether to download from the Hub.
         rng: the run's streams, for synthetic data.
         samples: size of the pool, for synthetic data.
         options: further arguments of a bundled dataset.

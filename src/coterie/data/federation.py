@@ -1,7 +1,7 @@
-"""Federation: every client's data and splits, the test sets that serve them, and the planted truth.
+"""Federation: every client's data and splits, the test sets, and the planted clusters.
 
 A federation is plain tensors. Clients are rows, padded to the largest client, so that a whole population is one
-array; images stay uint8 and are normalized batch by batch. Test sets are stored once and shared by index.
+array; images stay uint8 and are normalized batch by batch. Test sets are stored once and referred to by index.
 """
 
 import hashlib
@@ -35,12 +35,12 @@ def checksum(values: Shaped[Tensor, "..."]) -> bytes:
 
 @dataclass(frozen=True)
 class Truth:
-    """What was planted, for Oracle, metrics and reports only; never part of what a hosted client sees.
+    """The planted clusters, for Oracle, metrics and reports only; hosted clients do not see them.
 
     Args:
         cluster: the planted cluster of each client, from 0.
         names: a name for each cluster, such as "rotation 90".
-        shift: a description of what was done to each client's data.
+        shift: a description of the shift of each client's data.
     """
 
     cluster: Int[Tensor, " clients"]
@@ -50,12 +50,12 @@ class Truth:
 
 @dataclass(frozen=True)
 class TestSet:
-    """A test set that serves one or more clients.
+    """A test set of one or more clients.
 
     Args:
         x: the inputs, in the same form as the federation's.
         y: the targets.
-        name: what it holds, such as "rotation 90".
+        name: its content, such as "rotation 90".
         noise: standard deviation of the noise on prepared inputs, drawn anew at every access.
     """
 
@@ -77,18 +77,18 @@ class Federation(Told):
         y: integer classes, or float targets for regression.
         split: -1 padding, 0 train, 1 validation.
         tests: the test sets.
-        test_of: which of them serves each client.
-        ids: the stable id of each client, its place in the population.
-        population: how many clients there are in all; more than the rows here when only some are hosted.
+        test_of: index of each client's test set.
+        ids: the id of each client: its position in the population.
+        population: number of clients in all; more than the rows here when only some are hosted.
         classes: number of classes; 0 for regression.
         mean: per channel, for uint8 images; empty for "do not normalize".
         std: per channel.
-        origin: which sample of the source each row is (-1 for padding); part of the fingerprint.
-        truth: the planted clusters, or None when unknown or not to be seen.
-        name: what this is, in a few words.
+        origin: index in the source of each client's samples (-1 for padding); part of the fingerprint.
+        truth: the planted clusters; None when unknown or hidden.
+        name: a short description.
         class_names: a name per class, when known.
         noise: standard deviation of the noise on each client's prepared inputs, drawn anew at every access; None for
-            nowhere.
+            no noise.
     """
 
     x: Shaped[Tensor, "clients samples *features"]
@@ -135,27 +135,27 @@ class Federation(Told):
 
     @property
     def outputs(self) -> int:
-        """How many outputs a model needs: the classes, or the size of a regression target."""
+        """Number of outputs of a model: the classes, or the size of a regression target."""
         return self.classes if self.classes else max(1, int(torch.tensor(self.y.shape[2:]).prod()))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all inputs and targets, those of the test sets too."""
+        """Bytes of all inputs and targets, including the test sets."""
         tensors = [self.x, self.y, self.split, *(t for test in self.tests for t in (test.x, test.y))]
         return sum(t.nbytes for t in tensors)
 
     def counts(self, split: str) -> Int[Tensor, " clients"]:
-        """Return how many samples each client has in a split ("train" or "validation")."""
+        """Return the number of samples of each client in a split ("train" or "validation")."""
         return (self.split == SPLITS[split]).sum(1)
 
     def host(self, ids: Sequence[int] | Int[Tensor, " hosted"]) -> "Federation":
-        """Return the rows of some clients, as one process holds them: without the truth.
+        """Return the data of some clients as a process hosts them: without the planted clusters.
 
         Args:
             ids: ids of the clients to host, each of them in this federation.
 
         Raises:
-            DataError: when an id is not here.
+            DataError: when an id is not in this federation.
         """
         wanted = torch.as_tensor(ids, dtype=torch.int64)
         place = {int(client): row for row, client in enumerate(self.ids.tolist())}
@@ -206,7 +206,7 @@ class Federation(Told):
         return digest.hexdigest()
 
     def validate(self) -> "Federation":
-        """Check everything a user could get wrong, once, at the door.
+        """Check shapes, ranges and values.
 
         Raises:
             DataError: with what was found, what was expected and what to do.
@@ -265,7 +265,7 @@ class Federation(Told):
         """Read a federation that `save` wrote.
 
         Raises:
-            DataError: when the file is not one.
+            DataError: when the file is not a stored federation.
         """
         from safetensors import SafetensorError, safe_open
 

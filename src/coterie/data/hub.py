@@ -29,7 +29,7 @@ from coterie.data.source import Constants, Samples, Source
 from coterie.errors import ConfigError, DataError, unknown
 
 TEST_SPLITS = ("test", "validation", "valid")
-"""What serves as test set: the first of these that is there."""
+"""Splits used as test set: the first of these that exists."""
 _GRAY = ("1", "L", "I", "I;16", "F")
 
 
@@ -50,7 +50,7 @@ def read_folder(folder: Path, label: str | None = None, standard: Constants | No
     """Read a folder in the layout of the Hub.
 
     Args:
-        folder: holds the parquet files, directly or in a folder `data`.
+        folder: the folder of the parquet files, or of a folder `data` with them.
         label: the column with the classes; "label", "fine_label" or the only one with class names when not given.
         standard: mean and standard deviation of the channels, when known.
 
@@ -213,7 +213,7 @@ def _decode(encoded: Sequence[bytes | None], where: str) -> UInt8[Tensor, "sampl
 
 
 def _cache_file(name: str, files: Sequence[Path], origin: str) -> Path:
-    """Return where a dataset is cached: the name changes when a file's size or time does."""
+    """Return the cache file of a dataset; its name changes with the size or time of a source file."""
     state = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     return cache_folder() / "datasets" / f"{name.replace('/', '--')}-{_hash(origin)}-{_hash(state)}.safetensors"
 
@@ -223,7 +223,7 @@ def _hash(value: object) -> str:
 
 
 def _load_cache(place: Path) -> tuple[dict[str, Decoded], dict[str, tuple[str, ...]]] | None:
-    """Read decoded splits; None when they are not there or damaged, and then they are decoded again."""
+    """Read decoded splits; None when they are missing or damaged and must be decoded again."""
     if not place.exists():
         return None
     try:

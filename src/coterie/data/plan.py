@@ -1,7 +1,7 @@
-"""The plan of a federation: what each client is to receive, before any sample is drawn.
+"""The plan of a federation: the data each client is to receive, before any sample is drawn.
 
-Shifts are functions from plan to plan. They never touch a sample, so they compose, and everything they plant is
-written down where they plant it.
+Shifts are functions from plan to plan. They do not touch samples, so they compose; the clusters they plant are recorded
+in the plan.
 """
 
 from abc import ABC, abstractmethod
@@ -37,17 +37,17 @@ class Linear:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is done to the samples of a client, and to the test set that serves it.
+    """How the samples of a client, and those of its test set, are made.
 
     Args:
-        source: which dataset they come from.
-        offset: added to every label, so that several datasets keep their classes apart.
-        labels: the classes it has; None for all. Labels are those of the dataset, before `relabel` and any offset.
+        source: index of the dataset.
+        offset: added to every label, so that the classes of several datasets stay distinct.
+        labels: the client's classes; None for all. Labels are the dataset's, before `relabel` and any offset.
         relabel: the new label of each label; None to keep them.
         transforms: applied to the images, in this order.
         noise: standard deviation of the noise added after normalization.
-        redrawn: whether that noise is drawn anew at every access; once, when the federation is made, otherwise.
-        targets: makes the targets, in place of the dataset's.
+        redrawn: whether that noise is drawn anew at every access, or once, when the federation is made.
+        targets: makes the targets, instead of the dataset's.
         where: (column, value) that test samples must have.
         mixture: share of each class in the test set; None for all its samples.
     """
@@ -66,18 +66,18 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Client:
-    """What one client is to receive.
+    """The data that one client is to receive.
 
     Args:
-        samples: how many in all from its pool; None for an even share of what there is.
-        shares: which part of them is for training, validation and testing; they add to 1.
-        recipe: what is done to them.
+        samples: number of samples from its pool; None for an even share of the pool.
+        shares: shares for training, validation and testing; they add to 1.
+        recipe: how its samples are made.
         group: (column, value): it gets samples of this natural group only.
-        mixture: the share of each class it should have; None for "as they come".
+        mixture: the share of each class it should have; None for the pool's.
         counts: the exact number of each class, instead of a mixture.
-        reuse: with `counts`: its samples may be other clients' too.
-        planted: the place and the name of its cluster in each shift that plants clusters.
-        notes: what else was done, in words.
+        reuse: with `counts`: other clients may get the same samples.
+        planted: number and name of its cluster in each shift that plants clusters.
+        notes: descriptions of other changes.
     """
 
     samples: int | None
@@ -92,12 +92,12 @@ class Client:
 
     @property
     def size(self) -> int:
-        """The number of samples, once it is settled."""
+        """The number of samples, once it is decided."""
         assert self.samples is not None, "sizes are settled before the shifts that need them"
         return self.samples
 
     def cut(self) -> tuple[int, int, int]:
-        """Return the numbers of training, validation and test samples; every part that was asked for gets one.
+        """Return the numbers of training, validation and test samples; every part with a share gets at least one.
 
         Raises:
             DataError: when there are too few samples for that.
@@ -126,7 +126,7 @@ class Client:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """The place of its cluster in each shift that plants clusters."""
+        """The number of its cluster in each shift that plants clusters."""
         return tuple(place for place, _ in self.planted)
 
     @property
@@ -135,7 +135,7 @@ class Client:
         return " + ".join(name for _, name in self.planted) or "all clients"
 
     def describe(self) -> str:
-        """Say what was done to this client's data."""
+        """Describe the changes to this client's data."""
         return "; ".join([name for _, name in self.planted] + list(self.notes)) or "none"
 
 
@@ -155,7 +155,7 @@ class Shift(ABC):
         self.check()
 
     def check(self) -> None:  # noqa: B027 (many kinds have nothing to check)
-        """Check what can be checked without data."""
+        """Check the settings that can be checked without data."""
 
     @abstractmethod
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
@@ -171,11 +171,11 @@ class Shift(ABC):
 def members(
     clusters: int, num_clients: int, sizes: Sequence[int] | None, assign: Assign, generator: np.random.Generator
 ) -> list[int]:
-    """Decide which cluster every client belongs to.
+    """Assign every client to a cluster.
 
     Args:
-        clusters: how many there are.
-        num_clients: how many clients.
+        clusters: number of clusters.
+        num_clients: number of clients.
         sizes: clients of each cluster; None for as even as possible.
         assign: "blocks" (the first clients are in the first cluster), "interleaved" (in turn, so that two shifts
             that plant clusters cross), or "shuffled".
@@ -203,7 +203,7 @@ def members(
 
 
 def spread(size: int, slots: int, start: int) -> np.ndarray:
-    """Spread samples evenly over slots; those left over go to consecutive slots from `start`, around the end.
+    """Spread samples evenly over slots; the remainder goes to consecutive slots from `start`, wrapping around.
 
     Example:
         >>> spread(5, slots=3, start=2).tolist()

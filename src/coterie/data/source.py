@@ -1,4 +1,4 @@
-"""Source: a pool that clients draw their samples from, and a test set.
+"""Source: a dataset as a pool, from which clients draw their samples, and a test set.
 
 Images are uint8, channels first; other inputs are floats.
 """
@@ -19,13 +19,13 @@ Constants = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 def all_finite(values: Shaped[Tensor, "..."]) -> bool:
-    """Whether no value is NaN or infinite: told from the extremes, which is much faster than value by value."""
+    """Whether no value is NaN or infinite; checks the extremes, which is much faster than every value."""
     return not values.numel() or all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values))
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Inputs, targets and what else is known of each sample.
+    """Inputs, targets and further columns of samples.
 
     Args:
         x: uint8 images, channels first, or floats.
@@ -43,7 +43,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset: a pool that clients draw their samples from, and a test set.
+    """A dataset: a pool, from which clients draw their samples, and a test set.
 
     Args:
         name: its name.
@@ -87,7 +87,7 @@ class Source:
         return self.standard or _moments(self.train.x)
 
     def check(self) -> "Source":
-        """Check the data, once.
+        """Check the data.
 
         Raises:
             DataError: on labels out of range, NaN, different lengths or shapes; with what to do.
@@ -138,7 +138,7 @@ def as_samples(x: Any, y: Any, classes: int | None, columns: Mapping[str, Tensor
         x: uint8 images ([samples, height, width] or [samples, channels, height, width]) or numbers of any shape, which
             become float32 (float16 stays).
         y: integer classes, or float targets for regression.
-        classes: 0 for regression; None to tell from the type of y.
+        classes: 0 for regression; None to infer it from the type of y.
         columns: further integers.
 
     Raises:

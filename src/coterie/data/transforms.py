@@ -1,4 +1,4 @@
-"""What a shift does to images: pure functions of a batch of images."""
+"""Image transformations of shifts: pure functions of a batch of images."""
 
 import math
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from PIL import Image, ImageFilter
 from torch import Tensor
 
 MID_GRAY = 128
-"""The fill of turned uint8 images: zero after the papers' normalization with mean 0.5."""
+"""The fill of rotated uint8 images: zero after the papers' normalization with mean 0.5."""
 
 
 def rotate(
     x: Shaped[Tensor, "samples *features"], degrees: float | int, fill: int = MID_GRAY
 ) -> Shaped[Tensor, "samples *features"]:
-    """Turn square images counter-clockwise about their center.
+    """Rotate square images counter-clockwise about their center.
 
-    Multiples of 90 degrees are exact (they move whole pixels); other angles take the nearest pixel, and what comes
-    from outside the image is filled, as the papers do.
+    Multiples of 90 degrees are exact (they move whole pixels); other angles take the nearest pixel and fill pixels from
+    outside the image, as the papers do.
 
     Args:
         x: images, channels first.
@@ -70,7 +70,7 @@ def noisy(
     Args:
         x: inputs after normalization.
         sigma: standard deviation of the noise, in units of the normalized inputs.
-        generator: where the noise comes from.
+        generator: the source of the noise.
     """
     noise = torch.from_numpy(generator.standard_normal(tuple(x.shape), dtype=np.float32))
     return x + (sigma * noise).to(x.dtype)

@@ -11,10 +11,10 @@ from coterie.models.layout import splitmix
 
 @dataclass(frozen=True)
 class CropFlip:
-    """Pad each image, cut a piece of its old size at a random place, and mirror every second one.
+    """Pad each image, crop it to its size at a random position, and mirror it with probability 1/2.
 
     Args:
-        keys: of each client's draws in one local training.
+        keys: key of each client's draws in one local training.
         padding: pixels added on each side.
         fill: value of the added pixels, per channel, as the model takes it (black).
     """
@@ -28,7 +28,7 @@ class CropFlip:
     ) -> Float[Tensor, "members samples channels height width"]:
         """Augment the batches of some clients in a step.
 
-        A draw depends on the client, the step and the sample's place in the batch, and on nothing else.
+        A draw depends on the client, the step and the sample's position in the batch, and on nothing else.
         """
         height, width = x.shape[-2:]
         places = torch.arange(x.shape[1])

@@ -1,8 +1,8 @@
-"""What an engine does: train and measure many models at once.
+"""The interface of engines, which train and measure many models at once.
 
-An engine knows nothing of clients, rounds or methods: it takes rows of the population's matrix and work to do on
-them. All engines compute the same numbers; they differ in how fast. The default `train` and `measure` are built on
-`gradients` and `forward`; an engine may own the whole step instead.
+An engine is independent of clients, rounds and methods: it takes rows of the population's matrix and work to do on
+them. Engines compute the same results at different speeds. The default `train` and `measure` use `gradients` and
+`forward`; an engine may implement the whole step instead.
 """
 
 import warnings
@@ -49,8 +49,8 @@ class Engine(ABC):
         precision: see `engine.precision.computing`.
 
     Attributes:
-        modules: what is run, in training and in evaluation.
-        compile_seconds: what compiling took in this process; 0 when nothing was compiled, or it was kept from before.
+        modules: the modules for training and for evaluation.
+        compile_seconds: time of compiling in this process; 0 when nothing was compiled, or the program was cached.
     """
 
     name: ClassVar[str]
@@ -69,7 +69,7 @@ class Engine(ABC):
         y: Shaped[Tensor, "clients samples *targets"],
         inputs: Mapping[str, Shaped[Tensor, "clients *shape"]],
     ) -> tuple[Float[Tensor, " clients"], Float[Tensor, "clients trainable"], Float[Tensor, "clients state"]]:
-        """Return the mean loss of each client's batch, its gradient, and the state that is not trained.
+        """Return the mean loss of each client's batch, its gradient, and the new running statistics.
 
         Args:
             rows: a model for each client.
@@ -101,7 +101,7 @@ class Engine(ABC):
         Args:
             rows: the models, changed in place.
             work: batches, optimizer and the rest.
-            block: how many to train at once.
+            block: number of clients trained at once.
 
         Returns:
             The loss of each step before its update; NaN where a client had no batch.
@@ -129,7 +129,7 @@ class Engine(ABC):
         return losses
 
     def _shrink(self) -> None:
-        """Work in blocks of half the size from now on: the memory did not hold the last one."""
+        """Work in blocks of half the size from now on, since the last block did not fit into memory."""
         self._pieces *= 2
         torch.cuda.empty_cache()  # does nothing where CUDA was not used
         text = f"out of memory: blocks of clients are {self._pieces} times smaller from now on; no result changes"
@@ -165,9 +165,9 @@ class Engine(ABC):
 
         Args:
             table: the models.
-            pairs: which of them is measured on what.
-            inputs: values of the layout's input buffers, one a row of the table.
-            block: how many models to run at once.
+            pairs: pairs of a model and a set to measure it on.
+            inputs: values of the layout's input buffers, one per row of the table.
+            block: number of models run at once.
         """
         alone = self.one_by_one(table.device)
         while True:
@@ -205,7 +205,7 @@ class Engine(ABC):
     def _measure_blocks(
         self, table: Tensor, pairs: Pairs, inputs: Mapping[str, Tensor], block: int, totals: dict[str, Tensor]
     ) -> None:
-        """Run a block of models at once, each on a set of its own; sets of one size together, so none is padded."""
+        """Run a block of models at once, each on a different set; sets of equal size together, so none is padded."""
         size, most = self._piece(pairs, table)
         count = pairs.count[pairs.sets]
         for number in count.unique().tolist():
@@ -218,7 +218,7 @@ class Engine(ABC):
                         totals[name][part] += value.sum(1)
 
     def _piece(self, pairs: Pairs, table: Tensor) -> tuple[int, int]:
-        """Return how many samples of a set one call takes, whatever the block is, and the most models beside."""
+        """Return the number of samples of a set in one call, which does not depend on the block, and of models."""
         entries = self._entries(table) // max(1, pairs.samples.x[0].numel())
         piece = _ALONE if self.one_by_one(table.device) else _PIECE.get(table.device.type, _PIECE["cuda"])
         size = max(1, min(piece, entries))

@@ -1,4 +1,4 @@
-"""Which samples a client trains on in each step: drawn from the client's own stream, whoever is hosted beside it."""
+"""The batches of local training, drawn from each client's own stream."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class BatchPlan:
     """The batches of one local training.
 
     Args:
-        order: which of its training samples a client uses in each step; -1 where its batch is shorter.
+        order: indices of each client's training samples in each step; -1 where its batch is shorter.
         length: the size of each batch; 0 after a client's last step.
         last_epoch: the first step of each client's last epoch.
     """
@@ -80,7 +80,7 @@ def _one(local: LocalTraining, samples: int, stream: np.random.Generator) -> tup
 
 
 def steps(local: LocalTraining, samples: int) -> int:
-    """Return how many optimizer steps a client with so many samples takes.
+    """Return the number of optimizer steps of a client with a number of samples.
 
     Example:
         >>> steps(LocalTraining(epochs=2, batch_size=4), 9)

@@ -23,7 +23,7 @@ _BATCH = 2_000_000  # products of a client's batch above which a CPU is faster w
 
 
 def products(layout: Layout, x: Tensor) -> int:
-    """Return about how many products of two numbers the forward pass of one sample takes.
+    """Return the approximate number of multiplications in the forward pass of one sample.
 
     Args:
         layout: of the module.
@@ -60,7 +60,7 @@ def compiling_pays(layout: Layout, x: Tensor, expected: float | None) -> bool:
     Args:
         layout: of the module.
         x: a small batch of prepared inputs.
-        expected: how many samples will be trained on in all; None for a few.
+        expected: number of training samples in all; None for a few.
     """
     if expected is None or x.device.type != "cpu":
         return False
@@ -68,10 +68,10 @@ def compiling_pays(layout: Layout, x: Tensor, expected: float | None) -> bool:
 
 
 def batching_pays(layout: Layout, x: Tensor, batch_size: int | None) -> bool:
-    """Return whether a block of clients as one batched program is expected to be faster than one after another.
+    """Return whether one batched program for a block of clients is expected to be faster than one client at a time.
 
-    Small products leave a CPU waiting for the interpreter, which many clients share in a batched program; large ones
-    are faster alone. `benchmarks/auto.py` measures where the two meet.
+    With small products a CPU waits for the interpreter, and a batched program shares that cost between clients; large
+    products are faster one by one. `benchmarks/auto.py` measures the threshold.
 
     Args:
         layout: of the module.
@@ -101,7 +101,7 @@ def make(
         objective: the loss of each sample.
         x: a small batch of prepared inputs, [samples, *features].
         y: its targets.
-        expected: how many samples will be trained on in all; "auto" compiles only where that pays. None: a few.
+        expected: number of training samples in all; "auto" compiles only where that pays. None: a few.
         batch_size: samples of a client's step; "auto" batches clients only where that is expected to be faster.
         precision: see `engine.precision.computing`.
         cuda_graphs: see `VmapEngine`.
@@ -165,6 +165,6 @@ def _failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception] | No
 
 
 def default_block(layout: Layout, device: str) -> int:
-    """Return how many clients to train at once: what keeps a block's parameters, gradients and moments near 32 MB."""
+    """Return the number of clients to train at once that keeps parameters, gradients and moments near 32 MB."""
     budget = 2_000_000 if device == "cpu" else 200_000_000
     return max(4, min(128 if device == "cpu" else 4096, budget // layout.size))

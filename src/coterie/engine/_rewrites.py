@@ -1,4 +1,4 @@
-"""Layers and products written in another way that changes no result: faster, or the same whoever else is hosted.
+"""Rewrites of layers and products that keep results: faster, or independent of the other hosted clients.
 
 The engines apply them; users write stock layers.
 """
@@ -16,17 +16,17 @@ _ALIGNMENT = 64  # bytes; where PyTorch itself puts a tensor
 
 
 def placed(tensor: Tensor) -> Tensor:
-    """Return a tensor that begins where a tensor of its own would: some products round by how their input lies.
+    """Return a tensor with the memory alignment of a new tensor, since some products round by alignment.
 
-    Without this a client's last bits would depend on its row, so on who else is hosted.
+    Without this a client's last bits would depend on its row, and so on the other hosted clients.
     """
     return tensor.clone() if tensor.device.type == "cpu" and tensor.data_ptr() % _ALIGNMENT else tensor
 
 
 class Separately(TorchDispatchMode):
-    """While it is on, a batched matrix product is computed matrix by matrix.
+    """While active, batched matrix products are computed matrix by matrix.
 
-    The batched products of a CPU's libraries round by a matrix's place in the batch, on some processors.
+    On some processors, the batched products of CPU libraries round by a matrix's position in the batch.
     """
 
     @classmethod
@@ -128,7 +128,7 @@ def faster(module: nn.Module) -> nn.Module:
 
 
 def independent(module: nn.Module) -> nn.Module:
-    """Return a copy whose layers compute the same for a client whoever is computed beside it, to the last bit."""
+    """Return a copy with layers whose results for a client do not depend on other clients, to the last bit."""
     return _replaced(module, unfolded)
 
 

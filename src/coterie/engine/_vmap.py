@@ -56,7 +56,7 @@ class VmapEngine(Engine):
         return functional_call(self._eval_module, {**tensors, **inputs}, (x,)).to(self.layout.dtype)
 
     def one_by_one(self, device: torch.device) -> bool:
-        """See `Engine.one_by_one`. Convolutions with weights of their own for every model are slow on a CPU."""
+        """See `Engine.one_by_one`. Convolutions with different weights for every model are slow on a CPU."""
         return self._convolves and device.type == "cpu"
 
     def gradients(

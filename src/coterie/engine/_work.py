@@ -1,4 +1,4 @@
-"""What an engine is given to do: samples, one local training of some clients, pairs of a model and data to measure."""
+"""The work of an engine: samples, one local training of some clients, pairs of a model and a set to measure it on."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +21,7 @@ Batch = tuple[Tensor, Tensor, Mapping[str, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class RawSamples:
-    """RawSamples as they are stored; they are prepared batch by batch.
+    """Samples as they are stored; they are prepared batch by batch.
 
     Args:
         x: the inputs. uint8 images are scaled to [0, 1] and normalized.
@@ -58,7 +58,7 @@ class RawSamples:
         return x
 
     def black(self) -> Float[Tensor, " channels"]:
-        """Return what a black pixel is to the model, per channel."""
+        """Return the value of a black pixel as the model takes it, per channel."""
         channels = self.features[0]
         if self.x.dtype != torch.uint8 or not self.mean:
             return torch.zeros(channels, dtype=self.dtype)
@@ -79,18 +79,18 @@ class Training:
     """One local training of some clients: everything an engine needs beside the models.
 
     Args:
-        samples: where the batches come from.
-        places: the sample at each place of each batch; anything where a batch is shorter.
+        samples: the data of the batches.
+        places: indices of each batch's samples in `samples`; ignored beyond the batch's size.
         length: the size of each batch; 0 after a client's last step.
         local: optimizer and its settings.
-        anchor: models to stay near.
-        prox: weight of the penalty for the distance to them.
+        anchor: models of the proximal term.
+        prox: weight of the proximal term.
         inputs: values of the layout's input buffers, in each step.
         keys: the key of each client's dropout masks, and the names of the buffers that take them.
-        augment: changes the inputs of some clients' batches in a step.
-        noise: is added to them then.
+        augment: augmentation of the inputs of each step.
+        noise: added after augmentation.
         moments: the state of each client's optimizer, changed in place; a fresh one when None.
-        taken: with `moments`: steps each client took before.
+        taken: with `moments`: steps that each client took before.
         foreign: (client's row) -> a context in which PyTorch's own generator is that client's, for foreign modules.
     """
 
@@ -161,12 +161,12 @@ class Pairs:
     """Pairs of a model and a set of samples on which it is measured.
 
     Args:
-        samples: where the sets lie.
-        places: the samples of each set; anything after its last one.
-        count: how many samples each set has.
-        models: the row of the table of models, of each pair.
+        samples: the data of the sets.
+        places: indices of each set's samples in `samples`; ignored beyond its size.
+        count: the size of each set.
+        models: row of each pair's model in the table of models.
         sets: the set of each pair.
-        noise: on the inputs of each set; the same for all models that are measured on it.
+        noise: on the inputs of each set; the same for all models measured on it.
     """
 
     samples: RawSamples
@@ -179,7 +179,7 @@ class Pairs:
     def inputs(
         self, sets: Int[Tensor, " members"], places: Int[Tensor, "members width"]
     ) -> Float[Tensor, "members width *features"]:
-        """Return samples of some sets as models take them."""
+        """Return samples of some sets as the model takes them."""
         x = self.samples.inputs(places)
         return x if self.noise is None else self.noise.add(x, sets, 0, places)
 
@@ -190,7 +190,7 @@ class Pairs:
 
 
 def distinct(rows: Float[Tensor, "rows params"]) -> Int[Tensor, " rows"]:
-    """Return for each row the first row that equals it; what holds a NaN may count as different from everything.
+    """Return for each row the first row that equals it; a row with NaN may count as different from all others.
 
     Example:
         >>> distinct(torch.tensor([[1.0, 2.0], [2.0, 1.0], [1.0, 2.0]])).tolist()

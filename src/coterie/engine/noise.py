@@ -1,4 +1,4 @@
-"""Noise on inputs that is drawn anew at every access, from each client's own stream."""
+"""Noise on inputs, drawn anew at every access from each client's own stream."""
 
 import math
 from dataclasses import dataclass
@@ -16,13 +16,15 @@ _WORD = (1 << 32) - 1
 class Noise:
     """Gaussian noise on prepared inputs.
 
-    A draw depends on the client, the step, the sample and the entry, and on nothing else: not on who is hosted, not on
-    the order of work. It is made by the method of Box and Muller from the bits of a counter, so nothing is stored.
+    A draw depends on the client's key, the step, the sample's number within its client's data (or test set) and the
+    entry of the input, and on nothing else: not on which clients are hosted, not on the order of work. Draws are made
+    by the Box-Muller transform from the bits of a counter, so nothing is stored.
 
     Args:
-        keys: of each client's draws at one time.
+        keys: key of each client's draws, in one training or evaluation.
         sigma: standard deviation, for each client; 0 for none.
-        width: places of samples are those of rows of so many, and a sample's number is its place in its row.
+        width: samples in each client's row of the padded data, or in the test set. Samples are addressed by their
+            index in the flattened table, so a sample's number within its row is that index modulo `width`.
     """
 
     keys: Int[Tensor, " clients"]
@@ -40,13 +42,13 @@ class Noise:
         step: int,
         places: Int[Tensor, "members samples"],
     ) -> Float[Tensor, "members samples *features"]:
-        """Add noise in place, and return what came of it.
+        """Add noise to inputs in place, and return them.
 
         Args:
             x: the inputs of some clients.
-            members: which clients.
-            step: of their training; 0 where they measure.
-            places: which samples.
+            members: the rows of these clients in `keys` and `sigma`.
+            step: the step of their training; 0 in evaluation.
+            places: index of each sample in the flattened table.
         """
         disturbed = (self.sigma[members] > 0).nonzero().flatten()
         if not len(disturbed):
@@ -63,7 +65,7 @@ class Noise:
 def gaussian(keys: Int[Tensor, "*batch"], size: int) -> Float[Tensor, "*batch size"]:
     """Return standard normal draws, `size` of them for each key, in float64.
 
-    Two come from each 64 bits, so none is beyond 6.7. Keys are well mixed: neighboring ones would share draws.
+    Each 64 bits give two draws, so none is beyond 6.7. Keys must be well mixed: adjacent keys would share draws.
     """
     bits = splitmix(keys[..., None] + torch.arange((size + 1) // 2, device=keys.device))
     radius = ((bits & _WORD) + 1).double().mul_(2.0**-32).log_().mul_(-2).sqrt_()

@@ -12,7 +12,7 @@ Precision = Literal["full", "tf32", "bf16"]
 
 
 def check(precision: str, cuda_graphs: bool, device: str, dtype: torch.dtype) -> None:
-    """Refuse what a device cannot do.
+    """Refuse a precision that a device does not support.
 
     Args:
         precision: see `computing`.
@@ -21,7 +21,7 @@ def check(precision: str, cuda_graphs: bool, device: str, dtype: torch.dtype) ->
         dtype: of the models.
 
     Raises:
-        ConfigError: with what was found and what to take.
+        ConfigError: with what was found and what to use instead.
     """
     require(precision in get_args(Precision), "precision", precision, f"one of {', '.join(get_args(Precision))}")
     cuda = torch.device(device).type == "cuda"
@@ -35,12 +35,12 @@ def check(precision: str, cuda_graphs: bool, device: str, dtype: torch.dtype) ->
 
 @contextmanager
 def computing(precision: str, device: torch.device) -> Iterator[None]:
-    """Compute products at a precision, and leave PyTorch as it was.
+    """Compute products at a precision, and restore PyTorch's settings afterwards.
 
     Args:
-        precision: "full": that of the models, also where PyTorch itself would take TF32; "tf32": float32 with mantissas
-            of 10 bits; "bf16": bfloat16 by `torch.autocast`.
-        device: where they are computed.
+        precision: "full": that of the models, even where PyTorch would use TF32; "tf32": float32 with mantissas of
+            10 bits; "bf16": bfloat16 by `torch.autocast`.
+        device: the device of the products.
     """
     if device.type == "cuda":
         matmul, cudnn = torch.backends.cuda.matmul, cast(Any, torch.backends.cudnn)

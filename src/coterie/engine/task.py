@@ -1,7 +1,4 @@
-"""Task: the model with the data of the clients hosted here. The only place where gradients are taken.
-
-Longer than other modules: whatever trains or measures asks it, and it alone knows where samples lie.
-"""
+"""Task: the model with the data of the clients hosted here. The only place where gradients are taken."""
 
 import copy
 import time
@@ -32,7 +29,7 @@ from coterie.rng import EVERYONE, Rng
 
 @dataclass(frozen=True)
 class Positions:
-    """Where the samples of one split lie in each client's row, padded with 0."""
+    """Positions of the samples of one split in each client's row, padded with 0."""
 
     at: Int[Tensor, "clients samples"]
     count: Int[Tensor, " clients"]
@@ -40,7 +37,7 @@ class Positions:
 
 @dataclass
 class Shared:
-    """What all views of a task have in common: the data, stored once, and what is computed once."""
+    """The shared part of all views of a task: the data, and results that are computed once."""
 
     federation: Federation
     samples: RawSamples  # every sample of every client, one after another
@@ -83,7 +80,7 @@ class Carried:
 
 
 def not_finite(rows: Float[Tensor, "clients params"]) -> Bool[Tensor, " clients"]:
-    """Return which rows hold a NaN or an infinity; where a sum is finite, no entry needs a look of its own."""
+    """Return which rows hold a NaN or an infinity; entries are checked only where the row's sum is not finite."""
     suspect = ~torch.isfinite(rows.sum(1))
     return suspect.index_put((suspect.nonzero().flatten(),), ~torch.isfinite(rows[suspect]).all(1))
 
@@ -100,8 +97,8 @@ class Task:
         federation: the hosted rows, without truth (see `Federation.host`).
         model: a name of `models.NETS`, an nn.Module, or a factory of modules.
         init: "shared": one model drawn for all; "per_client": one drawn for each; "given": the module's own values.
-        buffers: what a merge does with running statistics: "average" mixes them like parameters, "local" keeps each
-            client's own, "reset" puts back the initial ones.
+        buffers: what a merge does with BatchNorm statistics: "average" mixes them like parameters, "local" keeps each
+            client's own, "reset" restores the initial ones.
         engine: "auto" or a name of `engine.ENGINES`.
         block: how many clients are trained at once; chosen from the size of the model when None. It changes the
             speed, never the result.
@@ -110,8 +107,8 @@ class Task:
         precision: of the products in training and measuring: "full", "tf32" or "bf16"; see `engine.precision`.
         cuda_graphs: capture the steps of the vmap engine and replay them, on a CUDA device.
         objective: (outputs, targets) -> one loss a sample; cross-entropy for classes and squared error else.
-        clusters: planted cluster of each hosted client, for methods that declare the need.
-        expected: how many samples will be trained on in all, so that "auto" compiles only where that pays.
+        clusters: planted cluster of each hosted client, for methods that declare that they need it.
+        expected: number of training samples in all, so that "auto" compiles only where that pays.
         batch_size: samples of a client's step, so that "auto" batches clients only where that pays.
 
     Attributes:
@@ -212,7 +209,7 @@ class Task:
         return part
 
     def at(self, rng: Rng) -> "Task":
-        """Return a view that measures in some round: what data are drawn anew at every access belongs to it."""
+        """Return a view for the evaluations of a round: noise that is drawn at every access depends on the round."""
         view = copy.copy(self)
         view._rng = rng
         return view
@@ -220,7 +217,7 @@ class Task:
     # ------------------------------------------------------------------ models
 
     def init(self, rng: Rng) -> Float[Tensor, "clients params"]:
-        """Return the first model of each hosted client: $w^0$, whatever round `rng` is in."""
+        """Return the first model $w^0$ of each hosted client; it does not depend on the round of `rng`."""
         return self.origin(rng)
 
     def origin(self, rng: Rng) -> Float[Tensor, "clients params"]:
@@ -249,7 +246,7 @@ class Task:
     def apply_buffer_policy(
         self, before: Float[Tensor, "clients params"], merged: Float[Tensor, "clients params"]
     ) -> Float[Tensor, "clients params"]:
-        """Apply the policy for running statistics to a merge that led from `before` to `merged`."""
+        """Apply the policy for BatchNorm statistics to a merge that led from `before` to `merged`."""
         start = self.layout.trainable
         if self.buffers == "average" or start == self.layout.size:
             return merged
@@ -261,7 +258,7 @@ class Task:
     # ------------------------------------------------------------------ data
 
     def _places(self, split: str) -> Int[Tensor, "clients samples"]:
-        """Return where each hosted client's samples of a split lie among all samples."""
+        """Return the indices of each hosted client's samples of a split among all samples."""
         width = self._shared.federation.split.shape[1]
         return self._at[:, None] * width + self._shared.positions[split].at[self._at]
 
@@ -277,7 +274,7 @@ class Task:
     # ------------------------------------------------------------------ training
 
     def carrying(self, moments: Moments | None) -> "Task":
-        """Return a view whose clients train on from the state of their optimizers, where the local training asks so.
+        """Return a view whose clients continue from an optimizer state, if the local training keeps one.
 
         All its trainings start from that state; what they leave is in `moments` of the view.
 
@@ -298,7 +295,7 @@ class Task:
         return left if len(rows) == len(left.taken) else Moments(left.values[rows], left.taken[rows])
 
     def fresh_moments(self, local: LocalTraining, tracks: int = 1) -> Moments:
-        """Return the state of optimizers that have done nothing.
+        """Return the initial state of the optimizers.
 
         Args:
             local: the optimizer.
@@ -329,11 +326,11 @@ class Task:
         Optimizers start fresh, unless `local.persistent_client_optimizer` is set and this view carries their state.
 
         Args:
-            params: where each client starts; not changed, unless `in_place`.
+            params: the models to start from; not changed, unless `in_place`.
             rng: the streams of the round.
             local: epochs, batches, optimizer.
-            anchor: models to stay near; needed when `prox` is not 0.
-            prox: weight $\mu$ of the penalty $\frac{\mu}{2} \lVert w - anchor \rVert^2$ on trained parameters.
+            anchor: models of the proximal term; needed when `prox` is not 0.
+            prox: weight $\mu$ of the proximal term $\frac{\mu}{2} \lVert w - anchor \rVert^2$ on trained parameters.
             inputs: values of the layout's input buffers in every step.
             purpose: names the stream of batch orders; a second training in one round takes another name.
             track: which of the client's models this is, where optimizers go on from their state.
@@ -427,7 +424,7 @@ class Task:
         Args:
             inbox: what was received.
             split: of the receiver's data.
-            keep: remember the losses until other models are scored, for a few models that are asked for again.
+            keep: cache the losses until other models are scored, for models that are scored again.
         """
         out = torch.full(inbox.mask.shape, torch.inf, dtype=self.dtype)
         clients, slots = (part.cpu() for part in inbox.mask.nonzero(as_tuple=True))

@@ -1,10 +1,10 @@
 """Exchange: the only door to other clients.
 
-A method publishes a `Message` for the clients hosted here and pulls an `Inbox` of what chosen peers published in the
-same round. Rounds are simultaneous: `pull` never shows a model that was merged in this round. A message is addressed
-by (round, number of the exchange in the round, client id); one that does not arrive is `mask == False`, never an
-exception. In a simulation all clients are hosted, so `InMemory` is indexing; `mailbox.Mailbox` joins several threads,
-and the network has its own exchange with the same contract.
+A method publishes a `Message` for the clients hosted here and pulls an `Inbox` of the messages that chosen peers
+published in the same exchange. Rounds are simultaneous: `pull` never returns a model that was merged in this round. A
+message is addressed by (round, number of the exchange in the round, client id); one that does not arrive is
+`mask == False`, never an exception. In a simulation all clients are hosted, so `InMemory` is indexing;
+`mailbox.Mailbox` joins several threads, and the network has its own exchange with the same contract.
 
 
 """
@@ -27,12 +27,12 @@ _WIDE = 1 << 13  # entries of a model from which on it is mixed by itself, witho
 
 @dataclass(frozen=True)
 class Message:
-    """What hosted clients publish in one exchange of a round.
+    """The messages of the hosted clients in one exchange of a round.
 
     Args:
-        params: a model for each hosted client; no columns at all in an exchange of extras alone.
-        fields: named extras, one row a client (samples, similarity vectors, loss traces).
-        ids: who they are; set by the exchange.
+        params: a model for each hosted client; without columns in an exchange of extras alone.
+        fields: named extras, one row per client (samples, similarity vectors, loss traces).
+        ids: the clients' ids; set by the exchange.
     """
 
     params: Float[Tensor, "clients params"]
@@ -43,7 +43,7 @@ class Message:
         return len(self.params)
 
     def rows(self, rows: Int[Tensor, " rows"]) -> "Message":
-        """Return some of the rows; all of them in their order are not copied."""
+        """Return some of the rows; all rows in their order are not copied."""
         if torch.equal(rows, torch.arange(len(self))):
             return self
         fields = {name: value[rows] for name, value in self.fields.items()}
@@ -58,14 +58,14 @@ class Message:
 
 @dataclass(frozen=True)
 class Inbox:
-    """What the hosted clients received: one slot for each peer asked.
+    """The messages that the hosted clients received: one slot for each peer asked.
 
     Args:
         table: the model of each distinct sender, once.
-        index: which row of the table each slot shows; 0 where the mask is False.
-        peers: the id asked in each slot; -1 for a slot that was not used.
+        index: row of the table of each slot; 0 where the mask is False.
+        peers: id of the peer asked in each slot; -1 for an unused slot.
         mask: whether the message arrived.
-        age: how many rounds old it is.
+        age: age of the message in rounds.
         fields: the senders' extras, aligned with the table.
         bytes: payload received in each slot.
     """
@@ -79,7 +79,7 @@ class Inbox:
     bytes: Int[Tensor, "clients peers"]
 
     def field(self, name: str) -> Shaped[Tensor, "clients peers ..."]:
-        """Return an extra of each slot's sender. Slots that did not arrive show some sender's value: use the mask."""
+        """Return an extra of each slot's sender. Slots without a message hold some sender's value: use the mask."""
         return self.fields[name][self.index]
 
     def mix(
@@ -91,8 +91,8 @@ class Inbox:
     ) -> Float[Tensor, "clients params"]:
         """Return `own_weight * own + sum of weights * received`, without an array of clients x peers x params.
 
-        Slots that did not arrive count zero; nothing is renormalized here. Terms are added in the order of sender
-        ids, client by client, so that neither the order of the slots nor who is hosted beside changes a bit.
+        Slots without a message have weight 0; weights are not renormalized. Terms are added in the order of sender ids,
+        client by client, so that the order of the slots and the other hosted clients change no bit.
         """
         order = torch.argsort(self.peers, dim=1, stable=True)
         index = self.index.gather(1, order)
@@ -120,11 +120,11 @@ class Inbox:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server answers: a table of models, and which of its rows each client gets.
+    """A server's answer: a table of models, and the rows of it that each client gets.
 
     Args:
         table: the models, each once.
-        index: rows of the table for each asking client, in the order of the message's rows.
+        index: rows of the table for each client, in the order of the message's rows.
         fields: extras aligned with the table.
     """
 
@@ -138,7 +138,7 @@ class Reply:
         return Reply(table, torch.arange(len(table)).expand(clients, len(table)))
 
     def inbox(self, rows: Int[Tensor, " rows"] | None = None) -> Inbox:
-        """Return the answer as an inbox of the clients at some rows; the senders are numbered as in the table."""
+        """Return the answer as an inbox of the clients in some rows; sender ids are rows of the table."""
         index = self.index if rows is None else self.index[rows]
         size = nbytes_row(self.table) + sum(nbytes_row(v) for v in self.fields.values())
         return Inbox(
@@ -166,13 +166,13 @@ def nbytes_row(table: Shaped[Tensor, "senders ..."]) -> int:
 
 
 class PeersMissing(ExchangeError):
-    """Raised by `pull` of an exchange over a real network: the round may be drawn again without these peers.
+    """Raised by `pull` of an exchange over a real network, so that the round can be drawn again without these peers.
 
-    Only in the first exchange of a round, and a bounded number of times; a peer that is chosen again all the same, or
-    is missing later, is `mask == False`.
+    Raised only in the first exchange of a round, and a bounded number of times; a peer that is chosen again, or is
+    missing later, is `mask == False`.
 
     Args:
-        ids: the clients that could not be read.
+        ids: ids of the missing peers.
     """
 
     def __init__(self, ids: Int[Tensor, " lost"]) -> None:
@@ -185,47 +185,47 @@ class Exchange(Protocol):
     """The only door to other clients. Its contract is `coterie.testing.check_exchange`."""
 
     def begin(self, rng: Rng) -> None:
-        """Start a round: the round of `rng`. Exchanges in it are numbered from 0."""
+        """Start the round of `rng`. Its exchanges are numbered from 0."""
         ...
 
     def enter(self, ids: Int[Tensor, " active"]) -> None:
-        """Say which hosted clients take part from now on; messages have these ids, in this order."""
+        """Set the hosted clients that take part from now on; messages have these ids, in this order."""
         ...
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
-        """Publish the message of the hosted clients and return what the chosen peers published in this exchange.
+        """Publish the messages of the hosted clients and return those that the chosen peers publish in this exchange.
 
         Args:
             message: a row for each hosted client that takes part in the round.
-            peers: ids to read for each of them; -1 leaves a slot empty.
+            peers: ids of the peers of each of them; -1 leaves a slot empty.
         """
         ...
 
     def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
-        """Send the message to the server, which applies `rule` once to the whole cohort's, and return its answer."""
+        """Send the messages to the server, which applies `rule` once to those of the cohort, and return its answer."""
         ...
 
     def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
-        """Return who takes part from now on: computed in the server role, learnt from it elsewhere.
+        """Return the clients that take part from now on: computed by the server, received from it elsewhere.
 
-        The server role waits for these clients in `serve`. May be called again in a round, for another group.
+        The server waits for these clients in `serve`. May be called again in a round, for another group.
         """
         ...
 
     def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
-        """Let clients that stopped go on publishing these models, with the extras of their last messages."""
+        """Make stopped clients keep publishing these models, with the extras of their last messages."""
         ...
 
     def idle(self, exchanges: int) -> None:
-        """Pass a round in which no client of this process takes part, still publishing for those who stopped."""
+        """Pass a round in which no client of this process takes part; stopped clients still publish."""
         ...
 
 
 def check_peers(own: Int[Tensor, " clients"], peers: Int[Tensor, "clients peers"], population: int) -> None:
-    """Refuse wishes that no exchange can fulfill.
+    """Check the ids of the peers that clients ask for.
 
     Raises:
-        ExchangeError: when a reader asks for itself or for an id outside the population.
+        ExchangeError: when a client asks for itself or for an id outside the population.
     """
     itself = (peers == own[:, None]).any(1)
     if bool(itself.any()):
@@ -236,13 +236,13 @@ def check_peers(own: Int[Tensor, " clients"], peers: Int[Tensor, "clients peers"
 
 
 def read(board: Message, own: Int[Tensor, " clients"], peers: Int[Tensor, "clients peers"], population: int) -> Inbox:
-    """Read chosen peers from a board of messages.
+    """Read the messages of chosen peers from a board.
 
     Args:
-        board: what can be read, with ids.
-        own: ids of the readers.
-        peers: whom each of them reads; -1 for nobody.
-        population: ids are below this.
+        board: the published messages, with ids.
+        own: ids of the reading clients.
+        peers: ids of the peers of each of them; -1 for an unused slot.
+        population: number of clients; ids are below it.
 
     Raises:
         ExchangeError: see `check_peers`.

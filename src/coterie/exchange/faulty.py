@@ -20,7 +20,7 @@ from coterie.rng import Rng
 
 
 class Faulty:
-    """Another exchange whose messages get lost, late or doubled.
+    """A wrapper of another exchange that drops, delays and duplicates messages.
 
     Args:
         inner: the exchange underneath.
@@ -43,11 +43,11 @@ class Faulty:
         self.inner.begin(rng)
 
     def enter(self, ids: Int[Tensor, " active"]) -> None:
-        """Say which clients take part in this round."""
+        """Set the clients that take part in this round."""
         self.inner.enter(ids)
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
-        """Read through the faults, drawn for each (round, exchange, reader, peer)."""
+        """Pull with faults, drawn for each (round, exchange, reader, peer)."""
         number, self._number = self._number, self._number + 1
         own = self.inner.active
         inbox = self.inner.pull(message, peers)
@@ -84,7 +84,7 @@ class Faulty:
         self.inner.idle(exchanges)
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return what a later round depends on."""
+        """Return the state that a later round depends on."""
         out = self.inner.snapshot()
         for number, old in self._old.items() if self.delay else ():
             assert old.ids is not None
@@ -93,7 +93,7 @@ class Faulty:
         return out
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `snapshot` returned."""
+        """Restore the result of `snapshot`."""
         self.inner.restore(tensors)
         for n in {int(k.split(".")[1]) for k in tensors if k.startswith("old.")}:
             head = f"old.{n}.field."
@@ -102,7 +102,7 @@ class Faulty:
 
 
 def _replace_late(inbox: Inbox, late: Tensor, before: Message | None, own: Tensor, population: int) -> Inbox:
-    """Show the previous round's message in the late slots; where there was none, nothing arrives."""
+    """Put the previous round's messages into the late slots; where there was none, nothing arrives."""
     if before is None:
         return replace(inbox, mask=inbox.mask & ~late, bytes=inbox.bytes * ~late)
     old = read(before, own, torch.where(late, inbox.peers, -1), population)

@@ -23,7 +23,7 @@ class InMemory:
 
     Args:
         ids: the ids of the rows of a full message.
-        population: how many clients there are.
+        population: number of clients.
     """
 
     def __init__(self, ids: Int[Tensor, " clients"], population: int) -> None:
@@ -38,22 +38,22 @@ class InMemory:
         self._number = 0
 
     def enter(self, ids: Int[Tensor, " active"]) -> None:
-        """Say which clients take part in this round; their messages have these ids, in this order."""
+        """Set the clients that take part in this round; their messages have these ids, in this order."""
         self.active = ids
 
     def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
-        """Choose who takes part: in one process there is nobody to ask."""
+        """Compute the cohort."""
         return compute()
 
     def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
-        """Let stopped clients go on publishing."""
+        """Make stopped clients keep publishing."""
         self._stopped |= {int(i): row.clone() for i, row in zip(ids, params, strict=True)}
 
     def idle(self, exchanges: int) -> None:
-        """Pass a round: in one process nobody waits."""
+        """Do nothing: in one process nobody waits."""
 
     def board(self, message: Message) -> Message:
-        """Return all that can be read in this exchange: the message, and what stopped clients stand for."""
+        """Return all messages of this exchange, those of stopped clients included."""
         number, self._number = self._number, self._number + 1
         message = replace(message, ids=self.active)
         if len(message) != len(self.active):
@@ -92,7 +92,7 @@ class InMemory:
         return shared, reply.inbox(torch.argsort(order))
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return what a later round depends on, for a checkpoint."""
+        """Return the state that a later round depends on, for a checkpoint."""
         out = {f"stopped.{client}": row for client, row in self._stopped.items()}
         for number, board in self.last.items() if self._stopped else ():
             assert board.ids is not None
@@ -101,7 +101,7 @@ class InMemory:
         return out
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `snapshot` returned."""
+        """Restore the result of `snapshot`."""
         self._stopped = {int(k.split(".")[1]): v for k, v in tensors.items() if k.startswith("stopped.")}
         numbers = {int(k.split(".")[1]) for k in tensors if k.startswith("last.")}
         for n in numbers:

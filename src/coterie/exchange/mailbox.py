@@ -1,4 +1,4 @@
-"""Mailbox: the clients of several hosts meet inside one program, for tests and for threads.
+"""Mailbox: an exchange between several hosts in one program, for tests and threads.
 
 It has the contract of every exchange, so a population hosted in any grouping must give the result of a simulation.
 """
@@ -19,10 +19,10 @@ from coterie.rng import Rng
 
 
 class PostOffice:
-    """Where several processes' worth of clients meet inside one program: for tests and for threads.
+    """The messages of several hosts in one program, for tests and threads.
 
     Args:
-        population: how many clients there are in all. Make the mailboxes of all hosts before the first one starts.
+        population: number of clients in all. Create the mailboxes of all hosts before the first one starts.
         timeout: seconds to wait for the others before a message counts as missing.
     """
 
@@ -35,7 +35,7 @@ class PostOffice:
         self._change = Condition()
 
     def begin(self, host: object, round: int) -> None:
-        """Note that a host starts a round, and drop what every host has left behind."""
+        """Note that a host starts a round, and drop messages of rounds that every host has passed."""
         with self._change:
             self._rounds[id(host)] = round
             oldest = min(self._rounds.values())
@@ -52,7 +52,7 @@ class PostOffice:
             self._change.notify_all()
 
     def collect(self, address: tuple[int, int], wanted: set[int]) -> Message | None:
-        """Wait for the messages of the clients in `wanted` and return those that came, in the order of ids."""
+        """Wait for the messages of the clients in `wanted` and return those that arrived, in the order of ids."""
         with self._change:
             self._change.wait_for(lambda: wanted <= set(self._boxes.get(address, {})), self.timeout)
             box = dict(self._boxes.get(address, {}))
@@ -64,13 +64,13 @@ class PostOffice:
         return Message(torch.cat([p.params for p in parts]), fields, torch.tensor(came))
 
     def announce(self, address: tuple[int, int], ids: Int[Tensor, " active"]) -> None:
-        """Publish whom the server chose, at (round, number of the choice in it)."""
+        """Publish the server's cohort, at (round, number of the cohort in it)."""
         with self._change:
             self._cohorts[address] = ids
             self._change.notify_all()
 
     def announced(self, address: tuple[int, int]) -> Int[Tensor, " active"]:
-        """Wait for the server's choice."""
+        """Wait for the server's cohort."""
         with self._change:
             if not self._change.wait_for(lambda: address in self._cohorts, self.timeout):
                 raise ExchangeError(f"no server chose a cohort in round {address[0]}; is a process in the server role?")
@@ -122,7 +122,7 @@ class Mailbox:
         self.office.begin(self, rng.round)
 
     def enter(self, ids: Int[Tensor, " active"]) -> None:
-        """Say which clients take part in this round."""
+        """Set the clients that take part in this round."""
         self._own.enter(ids)
 
     def _address(self) -> tuple[int, int]:
@@ -140,7 +140,7 @@ class Mailbox:
         return read(board, self._own.active, peers, self.office.population)
 
     def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
-        """Send to the process in the server role, and wait for its answer."""
+        """Send messages to the process in the server role, and wait for its answer."""
         address = self._address()
         ids = self._own.active
         self.office.post(address, replace(message, ids=ids))
@@ -155,9 +155,9 @@ class Mailbox:
         return (new if self.server else shared), reply.inbox(rows)
 
     def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
-        """Choose, in the server role, or learn who takes part from now on.
+        """Compute the cohort in the server role, or receive it elsewhere.
 
-        Exchanges are numbered anew, so that a process that sat out the last ones is in step again.
+        Exchanges are renumbered, so that a process that took no part in the last ones is in step again.
         """
         address, self._groups = (self._round, self._groups), self._groups + 1
         self._number = self._groups * COHORT
@@ -167,11 +167,11 @@ class Mailbox:
         return self._expected
 
     def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
-        """Let stopped clients go on publishing."""
+        """Make stopped clients keep publishing."""
         self._own.retire(ids, params)
 
     def idle(self, exchanges: int) -> None:
-        """Publish for the stopped clients."""
+        """Publish the messages of stopped clients."""
         empty = torch.zeros(0, dtype=torch.int64)
         self._own.enter(empty)
         for number in range(exchanges):

@@ -1,4 +1,4 @@
-"""How received models are weighed: mixing weights as pure functions."""
+"""Aggregation: mixing weights and averages of received models, as pure functions."""
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -12,15 +12,15 @@ _CHUNK = 1 << 24  # entries averaged at once in float64: 128 MB
 def fedavg(
     samples: Float[Tensor, "clients peers"], own: Float[Tensor, " clients"], mask: Bool[Tensor, "clients peers"]
 ) -> tuple[Float[Tensor, "clients peers"], Float[Tensor, " clients"]]:
-    r"""Weigh by the number of training samples, the client itself included: $n_j / \sum_{k \in M_i \cup i} n_k$.
+    r"""Weight by the number of training samples, the client itself included: $n_j / \sum_{k \in M_i \cup i} n_k$.
 
     Args:
         samples: $n_j$ of the peer in each slot.
-        own: $n_i$.
-        mask: which messages arrived; the others weigh nothing.
+        own: $n_i$ of the client itself.
+        mask: which messages arrived; the others get weight 0.
 
     Returns:
-        Weights of the slots and of the own model; a row sums to 1.
+        Weights of the slots and of the client's own model; a row sums to 1.
 
     Example:
         >>> fedavg(torch.tensor([[1.0, 2.0]]), torch.tensor([1.0]), torch.tensor([[True, True]]))
@@ -32,7 +32,7 @@ def fedavg(
 def normalize(
     weights: Shaped[Tensor, "clients peers"], own: Shaped[Tensor, " clients"]
 ) -> tuple[Shaped[Tensor, "clients peers"], Shaped[Tensor, " clients"]]:
-    """Scale weights so that each row, own weight included, sums to 1; a row of zeros keeps the own model."""
+    """Scale weights so that each row, own weight included, sums to 1; a row of zeros keeps the client's own model."""
     total = weights.sum(1) + own
     alone = total <= 0
     total = torch.where(alone, torch.ones_like(total), total)
@@ -42,17 +42,17 @@ def normalize(
 def fedsim(
     similarity: Float[Tensor, "clients peers"], mask: Bool[Tensor, "clients peers"]
 ) -> tuple[Float[Tensor, "clients peers"], Float[Tensor, " clients"]]:
-    r"""Weigh by similarity, the client itself like its best peer.
+    r"""Weight by similarity, the client itself like its most similar peer.
 
-    $A_{ij} = u_j / \sum u$ with $u_j = \max(s_{ij}, 0)$ and $u_i = \max_j u_j$. The numbers of samples play no part.
+    $A_{ij} = u_j / \sum u$ with $u_j = \max(s_{ij}, 0)$ and $u_i = \max_j u_j$. The numbers of samples are not used.
     A client whose peers all have $s_{ij} \le 0$ keeps its own model.
 
     Args:
         similarity: $s_{ij}$ of this round.
-        mask: which messages arrived; the others weigh nothing.
+        mask: which messages arrived; the others get weight 0.
 
     Returns:
-        Weights of the slots and of the own model; a row sums to 1.
+        Weights of the slots and of the client's own model; a row sums to 1.
 
     Example:
         >>> fedsim(torch.tensor([[2.0, 1.0, -3.0]]), torch.ones(1, 3, dtype=torch.bool))
@@ -66,11 +66,11 @@ def fedsim(
 def fedsim_prior(
     prior: Float[Tensor, "clients peers"], mask: Bool[Tensor, "clients peers"]
 ) -> tuple[Float[Tensor, "clients peers"], Float[Tensor, " clients"]]:
-    """Weigh by the probabilities that were in force when the peers were drawn, the client itself like its best peer.
+    """Weight by the probabilities with which the peers were drawn, the client itself like its most probable peer.
 
     Args:
-        prior: with which probability each peer was drawn ($p_{ij}$), from before this round.
-        mask: which messages arrived; the others weigh nothing.
+        prior: the probability with which each peer was drawn ($p_{ij}$), from before this round.
+        mask: which messages arrived; the others get weight 0.
     """
     return fedsim(prior, mask)
 
@@ -111,8 +111,8 @@ def grouped_mean(
         params: the models.
         label: the group of each.
         weights: not negative; a group whose weights sum to 0 counts as empty.
-        empty: what an empty group keeps.
-        least: a group with fewer models keeps its old one too.
+        empty: the models of empty groups.
+        least: a group with fewer models counts as empty too.
     """
     table = empty.clone()
     floor = torch.as_tensor(least).expand(len(empty))
@@ -133,7 +133,7 @@ def server_step(
     lr: float = 1.0,
     nesterov: bool = False,
 ) -> tuple[Float[Tensor, "clusters params"], Float[Tensor, "clusters trainable"]]:
-    r"""Move each model towards the mean of what came back, with momentum on the server (FedAvgM).
+    r"""Move each model towards the mean of the returned models, with momentum on the server (FedAvgM).
 
     $d = \theta - \bar\theta$, $v \leftarrow \beta v + d$, $\theta \leftarrow \theta - \eta_s v$; with Nesterov
     $\theta \leftarrow \theta - \eta_s (d + \beta v)$. Running statistics, which lie behind the trained entries,
@@ -141,11 +141,11 @@ def server_step(
 
     Args:
         model: the models sent out ($\theta^t$).
-        mean: the averages of what came back.
+        mean: the averages of the returned models.
         velocity: $v$, of the trained entries; 0 at the start.
         momentum: $\beta$, in [0, 1).
         lr: $\eta_s$.
-        nesterov: look ahead.
+        nesterov: use Nesterov momentum.
 
     Returns:
         The new models and the new velocity.

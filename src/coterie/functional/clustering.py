@@ -1,7 +1,7 @@
-"""Finding groups of clients: pure functions on losses, updates and models.
+"""Clustering of clients: pure functions on losses, updates and models.
 
 FedGWC's rewards, interaction matrix and affinity, and the choice of a split; CFL's exact bipartition; FeSEM's
-E-step. Groups found here are labels; what was planted is never seen.
+E-step. They find labels and never use the planted clusters.
 """
 
 import warnings
@@ -28,7 +28,7 @@ def gaussian_rewards(
     weights: Shaped[Tensor, " clients"] | None = None,
     synthetic: Float[Tensor, "extra steps"] | None = None,
 ) -> Float[Tensor, " clients"]:
-    r"""How typical each client's loss trace is among those of its round ($\omega_k$ of FedGWC), in (0, 1].
+    r"""Reward of each client: how typical its losses are among those of its round ($\omega_k$ of FedGWC), in (0, 1].
 
     $r_k^s = \exp(-(\ell_k^s - m^s)^2 / (2 (\sigma^s)^2))$ with mean $m^s$ and variance $(\sigma^s)^2$ over the
     clients, averaged over the steps $s$. Adding a constant to all losses or scaling them changes nothing.
@@ -106,7 +106,7 @@ def affinity(
     Args:
         matrix: the interaction matrix of one cluster.
         beta: width of the kernel ($\beta$).
-        axis: whether a client's vector is its column (how its presence changes everyone else's reward) or its row.
+        axis: whether a client's vector is its column (how its presence changes the others' rewards) or its row.
         minmax: scale the matrix to [0, 1] first.
         diagonal: value of $W_{kk}$.
 
@@ -134,8 +134,8 @@ def spectral(
     Args:
         affinity: symmetric, not negative.
         count: 2 or more, below the number of clients.
-        labels: how groups are read from the eigenvectors.
-        seed: of the eigenvalue solver's start.
+        labels: how groups are assigned from the eigenvectors.
+        seed: seed of the eigenvalue solver's start.
     """
     from sklearn.cluster import SpectralClustering
 
@@ -157,15 +157,15 @@ def propose_split(
 
     Args:
         affinity: of the members of one cluster.
-        n_max: most groups tried; also at most clients / `min_cluster_size`.
-        min_cluster_size: a split with a smaller part is refused.
+        n_max: largest number of groups tried; also at most clients / `min_cluster_size`.
+        min_cluster_size: a split with a smaller part is rejected.
         space: where the index is measured: the rows of the affinity, or its spectral embedding.
         labels: see `spectral`.
         seed: see `spectral`.
 
     Returns:
-        A label from 0 for each client, groups numbered by their first member; None for "no split": no partition has
-        an index below 1, or the best one has too small a part.
+        A label from 0 for each client, groups numbered by their first member; None for no split: no partition has an
+        index below 1, or the best one has a part that is too small.
     """
     size = len(affinity)
     best: tuple[float, Tensor] | None = None

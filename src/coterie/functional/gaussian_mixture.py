@@ -39,18 +39,18 @@ def neighbors(
 ) -> tuple[Bool[Tensor, "clients peers"], Bool[Tensor, " clients"]]:
     r"""Split each client's scores into neighbors and others by EM over two Gaussians.
 
-    Component 0 starts with the peers believed to be neighbors, component 1 with the others. Each has a weight
+    Component 0 starts with the presumed neighbors, component 1 with the others. Each has a weight
     $\beta_r = n_r / |M|$, a mean and a population standard deviation, the latter at least 0.01 of that of all scores
     and 1e-8, so that the split does not depend on the scores' scale or offset.
 
     Args:
-        scores: similarities; larger is more alike.
-        first: who starts in component 0 (PANM: those from the bag, $S$); the others are candidates ($C$).
-        mask: which slots arrived; the others play no part.
+        scores: similarities; larger is more similar.
+        first: slots that start in component 0 (PANM: those from the bag, $S$); the others are candidates ($C$).
+        mask: which slots arrived; the others are ignored.
         how: the options.
 
     Returns:
-        Who is a neighbor, and for which clients the split is usable: not where one of the sides was empty at the
+        Which slots are neighbors, and for which clients the split is usable: not where one component was empty at the
         start, or component 0 became empty.
 
     References:
@@ -92,10 +92,10 @@ def corrected(
 
     Args:
         bag: $B$; it never becomes empty.
-        slots: ids of those scored.
+        slots: ids of the scored peers.
         scores: their similarities.
         first: which of them are from the bag ($S$).
-        mask: which of them arrived; a member of the bag that did not stays in it.
+        mask: which of them arrived; a member of the bag that did not arrive stays in it.
         how: the options of the split that finds $H$.
     """
     neighbor, usable = neighbors(scores, first, mask, how)

@@ -1,7 +1,7 @@
-"""Whom to read: choices of peers as pure functions of keyed random draws.
+"""Peer selection: choices of peers as pure functions of keyed random draws.
 
 Every random choice over the population takes one Gumbel draw for each pair (client, member of the population), so
-that relabeling the clients relabels the choice and hosting them elsewhere changes nothing.
+that relabeling the clients relabels the choice, and the choice does not depend on where clients are hosted.
 """
 
 import math
@@ -18,8 +18,8 @@ def top(
 
     Args:
         scores: finite or infinite; NaN counts as the lowest.
-        count: how many, clamped to what the population can offer (population - 1).
-        allowed: whom each client may choose.
+        count: number of ids per client, at most population - 1.
+        allowed: which members each client may choose.
 
     Returns:
         Ids, best first; -1 where a client has too few to choose from.
@@ -48,14 +48,14 @@ def sample(
 ) -> Int[Tensor, "clients peers"]:
     """Draw without replacement with probabilities proportional to exp(log_weights): Gumbel top-m.
 
-    The law is that of successive draws with renormalization; members of zero weight are drawn only when nothing else
-    is left. See Kool et al., Stochastic beams and where to find them, 2019.
+    The distribution is that of successive draws with renormalization; members of zero weight are drawn only when no
+    others are left. See Kool et al., Stochastic beams and where to find them, 2019.
 
     Args:
         log_weights: log of the (unnormalized) probabilities.
         noise: one standard Gumbel draw for each pair, from `Rng.gumbel`.
-        count: how many.
-        allowed: whom each client may choose.
+        count: number of ids per client.
+        allowed: which members each client may choose.
     """
     floor = torch.finfo(torch.float64).min / 2
     return top(log_weights.double().clamp(min=floor) + noise, count, allowed)
@@ -67,16 +67,16 @@ def race(
     count: int,
     allowed: Bool[Tensor, "clients population"],
 ) -> tuple[Int[Tensor, "clients peers"], Bool[Tensor, " clients"]]:
-    r"""Choose what `sample` chooses, with logarithms of a few draws only.
+    r"""Choose as `sample` does, but take logarithms of a few draws only.
 
-    With $E = -\log(1 - u)$ the order of $\log p + \mathrm{gumbel}$ is that of $E / p$, smallest first, and $u \le E$:
-    who is behind the `count + 4` smallest $u / p$ is also behind every $E / p$ below the last of these.
+    With $E = -\log(1 - u)$ the order of $\log p + \mathrm{gumbel}$ is that of $E / p$, smallest first. Since
+    $u \le E$, a member outside the `count + 4` smallest $u / p$ has an $E / p$ above the largest of these.
 
     Args:
         mass: the (unnormalized) probabilities $p$.
         draws: $u$, from `Rng.pairs`.
-        count: how many.
-        allowed: whom each client may choose.
+        count: number of ids per client.
+        allowed: which members each client may choose.
 
     Returns:
         Ids, best first, and for which clients they are certain: the others need `sample`.
@@ -107,7 +107,7 @@ def uniform(
 
 
 def among(peers: Int[Tensor, "clients peers"], population: int) -> Bool[Tensor, "clients population"]:
-    """Return which members of the population occur in each client's list of ids (-1 is nobody)."""
+    """Return which members of the population occur in each client's list of ids (-1 is ignored)."""
     out = torch.zeros(len(peers), population + 1, dtype=torch.bool)
     out.scatter_(1, torch.where(peers >= 0, peers, population), True)
     return out[:, :population]
@@ -116,7 +116,7 @@ def among(peers: Int[Tensor, "clients peers"], population: int) -> Bool[Tensor, 
 def within(
     peers: Int[Tensor, "clients peers"], allowed: Bool[Tensor, "clients population"]
 ) -> Int[Tensor, "clients peers"]:
-    """Empty the slots (-1) whose peer is not allowed now.
+    """Set slots with a peer that is not allowed to -1.
 
     Example:
         >>> within(torch.tensor([[1, 2]]), torch.tensor([[False, True, False]]))
@@ -136,7 +136,7 @@ def lowest(
     Args:
         scores: NaN counts as the highest.
         peers: the id in each slot.
-        count: how many; fewer where fewer arrived.
+        count: number of slots; fewer where fewer arrived.
         mask: which slots arrived.
 
     Example:
@@ -162,7 +162,7 @@ def best(
         slots: ids; -1 for an empty slot.
         count: how many.
         mask: which slots arrived.
-        stays: who fills the places left, although silent.
+        stays: ids that fill the remaining places although no message of theirs arrived.
 
     Returns:
         Ids, best first; -1 behind the last.
@@ -196,7 +196,7 @@ def listed(chosen: Bool[Tensor, "clients population"]) -> Int[Tensor, "clients p
 
 
 def others(ids: Int[Tensor, " clients"], population: int) -> Bool[Tensor, "clients population"]:
-    """Return everybody but oneself."""
+    """Return a mask of all members of the population but the client itself."""
     return torch.arange(population) != ids[:, None]
 
 
@@ -208,15 +208,15 @@ def probabilities(
     *,
     floor: float = 1e-6,
 ) -> Float[Tensor, "clients population"]:
-    r"""Return with which probability each client draws each other member of the population.
+    r"""Return the probability with which each client draws each other member of the population.
 
     $p_{ij} \propto \varepsilon_p + e^{\tau s_{ij}} / \sum_k e^{\tau s_{ik}}$ over those considered, and 0 for itself.
-    Those not considered get the floor $\varepsilon_p$ alone. With nobody considered all others are equally probable.
+    Those not considered get the floor $\varepsilon_p$ only. If none is considered, all others are equally probable.
 
     Args:
-        similarity: $s_{ij}$; any finite size, the exponentials cannot overflow.
+        similarity: $s_{ij}$, finite; the exponentials cannot overflow.
         tau: inverse temperature $\tau$, for all clients or for each; 0 is uniform.
-        considered: who enters the softmax; None for everybody.
+        considered: which members enter the softmax; None for all.
         ids: the clients.
         floor: $\varepsilon_p$, 0 or more.
 
@@ -254,9 +254,9 @@ def entropy_tau(
 
     Args:
         similarity: $s_{ij}$.
-        considered: who enters the softmax; None for everybody.
+        considered: which members enter the softmax; None for all.
         ids: the clients.
-        bits: the entropy wanted, in bits; below log2 of those considered, or $\tau$ is 0.
+        bits: the wanted entropy in bits; $\tau$ is 0 unless this is below log2 of the number considered.
         limit: the largest $\tau$ tried.
     """
     low = torch.zeros(len(ids), dtype=torch.float64)
@@ -292,20 +292,20 @@ def two_hop(
     vectors: Float[Tensor, "senders population"],
     knows: Bool[Tensor, "senders population"],
 ) -> tuple[Float[Tensor, "clients population"], Bool[Tensor, "clients population"]]:
-    r"""Estimate similarities to members never measured from what the preferred peer says of them.
+    r"""Estimate similarities that a client has not measured by those that a peer shares.
 
     $s_{ij} \leftarrow s_{k^* j}$ with $k^*$ the preferred one among the peers that know $j$; ties go to the lowest id.
 
     Args:
-        known: whom each client needs no estimate of: itself and those it measured.
-        peers: who relays, in each slot.
-        preference: the largest is asked first ($s_{ik}$); -inf where nothing arrived.
-        index: which row of `vectors` each slot shows.
-        vectors: the relays' own similarities ($s_{kj}$).
-        knows: for which members a relay vouches.
+        known: members that need no estimate: the client itself and those it measured.
+        peers: id of the peer in each slot.
+        preference: preference for the peer in each slot, such as $s_{ik}$; -inf where nothing arrived.
+        index: row of `vectors` of each slot.
+        vectors: the peers' similarities ($s_{kj}$).
+        knows: the members for which a peer shares its similarity.
 
     Returns:
-        The estimates, and for whom there is one.
+        The estimates, and for which members there is one.
     """
     estimate, found = vectors.new_zeros(known.shape), torch.zeros_like(known)
     for slot in _ranked(-preference, peers).flip(1).T:  # the preferred one last: it has the last word
@@ -318,14 +318,14 @@ def two_hop(
 
 
 def cohort_size(members: int, participation: float | int, least: int = 1) -> int:
-    r"""Return how many of a group's members take part in a round.
+    r"""Return the number of a group's members that take part in a round.
 
     A share gives $\min(K, \max(\mathrm{least}, \lfloor \rho K + 1/2 \rfloor))$, a count $m$ gives $\min(K, m)$.
 
     Args:
-        members: how many there are ($K$).
+        members: number of members ($K$).
         participation: a share in (0, 1] ($\rho$), or a count above 1 ($m$).
-        least: at least so many, when `participation` is a share.
+        least: the smallest number, when `participation` is a share.
 
     Example:
         >>> cohort_size(100, 0.1, least=3), cohort_size(25, 0.1, least=3), cohort_size(25, 10)
@@ -347,9 +347,9 @@ def cohort(
 
     Args:
         noise: one standard Gumbel draw for each client.
-        count: how many; at most the members.
+        count: number of clients, at most the members.
         log_weights: log of the (unnormalized) probabilities; uniform by default.
-        members: who can be drawn; everybody by default.
+        members: clients that can be drawn; all by default.
 
     Returns:
         Ids in ascending order.

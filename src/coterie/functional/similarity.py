@@ -1,9 +1,8 @@
-"""How alike two clients are: similarities of pairs (client, peer it heard from), as pure functions.
+"""Similarities of clients and the peers they received models from, as pure functions.
 
-A similarity is a float64 number for each slot of an inbox, 0 where nothing arrived; larger means more alike. Products
-are accumulated in float64, on the pairs that were sampled and on no others, in a fixed order that depends on the
-number of parameters alone: hosting the clients elsewhere, in other blocks or on more threads changes no bit, and no
-array of clients x peers x params is ever built.
+A similarity is a float64 number for each slot of an inbox, 0 where nothing arrived; larger means more similar. Only
+sampled pairs are computed. Products are accumulated in float64 in an order that depends on the number of parameters
+only: hosting, block size and threads change no bit, and no array of clients x peers x params is ever built.
 """
 
 from collections.abc import Callable
@@ -46,8 +45,8 @@ def distance(
 
     Args:
         own: trained parameters of the hosted clients.
-        table: trained parameters of those who sent.
-        index: which row of the table each slot shows.
+        table: trained parameters of the senders.
+        index: row of the table of each slot.
         mask: which slots arrived.
 
     Returns:
@@ -80,11 +79,11 @@ def cosine(
 
     Args:
         own: trained parameters of the hosted clients.
-        table: trained parameters of those who sent.
-        index: which row of the table each slot shows.
+        table: trained parameters of the senders.
+        index: row of the table of each slot.
         mask: which slots arrived.
-        origin: what is subtracted from `own` ($w_i^0$); nothing when None.
-        origins: what is subtracted from `table` ($w_j^0$); nothing when None.
+        origin: models subtracted from `own` ($w_i^0$); none when None.
+        origins: models subtracted from `table` ($w_j^0$); none when None.
 
     Returns:
         Cosines in [-1, 1], in float64; 0 where nothing arrived or a norm is below 1e-12.
@@ -134,7 +133,7 @@ def _take(rows: _Rows, part: slice, columns: slice) -> Tensor:
 
 
 def _tree_sum(values: Tensor) -> Tensor:
-    """Sum each row by adding its halves, so that every entry meets the same partner whatever the other rows are."""
+    """Sum each row by adding its halves, in an order that does not depend on the other rows."""
     while values.shape[1] > 1:
         half = values.shape[1] // 2
         folded = values[:, :half] + values[:, half : 2 * half]

@@ -1,7 +1,7 @@
-r"""The simplex of models (SosicFL, Floco): regions in $\Delta^{M-1}$, uniform draws from them, who gets which.
+r"""The simplex of models (SosicFL, Floco): regions in $\Delta^{M-1}$, uniform draws from them, assignment of clients.
 
 A region is the part of the simplex within L1 distance `radius` of a center. A client trains models drawn from its
-region and is served the model at its center.
+region and uses the model at its center.
 """
 
 import math
@@ -43,10 +43,10 @@ def sample_region(
     200 times, a Gibbs chain over pairs of coordinates.
 
     Args:
-        stream: of random numbers.
+        stream: the random stream.
         center: $\mu$, on the simplex.
         radius: $r$, 0 or larger; 2 or larger is the whole simplex.
-        count: how many points.
+        count: number of points.
     """
     mu = center.double().numpy()
     size = len(mu)
@@ -70,7 +70,7 @@ def sample_region(
 
 
 def _tidy(points: np.ndarray) -> np.ndarray:
-    """Remove what rounding left: sums of 1 - 1e-16, entries of -1e-17."""
+    """Correct rounding: sums such as 1 - 1e-16, entries such as -1e-17."""
     points = np.maximum(points, 0)
     return points / points.sum(1, keepdims=True)
 
@@ -127,7 +127,7 @@ def topic_mixtures(
     Args:
         counts: samples of each class at each client ($n_{k,y}$).
         topics: corners of the simplex ($M$), at most the number of classes.
-        seed: of the variational fit.
+        seed: seed of the variational fit.
 
     Returns:
         Points of the simplex; clients with the same counts get the same.
@@ -167,12 +167,12 @@ def cluster_points(
     """Group points of the simplex around centers: seeds drawn far apart, then Voronoi iterations.
 
     Args:
-        points: on the simplex.
-        count: how many groups ($L$), at most the points.
-        stream: of random numbers.
+        points: points on the simplex.
+        count: number of groups ($L$), at most the points.
+        stream: the random stream.
         metric: "l1", or Hilbert's distance.
         center: a group's center: the member with the least sum of distances, or the mean.
-        restarts: the run with the least sum of distances is kept.
+        restarts: number of runs; the one with the least sum of distances is kept.
 
     Returns:
         The group of each point, and the centers.
@@ -250,7 +250,7 @@ def gradient_points(gradients: Float[Tensor, "clients params"], topics: int) -> 
     [1e-4, 1]; the size with the least Riesz energy wins, and points are scaled to sum to 1.
 
     Args:
-        gradients: $g_k$ = head sent minus head returned. The sign matters.
+        gradients: $g_k$: the head that was sent minus the head that was returned. The sign matters.
         topics: $M$, at most the number of clients.
 
     References:

@@ -30,12 +30,12 @@ BUFFER_POLICIES = ("average", "local", "reset")
 
 
 class KeyedDropout(nn.Module):
-    """Dropout whose mask is a function of a key, the layer and the element; the key is set from outside.
+    """Dropout with a mask that is a function of a key, the layer and the element; the key is an input buffer.
 
     Args:
         p: probability of zeroing, in [0, 1).
         channels: zero whole channels (axis 1), as `nn.Dropout2d` does.
-        layer: a number of its own for each dropout layer of a network.
+        layer: a different number for each dropout layer of a network.
     """
 
     key: Tensor
@@ -69,7 +69,7 @@ class ReturnedBatchNorm(nn.Module):
     """Batch normalization that replaces its running statistics instead of writing into them.
 
     Args:
-        norm: the layer it stands for; its parameters and statistics are taken over.
+        norm: the layer that it replaces; it takes over its parameters and statistics.
     """
 
     running_mean: Tensor | None
@@ -111,9 +111,9 @@ class ReturnedBatchNorm(nn.Module):
 
 
 def rewrite(module: nn.Module) -> nn.Module:
-    """Return a copy of a module in which state and randomness are visible.
+    """Return a copy of a module without hidden state and randomness.
 
-    Batch normalization and dropout are replaced; subclasses of these layers are left alone.
+    Batch normalization and dropout layers are replaced; subclasses of them are not.
     """
     module = copy.deepcopy(module)
     layers = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, nn.Dropout3d: True}
@@ -138,7 +138,7 @@ def rewrite(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor of a module lies in a row."""
+    """The position of one tensor of a module in a row."""
 
     name: str
     shape: tuple[int, ...]
@@ -147,19 +147,19 @@ class Slot:
 
 
 class Layout:
-    """How a module's parameters and running statistics lie in a row of the population's matrix.
+    """The positions of a module's parameters and running statistics in a row of the population's matrix.
 
     Args:
         module: the module; it is copied, never changed.
         dtype: floating-point type of the rows.
 
     Attributes:
-        trainable: how many leading entries of a row are trained.
+        trainable: number of leading entries of a row that are trained.
         size: the length of a row.
-        inputs: names of the buffers that are set anew in every step and are no state: those a submodule lists in its
+        inputs: names of the buffers that are set in every step and are no state: those that a submodule lists in its
             class attribute `input_buffers` (the key of a dropout layer, the position in a simplex of models).
-        keys: those of them that are keys of random streams.
-        train_module, eval_module: the module in its two modes.
+        keys: the input buffers that are keys of random streams.
+        train_module, eval_module: the module in training and in evaluation mode.
 
     Example:
         >>> layout = Layout(nn.Linear(3, 2))
@@ -195,11 +195,11 @@ class Layout:
         return stop
 
     def flatten(self, module: nn.Module) -> Float[Tensor, " params"]:
-        """Return a module's tensors as one row. The module is of the kind this layout was made for."""
+        """Return a module's tensors as one row; the module has this layout's structure."""
         return self.flatten_copy(rewrite(module))
 
     def flatten_copy(self, module: nn.Module) -> Float[Tensor, " params"]:
-        """Return the tensors of a module of this layout's own (`train_module`) as one row."""
+        """Return the tensors of a copy of `train_module` as one row."""
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         missing = [slot.name for slot in self.slots if slot.name not in tensors]
         if missing:
@@ -211,24 +211,24 @@ class Layout:
         return {s.name: rows[..., s.start : s.stop].reshape((*rows.shape[:-1], *s.shape)) for s in self.slots}
 
     def concat(self, tensors: Mapping[str, Tensor], *, trainable: bool, lead: int = 0) -> Tensor:
-        """Join tensors to rows: the inverse of `views` for the trained or for the untrained part.
+        """Join tensors into rows: the inverse of `views` for the trained or the untrained part.
 
         Args:
-            tensors: one for each slot of that part.
-            trainable: which part.
-            lead: how many leading (client) axes the tensors have.
+            tensors: one for each slot of the part.
+            trainable: whether the part is the trained one.
+            lead: number of leading (client) axes of the tensors.
         """
         chosen = [s for s in self.slots if (s.stop <= self.trainable) == trainable]
         return torch.cat([tensors[s.name].reshape(*tensors[s.name].shape[:lead], -1) for s in chosen], dim=-1)
 
     def state(self, tensors: Mapping[str, Tensor], row: Float[Tensor, " params"]) -> Float[Tensor, " state"]:
-        """Return the part of one row that is not trained, from tensors that a call may have replaced."""
+        """Return the untrained part of one row, from tensors that a call may have replaced."""
         if self.size == self.trainable:
             return row[self.trainable :]
         return self.concat(tensors, trainable=False).detach()
 
     def zero_inputs(self, clients: int) -> dict[str, Tensor]:
-        """Return the values the input buffers have in the module, for some clients."""
+        """Return the input buffers with the module's own values, for a number of clients."""
         named = dict(self.train_module.named_buffers())
         return {name: named[name].expand(clients, *named[name].shape) for name in self.inputs}
 
@@ -237,7 +237,7 @@ class Layout:
         return functional_call(self.train_module if training else self.eval_module, tensors, (x,))
 
     def module(self, row: Float[Tensor, " params"]) -> nn.Module:
-        """Return a module of its own with the tensors of a row, in evaluation mode."""
+        """Return a new module with the tensors of a row, in evaluation mode."""
         module = copy.deepcopy(self.eval_module)
         named = dict(module.named_parameters()) | dict(module.named_buffers())
         with torch.no_grad():
@@ -249,7 +249,7 @@ class Layout:
 def initial(source: ModelFactory, layout: Layout, rng: Rng, client: int = EVERYONE, purpose: str = "init") -> Tensor:
     """Draw the first parameters of a model from the stream of `client`.
 
-    A factory is called afresh; a module is copied and every submodule with `reset_parameters` draws again.
+    A factory is called again; a module is copied, and every submodule with `reset_parameters` draws again.
     """
     with rng.torch_globals(purpose, client):
         if not isinstance(source, nn.Module):
@@ -341,7 +341,7 @@ def build(kind: str, features: tuple[int, ...], outputs: int) -> nn.Module:
 
 
 def source(model: ModelSource, features: tuple[int, ...], outputs: int) -> Callable[[], nn.Module] | nn.Module:
-    """Return the module or factory behind any way of naming a model."""
+    """Return the module or factory of a model given by name, module or factory."""
     if isinstance(model, str):
         with Rng(0).torch_globals("template"):  # a trial that must not draw from anybody's stream
             build(model, features, outputs)
@@ -350,7 +350,7 @@ def source(model: ModelSource, features: tuple[int, ...], outputs: int) -> Calla
 
 
 def template(model: Callable[[], nn.Module] | nn.Module) -> nn.Module:
-    """Return a module of the kind, for its shapes; nothing of the run depends on its values."""
+    """Return a module of the model, for its shapes only; no result depends on its values."""
     if isinstance(model, nn.Module):
         return model
     with Rng(0).torch_globals("template"):
@@ -361,5 +361,5 @@ def template(model: Callable[[], nn.Module] | nn.Module) -> nn.Module:
 
 
 def nbytes(params: Shaped[Tensor, "... params"]) -> int:
-    """Return the size of one row in bytes, as sent."""
+    """Return the size of one row in bytes, as it is sent."""
     return params.shape[-1] * params.element_size()

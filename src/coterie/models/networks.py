@@ -1,4 +1,4 @@
-"""Reference networks of the server-based papers; `models.NETS` lists them with the others.
+"""Reference networks of the server-based papers; `layout.NETS` lists all networks.
 
 SqueezeNet, MobileNetV2 and ResNet-18 are torchvision's, an extra: `pip install coterie[vision]`.
 """
@@ -63,15 +63,15 @@ def simple_cnn(features: tuple[int, ...], outputs: int) -> nn.Module:
 
 
 def from_torchvision(name: str, features: tuple[int, ...], outputs: int) -> nn.Module:
-    """Build a network of torchvision, with weights drawn afresh.
+    """Build a network of torchvision with random weights.
 
     Args:
-        name: of the function in `torchvision.models`.
+        name: the function's name in `torchvision.models`.
         features: three channels, and a height and width of at least 32.
         outputs: number of classes.
 
     Raises:
-        ModelError: when torchvision cannot be imported, or for other inputs.
+        ModelError: when torchvision is not installed, or for inputs of another shape.
     """
     if features[0] != 3 or min(features[1:]) < 32:
         shape = "x".join(str(n) for n in features)
@@ -87,11 +87,11 @@ def from_torchvision(name: str, features: tuple[int, ...], outputs: int) -> nn.M
 
 
 def load_features(module: nn.Module, path: str | Path) -> nn.Module:
-    """Take pretrained values from a safetensors file for all layers but the last; run it with `init="given"`.
+    """Load pretrained weights from a safetensors file into all layers but the last; run it with `init="given"`.
 
     Args:
-        module: changed in place and returned. Its last layer, which depends on the number of classes, is left alone.
-        path: tensors under the names of the module's own state.
+        module: changed in place and returned. Its last layer, which depends on the number of classes, is not changed.
+        path: the file; its tensors have the names of the module's state.
 
     Raises:
         ModelError: when the file is damaged, or lacks a tensor of the module or has it in another shape.
@@ -114,11 +114,11 @@ def load_features(module: nn.Module, path: str | Path) -> nn.Module:
 
 
 PRETRAINED = {"squeezenet": "squeezenet1_1", "mobilenet-v2": "mobilenet_v2", "resnet-18": "resnet18"}
-"""torchvision's names of the networks that can start from a file."""
+"""torchvision's names of the networks that can start from a file of pretrained weights."""
 
 
 def pretrained(kind: str, features: tuple[int, ...], outputs: int) -> nn.Module:
-    """Build a network of torchvision with the values of a file and a new last layer; run it with `init="given"`.
+    """Build a network of torchvision with weights from a file and a new last layer; run it with `init="given"`.
 
     Args:
         kind: a name of PRETRAINED.
@@ -126,7 +126,7 @@ def pretrained(kind: str, features: tuple[int, ...], outputs: int) -> nn.Module:
         outputs: number of classes.
 
     Raises:
-        ModelError: when the environment's COTERIE_RESNET18 (_SQUEEZENET, _MOBILENETV2) names no such file.
+        ModelError: when the environment variable COTERIE_RESNET18 (_SQUEEZENET, _MOBILENETV2) names no such file.
     """
     variable = f"COTERIE_{kind.replace('-', '').upper()}"
     path = os.environ.get(variable)
@@ -146,4 +146,4 @@ NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     **{kind: partial(from_torchvision, name) for kind, name in PRETRAINED.items()},
     **{f"{kind}-pretrained": partial(pretrained, kind) for kind in PRETRAINED},
 }
-"""Networks for images; see `models.NETS`."""
+"""Networks for images; see `layout.NETS`."""

@@ -1,4 +1,4 @@
-r"""The last layer of a model, and models whose last layer (or all of it) is a simplex of endpoints.
+r"""The last layer of a model, and models with a simplex of endpoints in their last layer or in all layers.
 
 A simplex model has $M$ endpoints $\Theta_1 .. \Theta_M$ of some of its tensors and computes with
 $\sum_m \alpha_m \Theta_m$; $\alpha$ is an input buffer, set anew in every step. Endpoints are ordinary parameters:
@@ -21,7 +21,7 @@ from coterie.rng import Rng
 
 
 def last_layer(layout: Layout) -> Bool[Tensor, " params"]:
-    """Return which entries of a row are trained parameters of the last layer that has any."""
+    """Return the entries of a row that are trained parameters of the last layer with any."""
     trained = [slot for slot in layout.slots if slot.stop <= layout.trainable]
     path = _layer_of(trained[-1].name)
     out = torch.zeros(layout.size, dtype=torch.bool)
@@ -32,7 +32,7 @@ def last_layer(layout: Layout) -> Bool[Tensor, " params"]:
 
 
 def _layer_of(name: str) -> str:
-    """Return the path of the layer that has a tensor; endpoints belong to the layer whose tensor they are."""
+    """Return the path of the layer of a tensor; endpoints belong to the layer of the tensor they replace."""
     return name.partition("parametrizations.")[0].removesuffix(".") if "parametrizations." in name else _module_of(name)
 
 
@@ -44,9 +44,9 @@ class SimplexHead(nn.Module):
     r"""A linear or convolution layer with $M$ endpoints.
 
     Args:
-        layer: what each endpoint is; its own values are taken over by all of them.
-        endpoints: $M$.
-        bias: whether the bias has endpoints too, or one value shared by all.
+        layer: the layer of each endpoint; all endpoints start at its values.
+        endpoints: number of endpoints $M$.
+        bias: whether the bias has endpoints too, or is shared by all.
         gain: factor of the composed layer's parameters; its square multiplies the endpoints' effective step size.
         ensemble: in evaluation, average the endpoints' predicted probabilities instead of their parameters.
     """
@@ -79,7 +79,7 @@ class SimplexHead(nn.Module):
         return (value / self.gain).expand(self.endpoints, *value.shape).clone()
 
     def reset_parameters(self) -> None:
-        """Draw one layer's parameters and give them to all endpoints."""
+        """Draw the parameters of one layer and set all endpoints to them."""
         layer = self._layer[0]
         layer.reset_parameters()
         with torch.no_grad():
@@ -88,7 +88,7 @@ class SimplexHead(nn.Module):
                 self.bias.copy_(layer.bias if self.shared_bias else self._stacked(layer.bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute with the composed layer; `alpha` of samples x endpoints gives each sample its own."""
+        """Compute with the composed layer; with `alpha` of samples x endpoints, each sample has its own."""
         if self.ensemble and not self.training:
             every = functional.log_softmax(self._every(x), dim=2)
             return torch.logsumexp(every, dim=1) - math.log(self.endpoints)
@@ -129,7 +129,7 @@ class Endpoints(nn.Module):
         self.register_buffer("alpha", torch.full((endpoints,), 1 / endpoints), persistent=False)
 
     def forward(self, endpoints: Tensor) -> Tensor:
-        """Mix."""
+        """Return the mixture of the endpoints."""
         return torch.tensordot(self.alpha, endpoints, dims=1)
 
     def right_inverse(self, value: Tensor) -> Tensor:
@@ -162,10 +162,10 @@ def simplex_head(
 
 
 def simplex_all(source: ModelFactory, endpoints: int) -> ModelFactory:
-    """Return a model all of whose trained tensors have endpoints; running statistics stay single.
+    """Return a model with endpoints for all trained tensors; there is one set of running statistics.
 
     Raises:
-        ModelError: for a module instead of a factory: its endpoints could not be drawn independently.
+        ModelError: for a module instead of a factory, since its endpoints could not be drawn independently.
     """
     if isinstance(source, nn.Module):
         raise ModelError("endpoints of all layers are drawn by a factory of modules; found a module: pass its class")
@@ -200,7 +200,7 @@ def endpoint_slots(layout: Layout) -> list[Slot]:
 
 
 def composed_last_layer(layout: Layout, updates: Float[Tensor, "clients params"]) -> Float[Tensor, "clients entries"]:
-    """Return what updates of a model do to its last layer, composed at the barycenter if that has endpoints."""
+    """Return the updates of a model's last layer, composed at the barycenter if that layer has endpoints."""
     endpoints, last = {slot.name for slot in endpoint_slots(layout)}, last_layer(layout)
     gains = {path: part.gain for path, part in layout.train_module.named_modules() if isinstance(part, SimplexHead)}
     parts = []
@@ -214,21 +214,21 @@ def composed_last_layer(layout: Layout, updates: Float[Tensor, "clients params"]
 
 
 def alpha_inputs(layout: Layout, alpha: Float[Tensor, "*shape topics"]) -> dict[str, Tensor]:
-    """Return the input buffers that mix endpoints by `alpha`: for a call, or with clients and steps in front."""
+    """Return the input buffers that mix endpoints by `alpha`; it may have leading axes for clients and steps."""
     return {name: alpha for name in layout.inputs if name.rpartition(".")[2] == "alpha"}
 
 
 def compose(
     layout: Layout, rows: Float[Tensor, "clients params"], alpha: Float[Tensor, "clients draws topics"]
 ) -> Float[Tensor, "clients params"]:
-    """Return models whose endpoints are mixtures of the old ones.
+    """Return models with endpoints that are mixtures of the old endpoints.
 
-    With one draw all endpoints become that mixture, so that the model no longer depends on its position; with more,
-    endpoint m becomes mixture m modulo the number of draws.
+    With one mixture all endpoints become that mixture, and the model no longer depends on its position; with more,
+    endpoint m becomes mixture m modulo their number.
 
     Args:
-        layout: of a simplex model.
-        rows: models.
+        layout: layout of a simplex model.
+        rows: the models.
         alpha: the mixtures, for each model.
     """
     out = rows.clone()
@@ -243,14 +243,14 @@ def compose(
 def independent_endpoints(
     layout: Layout, rows: Float[Tensor, "endpoints params"], rng: Rng, *, xavier: bool, gain: float = 1.0
 ) -> Float[Tensor, " params"]:
-    """Return the first row with endpoint m taken from row m.
+    """Return the first row, with endpoint m taken from row m.
 
     Args:
-        layout: of a simplex model.
+        layout: layout of a simplex model.
         rows: independently drawn models; in each of them all endpoints are equal.
-        rng: of the run.
-        xavier: draw weights of two and more axes from Xavier's normal law instead, and put single-axis ones (biases
-            of the head) at 0.
+        rng: the run's streams.
+        xavier: draw weights with two or more axes from Xavier's normal distribution instead, and set those with one
+            axis (biases of the head) to 0.
         gain: see `SimplexHead`.
     """
     out = rows[0].clone()

@@ -1,4 +1,4 @@
-"""The same methods between real machines; without a server, and without trust in strangers.
+"""The same methods between machines that do not trust each other, peer to peer or with a server node.
 
 Needs the extra `coterie[net]`. A node is the run's own loop with one hosted client and a remote exchange; the modules,
 from the bottom up: `wire` (what a message is), `identity` and `roster` (who may speak), `outbox`, `transport` and

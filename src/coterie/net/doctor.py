@@ -1,4 +1,4 @@
-"""Doctor: what is wrong with a node before its run, and how fast its rounds will be."""
+"""Doctor: check a node before its run, and estimate the time of its rounds."""
 
 import socket
 import statistics
@@ -36,11 +36,11 @@ def examine(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
 
     Args:
         file: node.toml.
-        say: is told (a sentence, whether it is good).
-        insecure: go without TLS, on loopback only.
+        say: called with each result: a sentence, and whether the check passed.
+        insecure: without TLS, on loopback only.
 
     Returns:
-        Whether nothing is wrong.
+        Whether all checks passed.
     """
     fine = True
 
@@ -97,7 +97,7 @@ def _free(address: str) -> bool:
 def _visit(
     file: NodeFile, roster: Roster, own: Identity, plan: Any, federation: Federation, insecure: bool
 ) -> Iterator[Node]:
-    """A node that looks around without taking part."""
+    """A node that asks the others without taking part."""
     from coterie.net.zenoh_transport import ZenohTransport
 
     log = Log(own.name, level="error")
@@ -114,7 +114,7 @@ def _visit(
 
 
 def _others(node: Node) -> Iterator[tuple[str, bool]]:
-    """What can be said of each other member, and of a round."""
+    """Results for each other member, and for a round."""
     roster, rates = node.roster, []
     heads_found = node.look_around(_LOOK)
     for name in node.others:
@@ -149,14 +149,14 @@ def _reachable(address: str) -> bool:
 
 
 def _rate(post: Post, peer: str) -> float | None:
-    """Bytes a second from a member, of the second of two measurements (the first warms the link up)."""
+    """Bytes a second from a member: the second of two measurements, since the first warms the link up."""
     post.probe(peer, 10.0)
     found = post.probe(peer, 10.0)
     return found.bytes / found.seconds if isinstance(found, Delivery) and found.seconds > 0 else None
 
 
 def _forecast(node: Node, rates: list[float]) -> str:
-    """How long a round will take: one local training, measured, and the transfers of its models."""
+    """Estimated time of a round: one local training, measured, and the transfers of its models."""
     task, started = node.task, time.perf_counter()
     params = task.init(Rng(0))
     task.train(params, Rng(0).at(0), node.plan.settings.local)

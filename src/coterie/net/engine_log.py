@@ -1,8 +1,8 @@
-"""Engine log: what the network engine says of those it turns away, told in the node's own log.
+"""Engine log: connections and messages that the network engine rejects, as events in the node's log.
 
-The engine drops strangers, forbidden questions and oversize messages before any code of the node sees them, and tells
-of it only in lines on standard output. Here those lines are read: each refusal becomes an event with its reason, and
-what an operator may want to read passes on to standard output as it is.
+The engine drops strangers, forbidden questions and oversize messages before any code of the node sees them, and reports
+that only in lines on standard output. Those lines are read here: each rejection becomes an event with its reason, and
+other lines for the operator pass on to standard output unchanged.
 """
 
 import io
@@ -35,18 +35,18 @@ _TOO_LARGE = "a question or an answer is over its cap"
 
 
 class EngineLog:
-    """Reads the engine's lines and tells a node's log whom it turned away.
+    """Reads the engine's lines and logs an event for each connection or message that it rejects.
 
     Reasons are "certificate" (no link: the certificate or the handshake is not in order), "not_on_roster" (a link, but
     nothing passes), "not_allowed" (a member asked, answered or announced under a key that is not its own) and
-    "too_large". The engine does not name the link of a message over its cap, and says the same of any message of
-    somebody who is not on the roster; once such a link has been seen, the reason is "dropped".
+    "too_large". The engine does not name the link of a message over its size limit, and writes the same line for any
+    message of a peer that is not on the roster; once such a link has been seen, the reason is "dropped".
 
     Args:
-        log: where events go.
-        out: where lines go on; those for debugging do not.
-        clock: seconds that never go back.
-        everything: whether lines for debugging go on as well.
+        log: receives the events.
+        out: receives the lines that pass on, without those for debugging.
+        clock: a monotonic clock in seconds.
+        everything: whether lines for debugging pass on as well.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class EngineLog:
         self._log("turned_away", level="warning", reason=reason, **who, text=self._newest[kind], times=times)
 
     def close(self) -> None:
-        """Tell what is still untold."""
+        """Log the remaining events."""
         for kind in list(self._untold):
             self._tell(kind)
 

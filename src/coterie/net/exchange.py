@@ -1,10 +1,10 @@
 """RemoteExchange: the exchange of a node, over any transport.
 
-It has the contract of every exchange, so a method cannot tell where it runs. Publishing keeps a signed message for
-those who ask; pulling asks the chosen peers, a few at a time, until the round's deadline. Peers that cannot be read in
-the first exchange of a round are reported to the method, which draws others by its own rule; what is missing then is
-`mask == False`, and why is in the journal. In server-based methods the node in the server role pulls the cohort's
-messages, and every client pulls its answer.
+It has the contract of every exchange, so the same methods run on it. Publishing stores a signed message, which other
+nodes fetch; pulling fetches those of the chosen peers, a few at a time, until the round's deadline. When peers are
+missing in the first exchange of a round, the round is drawn again without them by the method's own rule; a message that
+is missing later is `mask == False`, with the reason in the journal. In server-based methods the node in the server role
+fetches the cohort's messages, and every client fetches its answer.
 """
 
 import time
@@ -31,10 +31,10 @@ _MAX_COHORT = 1 << 20
 
 
 class RemoteExchange:
-    """The door of one node's clients to those of other nodes.
+    """The exchange between one node's clients and those of other nodes.
 
     Args:
-        post: sends and asks for single messages.
+        post: publishes and fetches single messages.
     """
 
     def __init__(self, post: Post) -> None:
@@ -61,27 +61,27 @@ class RemoteExchange:
         self._down = self._unreachable()
 
     def enter(self, ids: Int[Tensor, " active"]) -> None:
-        """Say which clients take part in this round."""
+        """Set the clients that take part in this round."""
         self._own.enter(ids)
 
     def away(self, names: Iterable[str], *, for_good: Iterable[str] = ()) -> None:
         """Note members that did not answer at the start.
 
         Args:
-            names: they are asked again once their token is seen.
-            for_good: they run something else and are never asked.
+            names: members that are asked again once their liveliness token is seen.
+            for_good: members that run another study, which are never asked.
         """
         self._away, self._odd = frozenset(names), frozenset(for_good)
 
     def _unreachable(self) -> set[int]:
-        """The clients of members that are known to be away, now."""
+        """The clients of members that are known to be away now."""
         alive = self.post.transport.alive()
         self._seen |= alive
         self._away = (self._away | self._seen) - alive
         return {client for client, name in self.post.host_of.items() if name in self._away | self._odd}
 
     def reachable(self) -> Bool[Tensor, " population"]:
-        """Return which clients can be asked in this round, as far as was known at its beginning."""
+        """Return the clients that can be asked in this round, as known at its beginning."""
         out = torch.ones(self.roster.population, dtype=torch.bool)
         out[list(self._down)] = False
         return out
@@ -99,7 +99,7 @@ class RemoteExchange:
     # ------------------------------------------------------------------ asking
 
     def _template(self, message: Message, address: Address) -> Template:
-        """How a message like this one looks when it comes from another client."""
+        """The template of a message like this one from another client."""
         tensors = {"params": message.params, **{f"field.{n}": v for n, v in message.fields.items()}}
         rows = {name: torch.empty(t.shape[1:], dtype=t.dtype, device="meta") for name, t in tensors.items()}
         return Template.of(rows, halved=frozenset({"params"}), gaps=gaps(rows, address))
@@ -149,7 +149,7 @@ class RemoteExchange:
         return Address(self._rng.round, number, client)
 
     def _ask(self, wanted: Iterable[int], number: int, template: Template, seconds: float) -> dict[int, str]:
-        """Ask for what is not here yet and not known to be missing; return what is missing now, and why."""
+        """Fetch messages that are neither here nor known to be missing; return those now missing, with reasons."""
         skip = self._lost | self._down
         fresh = [self._at(number, c) for c in wanted if self._at(number, c) not in self._got and c not in skip]
         found = self.post.gather(fresh, template, seconds)
@@ -157,7 +157,7 @@ class RemoteExchange:
         return {c: missing.reason for c, missing in found.items() if isinstance(missing, Missing)}
 
     def _whole(self, own: Message, came: Iterable[Delivery | None]) -> Message:
-        """Join own rows and what came to one message, in the order of ids."""
+        """Join the client's own rows and those received to one message, in the order of ids."""
         deliveries = [d for d in came if d is not None]
         if not deliveries or own.ids is None:
             return own
@@ -175,7 +175,7 @@ class RemoteExchange:
         """Send the message to the node in the server role and wait for its answer: see `Exchange.serve`.
 
         Raises:
-            RoundMissed: when the server answered the round without this node's message.
+            RoundMissed: when the server continued without this node's message.
             TransportError: when no server answers for `Terms.server_wait` seconds.
         """
         if not self.roster.server:
@@ -249,7 +249,7 @@ class RemoteExchange:
         )
 
     def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
-        """Choose, in the server role, or learn from it who takes part from now on: see `Exchange.cohort`."""
+        """Compute the cohort in the server role, or receive it from the server: see `Exchange.cohort`."""
         number, self._groups = self._groups, self._groups + 1
         self._number = self._groups * COHORT
         address = Address(self._rng.round, number, -1, "cohort")
@@ -268,7 +268,7 @@ class RemoteExchange:
     # ------------------------------------------------------------------ those who stopped
 
     def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
-        """Let clients that stopped go on answering with these models, in every later round."""
+        """Make stopped clients answer with these models in every later round."""
         self._own.retire(ids, params)
         self._stand({int(i): row.clone() for i, row in zip(ids, params, strict=True)})
 
@@ -283,20 +283,20 @@ class RemoteExchange:
                 self.post.transport.stand(at, lambda address, tensors=tensors: self.post.seal(tensors, address))
 
     def idle(self, exchanges: int) -> None:
-        """Pass a round: those who stopped answer for themselves."""
+        """Pass a round; stopped clients still answer."""
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Return what a later round depends on, for a checkpoint."""
+        """Return the state that a later round depends on, for a checkpoint."""
         return self._own.snapshot()
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take back what `snapshot` returned."""
+        """Restore the result of `snapshot`."""
         self._own.restore(tensors)
         self._stand({int(k.split(".")[1]): v for k, v in tensors.items() if k.startswith("stopped.")})
 
 
 def _reply_row(reply: Reply, row: int) -> dict[str, Tensor]:
-    """The part of a server's answer that one client is shown: each row of the table once, in order."""
+    """The part of a server's answer for one client: each row of the table once, in order."""
     used = torch.unique(reply.index[row])
     fields = {f"field.{name}": value[used] for name, value in reply.fields.items()}
     return {"table": reply.table[used], "index": reply.index[row].contiguous(), **fields}

@@ -1,4 +1,4 @@
-"""Fleets: the nodes of one host as processes; and the demonstration."""
+"""Fleets: nodes on one host as processes, and the demonstration."""
 
 import json
 import os
@@ -33,15 +33,15 @@ Listener = Callable[[str, Mapping[str, Any]], None]
 class Fleet:
     """Processes of `coterie node`, one for each node file.
 
-    Close it always (it is a context manager): it ends what still runs.
+    Use it as a context manager: at the end it stops processes that still run.
 
     Args:
         files: node.toml of each member, by name.
-        logs: folder for what each process writes on stderr; stderr of this process when None.
-        listener: is called with (name, event) for every line of a node's log.
-        arguments: more for `coterie node`.
-        threads: of each process.
-        behind: a command that a node's own is put behind, by name: to place it in a network namespace.
+        logs: folder for the stderr of each process; stderr of this process when None.
+        listener: called with (name, event) for every line of a node's log.
+        arguments: further arguments of `coterie node`.
+        threads: threads of each process.
+        behind: prefix of each node's command, by name, for example to run it in a network namespace.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Fleet:
         self.close()
 
     def start(self, name: str, *arguments: str) -> None:
-        """Start a node, or start it again."""
+        """Start or restart a node."""
         command = [*self._behind.get(name, ()), sys.executable, "-m", "coterie", "node", str(self.files[name])]
         command += [*self._arguments, *arguments]
         with ExitStack() as stack:  # what the engine says on stdout is kept apart from the node's own log
@@ -94,7 +94,7 @@ class Fleet:
                 out.close()
 
     def kill(self, name: str) -> None:
-        """End a node without warning, as a power cut does."""
+        """Kill a node without warning, as a power cut does."""
         self.processes[name].kill()
         self.processes[name].wait()
 
@@ -115,7 +115,7 @@ class Fleet:
         return {name: process.returncode for name, process in self.processes.items()}
 
     def close(self) -> None:
-        """End what still runs, in order: SIGTERM, and after ten seconds SIGKILL."""
+        """Stop processes that still run: SIGTERM, and SIGKILL after ten seconds."""
         running = [p for p in self.processes.values() if p.poll() is None]
         for process in running:
             process.send_signal(signal.SIGTERM)
@@ -138,16 +138,16 @@ def lay_out(
     days: float = 1.0,
     data_dir: Path | None = None,
 ) -> dict[str, Path]:
-    """Make everything that a run of a study on this host needs: keys, certificates, roster, node files.
+    """Create the files for a run of a study on this host: keys, certificates, roster, node files.
 
     Args:
-        folder: where.
-        study: of one run, with data of its own; one node a client.
-        port: of the first node, below 32768; the others follow.
+        folder: the folder of these files.
+        study: a study of one run, with a [data] table; one node per client.
+        port: port of the first node, below 32768; the others follow.
         hosts: an address for each node; loopback by default.
         network: the [network] table of every node.
-        days: how long certificates are valid.
-        data_dir: where the study's datasets lie on disk.
+        days: validity of the certificates.
+        data_dir: the folder of the study's datasets.
 
     Returns:
         The node files by member.
@@ -187,13 +187,13 @@ def lay_out(
 
 
 def gather(folder: Path, study: StudyConfig, names: Sequence[str], label: str) -> dict[str, pd.DataFrame]:
-    """Join what the nodes wrote to one run of a study, beside the simulated one.
+    """Join the results of the nodes into one run of a study, beside the simulated one.
 
     Args:
-        folder: of the fleet.
-        study: of one run.
+        folder: the fleet's folder.
+        study: a study of one run.
         names: the nodes.
-        label: how to call the run.
+        label: label of the run.
 
     Returns:
         The tables, by name.
@@ -234,11 +234,11 @@ def demo(folder: Path, *, clients: int, rounds: int, port: int, say: Callable[[s
     """Run the demonstration: nodes on loopback with mutual TLS, one killed and restarted, beside the simulation.
 
     Args:
-        folder: where; it must be empty.
-        clients: how many nodes.
-        rounds: how many rounds.
-        port: of the first node.
-        say: tells how it goes.
+        folder: an empty folder.
+        clients: number of nodes.
+        rounds: number of rounds.
+        port: port of the first node.
+        say: called with messages on the progress.
 
     Returns:
         The folder of the study with both runs.

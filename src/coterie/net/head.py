@@ -1,4 +1,4 @@
-"""Heads: what a node says of itself when it is asked, signed; and the check that all nodes run the same thing."""
+"""Heads: a node's signed answer about its state, and the check that all nodes run the same study."""
 
 import dataclasses
 import hashlib
@@ -22,11 +22,11 @@ STATES = ("starting", "running", "done")
 
 @dataclass(frozen=True)
 class Head:
-    """How a node is.
+    """The state of a node.
 
     Args:
         run: the run's id.
-        peer: who answers.
+        peer: the answering node.
         inc: its incarnation.
         nonce: the asker's, so that an old answer cannot be replayed.
         round: the round it is in; -1 for the warm-up.
@@ -34,10 +34,10 @@ class Head:
         protocol: version of the wire format.
         study: hash of `settings`.
         schema: hash of the model's tensors.
-        roster: version of the roster it has.
+        roster: version of its roster.
         time: its clock, in seconds since 1970.
-        met: the members that answered it at its start: those it counts on.
-        settings: all that must be equal everywhere, as plain values.
+        met: the members that answered at its start.
+        settings: everything that must be equal on all nodes, as plain values.
     """
 
     run: str
@@ -88,14 +88,14 @@ def read(data: bytes, verify: Callable[[bytes, bytes], bool], *, run: str, peer:
 
 
 def settings_of(method: Method, settings: Settings, seed: int, model: str, population: int) -> dict[str, Any]:
-    """Return all that must be equal on every node of a run, as a flat table of plain values.
+    """Return everything that must be equal on all nodes of a run, as a flat table of plain values.
 
     Args:
-        method: with its hyperparameters.
-        settings: of the run; what only changes the speed or one node's files is left out.
-        seed: of all random streams.
-        model: what clients train, in words.
-        population: how many clients there are.
+        method: the method with its hyperparameters.
+        settings: the settings of the run; those that only change the speed or one node's files are left out.
+        seed: the seed of the run.
+        model: the model, in words.
+        population: number of clients.
     """
     out: dict[str, Any] = {"method": method.kind, "seed": seed, "model": model, "population": population}
     out |= _flat("method.", dataclasses.asdict(method))
@@ -114,7 +114,7 @@ def _flat(prefix: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def study_hash(settings: Mapping[str, Any]) -> str:
-    """Return the hash of what must be equal everywhere."""
+    """Return the hash of the settings that must be equal on all nodes."""
     return hashlib.sha256(canonical(dict(settings))).hexdigest()
 
 
@@ -132,13 +132,13 @@ def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
 
 
 def check_study(roster: Roster, settings: Mapping[str, Any], schema: str, others: Mapping[str, Head]) -> list[str]:
-    """Check that this node runs what the roster says, and return the members that do not.
+    """Check this node's study and model against the roster, and return the members that differ.
 
-    The roster decides who is wrong: a node that differs from it stops, one that meets a node that differs goes on
-    without that one. With a roster that names no study, any difference stops a node.
+    A node that differs from the roster stops; a node that meets one that differs continues without it. With a roster
+    that names no study, any difference stops a node.
 
     Args:
-        roster: signed by the organizer.
+        roster: the roster, signed by the organizer.
         settings: this node's, from `settings_of`.
         schema: this node's, from `schema_hash`.
         others: the heads of the members met.

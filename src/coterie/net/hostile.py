@@ -1,4 +1,4 @@
-"""Damaged messages, questions and heads, for testing whatever reads them; the same ones for the same random stream."""
+"""Damaged messages, questions and heads for tests; the same ones for the same random stream."""
 
 import hashlib
 import json

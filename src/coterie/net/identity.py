@@ -1,7 +1,7 @@
-"""Identities: a private authority, members' keys and certificates, signatures.
+"""Identities: a private certificate authority, members' keys and certificates, signatures.
 
-A member makes its key on its own machine and sends only a request; the organizer answers with a certificate whose
-common name is the member's name and whose alternative name is its address. The same key signs the member's messages.
+A member creates its key on its own machine and sends only a request; the organizer returns a certificate with the
+member's name as common name and its address as alternative name. The same key signs the member's messages.
 All keys are ECDSA on P-256; private keys are files that only their owner can read.
 """
 
@@ -30,7 +30,7 @@ _SKEW = timedelta(minutes=5)  # certificates are valid this long before they are
 
 
 def check_name(name: str, what: str = "member name") -> str:
-    """Return the name of a member or of a run, or refuse it.
+    """Check the name of a member or of a run, and return it.
 
     Raises:
         TransportError: when it is not made of 1 to 63 of a-z, 0-9 and "-".
@@ -70,7 +70,7 @@ def new_key(path: Path) -> ec.EllipticCurvePrivateKey:
     """Make a private key and write it where only its owner can read it.
 
     Raises:
-        TransportError: when the file is there already; a key is never overwritten.
+        TransportError: when the file exists; a key is never overwritten.
     """
     key = ec.generate_private_key(_CURVE)
     text = key.private_bytes(
@@ -90,7 +90,7 @@ def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
     """Read a private key.
 
     Raises:
-        TransportError: when there is none, when others can read it, or when it is of another kind.
+        TransportError: when the file is missing, readable by others, or holds another kind of key.
     """
     try:
         mode = path.stat().st_mode & 0o777
@@ -114,7 +114,7 @@ def public_text(key: ec.EllipticCurvePublicKey) -> str:
 
 
 def public_key(text: str) -> ec.EllipticCurvePublicKey:
-    """Read what `public_text` wrote.
+    """Read a public key that `public_text` wrote.
 
     Raises:
         TransportError: when it is no point of the curve.
@@ -169,7 +169,7 @@ def certificate_name(certificate: x509.Certificate | x509.CertificateSigningRequ
     """Return the member name of a certificate or request.
 
     Raises:
-        TransportError: when it has not exactly one common name, or an impossible one.
+        TransportError: when it has no common name, several, or an invalid one.
     """
     names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     if len(names) != 1 or len(list(certificate.subject)) != 1:
@@ -224,7 +224,7 @@ def _usage(**on: bool) -> x509.KeyUsage:
 
 
 def make_authority(folder: Path, run: str, *, days: float = 365.0, now: datetime | None = None) -> x509.Certificate:
-    """Make the private authority of a run (`ca.key`, `ca.pem`) and the organizer's key (`organizer.key`, `.pub`).
+    """Create the private authority of a run (`ca.key`, `ca.pem`) and the organizer's key (`organizer.key`, `.pub`).
 
     Args:
         folder: the organizer's folder; it should be on a machine that is not a member.
@@ -249,7 +249,7 @@ def make_authority(folder: Path, run: str, *, days: float = 365.0, now: datetime
 
 
 def make_request(folder: Path, name: str, address: str) -> Path:
-    """Make a member's key (`NAME.key`) and the request for its certificate (`NAME.csr`), on its own machine."""
+    """Create a member's key (`NAME.key`) and the request for its certificate (`NAME.csr`)."""
     host, _ = split_address(address)
     key = new_key(folder / f"{check_name(name)}.key")
     request = (
@@ -266,15 +266,15 @@ def make_request(folder: Path, name: str, address: str) -> Path:
 def sign_request(
     folder: Path, request: Path, address: str, *, days: float = 30.0, now: datetime | None = None
 ) -> x509.Certificate:
-    """Answer a request with a certificate, written to `members/NAME.pem` in the organizer's folder.
+    """Sign a request: write its certificate to `members/NAME.pem` in the organizer's folder.
 
-    Only name, address and key are taken from the request; everything else is decided here.
+    Only name, address and key are taken from the request.
 
     Args:
         folder: the organizer's folder.
         request: the member's request.
-        address: the address the member is to be reached at, as agreed with it; the request must name its host.
-        days: how long the certificate is valid; short, because there is no revocation list.
+        address: the member's address, as agreed with it; the request must name its host.
+        days: validity of the certificate; short, because there is no revocation list.
         now: the time.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Whole networks on one machine: for tests, demonstrations and first steps."""
+"""Whole networks on one machine, for tests and demonstrations."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -61,7 +61,7 @@ def in_process(
 def provision(
     folder: Path, who: Roster, *, days: float = 1.0, study: str = "", schema: str = ""
 ) -> tuple[Roster, list[identity.Identity]]:
-    """Make what an organizer and all members make, in one folder: authority, keys, certificates, signed roster.
+    """Create the files of an organizer and all members in one folder: authority, keys, certificates, signed roster.
 
     On real machines every member makes its own key (`coterie net join`); here one folder holds them all.
 

@@ -1,4 +1,4 @@
-"""What a node tells its operator: one JSON line an event on stderr, and numbers for Prometheus on request."""
+"""A node's log, one JSON line per event on stderr, and its metrics for Prometheus."""
 
 import json
 import sys

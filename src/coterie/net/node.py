@@ -1,8 +1,8 @@
 """Node: the run's own loop, with this node's clients and an exchange over the network.
 
-It meets the others, goes through the rounds, catches up when it fell behind, writes what a simulation writes (its own
-rows) after every round, and stays until the others have what they need of its last round. Killed at any moment, it
-goes on from its checkpoint as a new incarnation.
+A node waits for the others, runs the rounds, catches up when it has fallen behind, writes the files of a simulation
+(with its own rows) after every round, and stays until the others have fetched its last messages. When it is killed, it
+continues from its checkpoint as a new incarnation.
 """
 
 import json
@@ -50,14 +50,14 @@ _LEAST_DEADLINE = 30.0
 
 @dataclass(frozen=True)
 class RunSpec:
-    """What all nodes of a run have in common.
+    """The part of a run that is equal on all nodes.
 
     Args:
-        method: what happens in a round.
-        settings: how the run goes.
-        model: what clients train.
+        method: the method.
+        settings: the settings of the run.
+        model: the model.
         model_name: the model in words, the same on every node.
-        seed: of all random streams.
+        seed: the seed of the run.
     """
 
     method: Method
@@ -71,17 +71,17 @@ class RunSpec:
         return make_task(federation, self.method, self.model, self.settings)
 
     def agreed(self, population: int) -> dict[str, Any]:
-        """Return what must be equal on every node."""
+        """Return the settings that must be equal on every node."""
         return heads.settings_of(self.method, self.settings, self.seed, self.model_name, population)
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How a node waits for others.
+    """How long a node waits for others.
 
     Args:
         start: seconds to wait at the start for members that do not answer yet.
-        linger: seconds to stay at the end for members that are not done and do not go on.
+        linger: seconds to stay at the end for members that are not done and make no progress.
         ask: seconds to wait for the answer to "how are you?".
         poll: seconds between two such questions.
     """
@@ -105,15 +105,15 @@ class Node:
     """One member of a run.
 
     Args:
-        plan: what all nodes have in common.
+        plan: the part that is equal on all nodes.
         federation: this node's own rows, in a population of the roster's size.
         roster: the members.
-        transport: how messages travel; closed by whom it belongs to.
+        transport: the transport of messages; its owner closes it.
         sign: signs bytes with this node's key.
-        folder: of this node's run; a killed node goes on from its checkpoint there.
+        folder: folder of this node's run; a killed node continues from its checkpoint there.
         terms: deadlines and options of the exchange; a deadline of 0 is measured (see `deadline`).
-        patience: how it waits for others.
-        log: where events go.
+        patience: how long it waits for others.
+        log: receives events.
     """
 
     def __init__(
@@ -175,14 +175,14 @@ class Node:
         return now
 
     def _journal(self, event: Mapping[str, Any]) -> None:
-        """Keep what arrived, for replay, and tell the operator."""
+        """Record what arrived in the journal, for replay, and log it."""
         self._journal_file.write(json.dumps(event) + "\n")
         self._journal_file.flush()
         details = {k: v for k, v in event.items() if k not in ("event", "round")}
         self.log(str(event["event"]), level="warning" if details.get("missing") else "debug", **details)
 
     def deadline(self) -> float:
-        """Return how long a round waits: as set, or three transfers and two trainings, half a minute at least."""
+        """Return the deadline of a round: as set, or three transfers and two trainings, at least half a minute."""
         if self.post.terms.deadline:
             return self.post.terms.deadline
         traffic = self.post.traffic
@@ -199,7 +199,7 @@ class Node:
         ).seal(self._sign)  # fmt: skip
 
     def ask_heads(self, names: Iterable[str]) -> dict[str, Head]:
-        """Ask members how they are; return what those said that answered."""
+        """Ask members for their heads; return those that arrived."""
 
         def one(name: str) -> Head | None:
             nonce = secrets.token_hex(8)
@@ -225,7 +225,7 @@ class Node:
         return [m.name for m in self.roster.members if m.name != self.transport.name]
 
     def look_around(self, seconds: float) -> dict[str, Head]:
-        """Ask all members how they are until all have answered, some are on their way, or `seconds` are over."""
+        """Ask all members for their heads until all have answered, some have started, or `seconds` are over."""
         until, met = time.monotonic() + seconds, {}
         while len(met) < len(self.others):
             met |= self.ask_heads(n for n in self.others if n not in met)
@@ -236,13 +236,13 @@ class Node:
         return met
 
     def meet(self) -> bool:
-        """Wait for the other members and check that they run the same.
+        """Wait for the other members and check that they run the same study.
 
         Returns:
-            Whether they are on their way already, so that this node has to catch up.
+            Whether they have started already, so that this node has to catch up.
 
         Raises:
-            PeerMismatch: when this node runs something else than the roster says.
+            PeerMismatch: when this node's study or model differs from the roster's.
         """
         self.transport.serve_head(self._head)
         self.post.serve_probe()
@@ -260,7 +260,7 @@ class Node:
         return late or self.loop.next_round >= 0
 
     def _catch_up(self) -> None:
-        """Jump to the round of the others: they do not wait for one that fell behind."""
+        """Jump to the round of the others, which do not wait for a node that has fallen behind."""
         self.post.ahead = None
         rounds = [h.round for h in self.ask_heads(self.others).values() if h.state != "done"]
         target = int(statistics.median_high(rounds)) if rounds else -1
@@ -271,7 +271,7 @@ class Node:
     # ------------------------------------------------------------------ the run
 
     def run(self) -> None:
-        """Go through the run, from the checkpoint or the start to the end."""
+        """Run from the checkpoint or the start to the end."""
         behind = self.meet()
         if self.loop.next_round < 0 and not self._stop.is_set():
             self._step()
@@ -320,7 +320,7 @@ class Node:
         }
 
     def _linger(self) -> None:
-        """Stay while others are on their way, so that nobody misses what this node has to say."""
+        """Stay while others are running, so that they can fetch this node's messages."""
         seen, until = {}, time.monotonic() + self.patience.linger
         while time.monotonic() < until:
             found = {n: (h.state, h.round) for n, h in self.ask_heads(self.others).items()}
@@ -332,11 +332,11 @@ class Node:
                 return
 
     def stop(self) -> None:
-        """End after the round that is going on; from a signal handler or another thread."""
+        """End after the current round; callable from a signal handler or another thread."""
         self._stop.set()
 
     def close(self) -> None:
-        """Stop asking and close the journal. What the transport holds is its owner's."""
+        """Stop asking and close the journal. The transport's owner closes the transport."""
         self._stop.set()
         self.post.close()
         self._journal_file.close()

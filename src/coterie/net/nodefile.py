@@ -1,4 +1,4 @@
-"""node.toml: what one node is told; and its own data."""
+"""node.toml, the settings of one node, and its own data."""
 
 import importlib
 import tomllib
@@ -24,7 +24,7 @@ from coterie.studies.config import StudyConfig
 
 @dataclass(frozen=True)
 class DataSource:
-    """Where a node's own data come from; exactly one of the first five.
+    """The source of a node's own data: exactly one of the first five.
 
     Args:
         study: "own rows" of the study's own [data], for demonstrations and tests.
@@ -35,9 +35,9 @@ class DataSource:
             (x, y), or ((x, y), (x_test, y_test)).
         label: the label column of `folder`, when there are several.
         classes: number of classes, the same on every node; 0 for regression. Needed with arrays, folder, (x, y).
-        validation: part of the samples for validation.
-        test: part of the samples for testing, when there is no test set.
-        data_dir: where the study's datasets lie on disk.
+        validation: share of the samples for validation.
+        test: share of the samples for testing, when there is no test set.
+        data_dir: the folder of the study's datasets.
     """
 
     study: str = ""
@@ -57,17 +57,18 @@ class DataSource:
 
 @dataclass(frozen=True)
 class NetworkSettings:
-    """How a node behaves towards the others; every value is its own affair.
+    """Network settings of a node; they may differ between nodes.
 
     Args:
-        deadline: seconds a round waits for peers; 0 for three transfers and two trainings, half a minute at least.
-        server_wait: seconds to go on asking a server that does not answer.
+        deadline: seconds a round waits for peers; 0 for three transfers and two trainings, at least half a minute.
+        server_wait: seconds to keep asking a server that does not answer.
         redraws: how often the peers of a round are drawn again when some are missing.
         half: send models in half precision.
         chunk: bytes in a chunk, 1024 to 524288; 262144 below 1 Mbit/s.
         start: seconds to wait at the start for members that do not answer.
-        linger: seconds to stay at the end for members that do not go on.
-        lease: seconds of silence after which a member counts as gone; 10 over long distances, 3 in one building.
+        linger: seconds to stay at the end for members that make no progress.
+        lease: seconds without a sign of life after which a member counts as down; 10 over long distances, 3 in one
+            building.
     """
 
     deadline: float = 0.0
@@ -88,12 +89,12 @@ class NetworkSettings:
 
     @property
     def terms(self) -> Terms:
-        """For the exchange."""
+        """The settings of the exchange."""
         return Terms(**{f.name: getattr(self, f.name) for f in fields(Terms)})
 
     @property
     def patience(self) -> Patience:
-        """For the node."""
+        """The settings of the node."""
         return Patience(start=self.start, linger=self.linger)
 
 
@@ -111,13 +112,13 @@ class NodeFile:
         method: label of the study's method to run, when it has several.
         seed: one of the study's seeds, when it has several.
         role: "peer", or "server" on the member that the roster names.
-        runs: the folder under which the run's folder is made.
+        runs: the folder in which the run's folder is created.
         listen: host:port to listen on, when it is not the roster's address.
         metrics_port: port on 127.0.0.1 that answers /metrics for Prometheus; 0 for none.
-        log: the least level that is written: "debug", "info", "warning" or "error".
-        data: where this node's own data come from.
+        log: the lowest level that is written: "debug", "info", "warning" or "error".
+        data: the source of this node's own data.
         network: deadlines and options.
-        folder: where the file is.
+        folder: the file's folder.
     """
 
     study: str = "study.toml"
@@ -141,16 +142,16 @@ class NodeFile:
         tables.settle(self)
 
     def path(self, name: str) -> Path:
-        """Return a path of the file, seen from where the file is."""
+        """Return a path of the file, relative to the file's folder."""
         return self.folder / name
 
     def chosen(self) -> tuple[StudyConfig, str, int]:
-        """Return the study, and the label and seed of the run of it that this node takes part in."""
+        """Return the study, and the label and seed of this node's run."""
         return choose(config.load(self.path(self.study)), self.method, self.seed)
 
 
 def choose(study: StudyConfig, method: str = "", seed: int | None = None) -> tuple[StudyConfig, str, int]:
-    """Return the one run of a study that is meant, as a study of its own.
+    """Return one run of a study as a study.
 
     Raises:
         ConfigError: when the study has several methods or seeds and none is chosen.
@@ -167,7 +168,7 @@ def choose(study: StudyConfig, method: str = "", seed: int | None = None) -> tup
 
 
 def plan_of(study: StudyConfig) -> RunSpec:
-    """Return what all nodes of a study of one run have in common."""
+    """Return the part of a run that is equal on all nodes, from a study of one run."""
     entry = study.scaled(study.methods[0].label)
     return RunSpec(entry.method, entry.settings, study.model.kind, study.model.kind, study.seeds[0])
 
@@ -202,7 +203,7 @@ def own_rows(file: NodeFile, study: StudyConfig, clients: tuple[int, ...], popul
         file: node.toml.
         study: the study of one run.
         clients: ids of the clients hosted here.
-        population: how many there are in all.
+        population: number of clients in all.
 
     Raises:
         ConfigError: when not exactly one source is given.
@@ -240,7 +241,7 @@ def own_rows(file: NodeFile, study: StudyConfig, clients: tuple[int, ...], popul
 
 
 def _placed(federation: Federation, clients: tuple[int, ...], population: int) -> Federation:
-    """Give rows their place in the population; rows that have it already are chosen by it."""
+    """Give rows their ids in the population; rows that have ids already are chosen by them."""
     if federation.population == population and set(clients) <= set(federation.ids.tolist()):
         return federation.host(list(clients))
     if len(federation) != len(clients):

@@ -1,8 +1,8 @@
-"""The outbox: what a node has published, and who is waiting for what it has not published yet.
+"""The outbox: a node's published messages, and open questions for messages that it has not published yet.
 
-It answers from memory, holds questions about a round that is still to come, and is bounded everywhere: the last few
-rounds are kept, each asker has few questions open, and old ones are answered that nothing will come. It knows nothing
-of the network; every transport serves from one.
+It answers from memory and holds questions about a coming round. Its size is bounded: the last few rounds are kept, each
+asker has few questions open, and questions about old rounds are answered with a reason. It is independent of the
+network; every transport serves from one.
 """
 
 import threading
@@ -22,11 +22,11 @@ class Missing:
     """Why a message did not arrive; a value, not an exception.
 
     Args:
-        reason: "unreachable" (no node answered), "timeout", "not_ready" (it has not come to that round), "gone" (it is
-            past it), "busy" (too many questions at once), "withheld" (it has nothing fit to send), "absent" (the server
-            went on without this client), "forbidden", "closing", or "refused:CODE" for a message that was not used.
-        round: the round the peer is in, when known.
-        text: more, for the log.
+        reason: "unreachable" (no node answered), "timeout", "not_ready" (it has not reached that round), "gone" (it is
+            past it), "busy" (too many open questions), "withheld" (its model is not finite), "absent" (the server
+            continued without this client), "forbidden", "closing", or "refused:CODE" for a message that failed a check.
+        round: the peer's round, when known.
+        text: details for the log.
     """
 
     reason: str
@@ -50,8 +50,8 @@ class Outbox:
     """A node's published messages and open questions.
 
     Args:
-        per_asker: questions one member may have open at once, those being sent included.
-        clock: seconds that never go back.
+        per_asker: questions that one member may have open at once, those being sent included.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(self, *, per_asker: int = 8, clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,12 +67,12 @@ class Outbox:
         self._sweeper.start()
 
     def publish(self, address: Address, what: Parcel | Missing, *, to: str = "") -> None:
-        """Keep a message (or why there is none) and answer those who wait for it.
+        """Store a message (or why there is none) and answer the questions that wait for it.
 
         Args:
-            address: where it belongs. Of older rounds only the last few are kept.
+            address: its address. Only the last few rounds are kept.
             what: the message.
-            to: the only node that may have it; "" for every member.
+            to: the only node that may get it; "" for all members.
         """
         with self._change:
             if self._closed:
@@ -85,10 +85,10 @@ class Outbox:
         _give(answers)
 
     def stand(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
-        """Answer with one and the same message in this round and all later ones.
+        """Answer with the same message in this round and all later ones.
 
         Args:
-            address: the first round's.
+            address: the address in the first round.
             seal: signs the message for a round.
         """
         with self._change:
@@ -100,10 +100,10 @@ class Outbox:
         """Answer a question now, when its message is published, or after `wait` seconds.
 
         Args:
-            asker: the member who asks, as the network knows it.
-            address: what it wants.
-            wait: seconds it is ready to wait.
-            answer: is called once; with a parcel, `sent` must follow when it is delivered or given up.
+            asker: the asking member, as the network identifies it.
+            address: the address of the message.
+            wait: seconds to wait for it.
+            answer: called once; with a parcel, `sent` must follow when it is delivered or given up.
         """
         with self._change:
             waiting = _Waiting(asker, address, self._clock() + max(0.0, min(wait, 3600.0)), answer)
@@ -128,7 +128,7 @@ class Outbox:
                 self._sending.pop(asker, None)
 
     def close(self) -> None:
-        """Answer every open question that nothing will come."""
+        """Answer every open question with "closing"."""
         with self._change:
             self._closed = True
             answers = [(w.answer, self._missing("closing")) for w in self._waiting.values()]
@@ -139,7 +139,7 @@ class Outbox:
 
     @property
     def load(self) -> tuple[int, int]:
-        """How many messages are kept and how many questions are open."""
+        """The numbers of stored messages and of open questions."""
         with self._change:
             return len(self._kept), len(self._waiting)
 
@@ -174,7 +174,7 @@ class Outbox:
         return self._missing("not_ready") if waiting.until <= self._clock() else None
 
     def _due(self) -> list[tuple[Answer, Parcel | Missing]]:
-        """Take the questions that have an answer by now."""
+        """Take the questions that can be answered now."""
         out: list[tuple[Answer, Parcel | Missing]] = []
         for key, waiting in list(self._waiting.items()):
             found = self._find(waiting)

@@ -1,8 +1,8 @@
-"""Payloads: named tensors as safetensors bytes that a stranger wrote, read strictly against a template.
+"""Payloads: named tensors as untrusted safetensors bytes, read strictly against a template.
 
-Reading allows exactly what the template names: no other tensor, no other type or shape, no key twice, no gap between
-tensors, no NaN. safetensors is a JSON header and raw numbers, so reading runs nothing; this reader accepts a subset of
-what the safetensors library accepts and reads it to the same values.
+Only the tensors of the template are accepted: no other tensor, type or shape, no key twice, no gap between tensors, no
+NaN. safetensors is a JSON header and raw numbers, so reading runs no code; this reader accepts a subset of the files
+that the safetensors library accepts, with the same values.
 """
 
 import json
@@ -32,7 +32,7 @@ _DTYPES = {
 
 
 class Refused(TransportError):
-    """A message that is not used, and why.
+    """A message failed a check, and why.
 
     Args:
         code: a short word for counting: "signature", "digest", "shape", ...
@@ -46,12 +46,12 @@ class Refused(TransportError):
 
 @dataclass(frozen=True)
 class Template:
-    """How a payload must look.
+    """The tensors that a payload must have.
 
     Args:
         tensors: data type and shape of each tensor; a string in a shape is an axis whose length the message chooses,
             the same wherever the string occurs.
-        free: tensors whose name starts with this may come besides (a server's extras); "" for none.
+        free: further tensors are allowed if their names start with this (a server's extras); "" for none.
         lead: the first axis of those.
         halved: the tensors that travel as float16 under the codec "safetensors-f16".
         gaps: the tensors that may hold NaN, where it stands for "no value here"; infinity never.
@@ -69,7 +69,7 @@ class Template:
     def of(
         tensors: Mapping[str, Tensor], halved: frozenset[str] = frozenset(), gaps: frozenset[str] = frozenset()
     ) -> "Template":
-        """Return the template of messages that look exactly like this one."""
+        """Return the template of messages with the same tensors as this one."""
         shapes = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
         return Template(
             shapes, halved=halved, gaps=gaps, max_bytes=sum(t.nbytes for t in tensors.values()) + MAX_HEADER + 8
@@ -100,7 +100,7 @@ def encode(
 
 
 def strict_json(text: bytes, what: str) -> Any:
-    """Read JSON that a stranger wrote: no key twice, no NaN, no endless nesting.
+    """Read untrusted JSON: no key twice, no NaN, no deep nesting.
 
     Raises:
         Refused: when it is not JSON of that kind.
@@ -122,11 +122,11 @@ def strict_json(text: bytes, what: str) -> Any:
 
 
 def decode(payload: bytearray, template: Template, *, half: bool = False) -> dict[str, Tensor]:
-    """Read safetensors bytes that must look like a template.
+    """Read safetensors bytes that must match a template.
 
     Args:
         payload: the bytes; the tensors share its memory.
-        template: how they must look.
+        template: the template.
         half: whether the template's `halved` tensors came as float16; they are widened.
 
     Raises:

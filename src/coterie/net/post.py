@@ -1,6 +1,6 @@
-"""Post: what a node does with single messages: seal and publish its own, ask for others' and check them, count.
+"""Post: seal and publish single messages of a node, fetch and check those of others, and count traffic.
 
-The exchange decides whom to ask for what; this is how.
+The exchange decides which messages to fetch.
 """
 
 import threading
@@ -27,7 +27,7 @@ _AT_A_TIME = 4
 
 
 class RoundMissed(ExchangeError):
-    """The server went on without this node: the round is lost, its state stays, the run goes on.
+    """The server continued without this node: it skips the round with unchanged state, and the run continues.
 
     Args:
         reason: as in `Missing`.
@@ -41,11 +41,11 @@ class RoundMissed(ExchangeError):
 
 @dataclass(frozen=True)
 class Terms:
-    """How patient and how sparing a node is.
+    """Deadlines and sizes of a node's exchanges.
 
     Args:
         deadline: seconds that a round waits for peers in one exchange.
-        server_wait: seconds to go on asking a server that does not answer, before giving up.
+        server_wait: seconds to keep asking a server that does not answer.
         redraws: how often the peers of a round are drawn again when some are missing.
         half: send models in half precision.
         chunk: bytes in a chunk; fewer than 524288 for links below 1 Mbit/s.
@@ -60,14 +60,14 @@ class Terms:
 
 @dataclass
 class Traffic:
-    """What went over the network so far.
+    """The network traffic so far.
 
     Args:
         received: messages that arrived.
         bytes: their length on the wire.
         seconds: time that rounds spent exchanging, waiting for slower peers included.
-        transfer: time between asking and having, summed over messages.
-        missing: how often a message did not arrive, by reason.
+        transfer: time from question to complete message, summed over messages.
+        missing: number of messages that did not arrive, by reason.
     """
 
     received: int = 0
@@ -78,14 +78,14 @@ class Traffic:
 
 
 def gaps(tensors: Mapping[str, Tensor], address: Address) -> frozenset[str]:
-    """Return the tensors that may hold NaN: vectors of extras on their way to the server, which are padded with it."""
+    """Return the tensors that may hold NaN: vectors of extras for the server, which are padded with NaN."""
     if address.kind != "request":
         return frozenset()
     return frozenset(name for name, tensor in tensors.items() if name.startswith("field.") and tensor.ndim)
 
 
 PROBE = Address(-1, 0, -1, "probe")
-"""Where every node answers with a megabyte of zeros, so that others can measure the link."""
+"""The address at which every node answers with a megabyte of zeros, so that others can measure the link."""
 PROBE_BYTES = 1 << 20
 
 
@@ -102,10 +102,10 @@ class Post:
         incarnation: grows with every start of this node.
         terms: deadlines and options.
         deadline: the deadline of a round, when it changes; `terms.deadline` when None.
-        journal: is told what was asked and what arrived.
+        journal: receives records of what was asked and what arrived.
 
     Attributes:
-        ahead: the furthest round in which a peer was found that has left ours behind.
+        ahead: the latest round of a peer that has passed this node's round.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Post:
         self._closing = threading.Event()
 
     def close(self) -> None:
-        """Stop asking. The transport is closed by whom it belongs to, which ends the questions that are open."""
+        """Stop asking. The transport's owner closes the transport, which ends open questions."""
         self._closing.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -159,7 +159,7 @@ class Post:
         )
 
     def publish(self, tensors: Mapping[str, Tensor], address: Address, to: str = "") -> None:
-        """Keep a message for those who ask, or the fact that there is none fit to send."""
+        """Store a message for those who ask, or "withheld" when its values are not finite."""
         try:
             what: Parcel | Missing = self.seal(tensors, address, to)
         except Refused as refused:  # a diverged model is not sent; the others go on without it
@@ -168,7 +168,7 @@ class Post:
         self.transport.publish(address, what, to=to)
 
     def serve_probe(self) -> None:
-        """Answer those who measure the link to this node."""
+        """Answer probes of the link to this node."""
         self.transport.stand(PROBE, lambda at: self.seal({"probe": torch.zeros(PROBE_BYTES, dtype=torch.uint8)}, at))
 
     def probe(self, peer: str, seconds: float) -> Delivery | Missing:
@@ -176,7 +176,7 @@ class Post:
         return self.fetch(peer, PROBE, Template({"probe": (torch.uint8, (PROBE_BYTES,))}), seconds)
 
     def fetch(self, peer: str, address: Address, template: Template, seconds: float) -> Delivery | Missing:
-        """Ask one member for one message, check it, and count what came of it."""
+        """Ask one member for one message, check it, and count the result."""
         if self._closing.is_set():
             return Missing("closing")
         expect = Expectation(
@@ -207,10 +207,10 @@ class Post:
         return {a.client: found for a, found in zip(addresses, self._pool.map(one, addresses), strict=True)}
 
     def from_server(self, address: Address, template: Template) -> Delivery:
-        """Ask the server until it answers: without it a round cannot go on.
+        """Ask the server until it answers; a round cannot continue without it.
 
         Raises:
-            RoundMissed: when the server answered the round without this node's message.
+            RoundMissed: when the server continued without this node's message.
             TransportError: when no server answers for `Terms.server_wait` seconds.
         """
         until, pause = time.monotonic() + self.terms.server_wait, 0.2

@@ -39,7 +39,7 @@ def credentials(file: NodeFile) -> tuple[Roster, Identity]:
     """Read the roster and this member's identity, and check that they belong together.
 
     Raises:
-        TransportError: with what is wrong.
+        TransportError: when they do not, or a file cannot be used.
     """
     own = Identity.load(file.path(file.key), file.path(file.certificate), file.path(file.ca))
     roster = rosters.load(file.path(file.roster), file.path(file.organizer))
@@ -55,18 +55,18 @@ def credentials(file: NodeFile) -> tuple[Roster, Identity]:
 
 
 def run_folder(file: NodeFile, name: str) -> Path:
-    """Return where a node writes its run: the folders of a simulation, under its own name."""
+    """Return the folder of a node's run: as in a simulation, under the node's name."""
     study, label, seed = file.chosen()
     return file.path(file.runs) / name / study.name / label / f"seed-{seed}"
 
 
 @contextmanager
 def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
-    """Make a node of a file, ready to run, and close all of it in the end.
+    """Create a node from a file, ready to run, and close all its parts at the end.
 
     Args:
         file: node.toml.
-        insecure: go without TLS, on loopback only.
+        insecure: without TLS, on loopback only.
     """
     from coterie.net.zenoh_transport import ZenohTransport
 
@@ -104,7 +104,7 @@ def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
 
 @contextmanager
 def unbroken() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait until the end of the block; for short blocks that must not stop half way."""
+    """Delay Ctrl-C and SIGTERM to the end of the block, which must be short."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals reach the main thread only
         return
@@ -123,7 +123,7 @@ def unbroken() -> Iterator[None]:
 
 
 def _prepare(folder: Path, study: str, described: str) -> None:
-    """Write what the study layer writes before a run, so that report, watch, compare and show find it."""
+    """Write the files of a study that precede a run, for report, watch, compare and show."""
     top = folder.parent.parent
     folder.mkdir(parents=True, exist_ok=True)
     for path, text in (
@@ -165,5 +165,5 @@ def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """Turn SIGTERM into an orderly end: the session is closed, and the checkpoint of the last round stays."""
+    """End in order on SIGTERM: the session is closed, and the checkpoint of the last round is kept."""
     sys.exit(128 + number)

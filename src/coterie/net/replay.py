@@ -1,7 +1,7 @@
-"""Replay: a run between machines, failures included, once more in the simulator.
+"""Replay: repeat a run between machines, failures included, in the simulator.
 
-Every node keeps a journal of what it asked for and what arrived. With those and the data, the simulator goes through
-the same rounds: who took part, whom each could reach, what it received. Peer-to-peer methods only.
+Every node keeps a journal of what it asked for and what arrived. With the journals and the data, the simulator repeats
+the same rounds with the same participants, reachable peers and received messages. Peer-to-peer methods only.
 """
 
 import json
@@ -27,10 +27,10 @@ from coterie.simulation.record import Record
 
 @dataclass
 class Arrivals:
-    """What happened to each client in each round.
+    """The participants and the received messages of each round.
 
     Args:
-        completed: (round, client) pairs of rounds that were gone through.
+        completed: (round, client) pairs of completed rounds.
         asked: (round, exchange, client) -> (clients that could not be reached, clients whose message arrived).
     """
 
@@ -38,7 +38,7 @@ class Arrivals:
     asked: dict[tuple[int, int, int], tuple[set[int], set[int]]] = field(default_factory=dict)
 
     def active(self, round: int) -> set[int]:
-        """Return who went through a round, and who began it and was read by others before it failed."""
+        """Return the clients that completed a round, and those that failed in it after others had read them."""
         read = {c for (r, _, _), (_, arrived) in self.asked.items() if r == round for c in arrived}
         return read | {c for r, c in self.completed if r == round}
 
@@ -50,7 +50,7 @@ def read_arrivals(files: Mapping[Path, Iterable[int]]) -> Arrivals:
         files: the journal of each node, and the clients it hosts.
 
     Raises:
-        DataError: when a journal is not one.
+        DataError: when a file is not a journal.
     """
     out = Arrivals()
     for path, clients in files.items():
@@ -79,7 +79,7 @@ def _take(out: Arrivals, event: Mapping[str, Any], clients: tuple[int, ...]) -> 
 
 
 class Replayed(InMemory):
-    """An exchange in which arrives what arrived."""
+    """An exchange that delivers the messages on record."""
 
     def __init__(self, ids: Int[Tensor, " clients"], population: int, arrivals: Arrivals) -> None:
         super().__init__(ids, population)
@@ -91,7 +91,7 @@ class Replayed(InMemory):
         self._round, self._pull = rng.round, 0
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
-        """Read what is on record as having arrived."""
+        """Return the messages that arrived according to the record."""
         number, self._pull = self._pull, self._pull + 1
         arrived = torch.zeros_like(peers, dtype=torch.bool)
         for row, client in enumerate(self.active.tolist()):
@@ -124,7 +124,7 @@ class ReplayLoop(Loop):
         return out
 
     def _round(self, index: int) -> None:
-        """Do one round; who did not complete it has published, and keeps its state."""
+        """Do one round; a client that did not complete it has published, and keeps its state."""
         assert isinstance(self.exchange, Replayed)
         arrivals, rng = self.exchange.arrivals, self.rng.at(index)
         self.exchange.begin(rng)
@@ -147,10 +147,10 @@ class ReplayLoop(Loop):
 
 
 def replay(plan: RunSpec, federation: Federation, folders: Mapping[Path, Iterable[int]]) -> Loop:
-    """Go through a recorded run in the simulator and evaluate it.
+    """Repeat a recorded run in the simulator and evaluate it.
 
     Args:
-        plan: what all nodes had in common.
+        plan: the part that was equal on all nodes.
         federation: the data of all clients, with the planted clusters when the method needs them.
         folders: the folder of each node's run, and the clients it hosted.
 

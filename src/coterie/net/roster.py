@@ -1,7 +1,7 @@
-"""The roster: who takes part in a run, where, and with which key; a text file that the organizer signs.
+"""The roster: the members of a run with their addresses and keys, a text file that the organizer signs.
 
-It is the only thing the members agree on beforehand, and no machine has to serve it. The signature is over the bytes
-of the file, so that a reader checks it before it reads a single field.
+It is all that members must agree on in advance, and no machine has to serve it. The signature is over the bytes of the
+file, so that a reader checks it before it reads a field.
 """
 
 import json
@@ -30,9 +30,9 @@ class Member:
     """One node of a run.
 
     Args:
-        name: what it is called; the common name of its certificate.
-        address: host:port where the others reach it.
-        clients: ids of the clients it hosts; a client's id is its place in the population.
+        name: its name; the common name of its certificate.
+        address: host:port at which the others reach it.
+        clients: ids of the clients it hosts; a client's id is its position in the population.
         key: its public key, 66 hexadecimal digits.
         certificate: the fingerprint of its certificate (SHA-256, hexadecimal).
         expires: when that certificate ends, in ISO 8601.
@@ -53,8 +53,8 @@ class Roster:
     Args:
         run: the run's id, of the characters a-z, 0-9 and -.
         members: the nodes; the order decides who dials whom.
-        population: how many clients there are in all.
-        version: grows when the roster changes; a node refuses one older than it has seen.
+        population: number of clients in all.
+        version: increases when the roster changes; a node refuses one older than it has seen.
         protocol: version of the wire format.
         study: hash of method, hyperparameters, model and settings.
         schema: hash of the model's tensors.
@@ -82,7 +82,7 @@ class Roster:
             raise TransportError(f"the roster is wrong: {problems[0]}")
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the roster in itself; nothing for a good one."""
+        """Return the roster's internal errors; empty for a valid roster."""
         names = [m.name for m in self.members]
         clients = sorted(c for m in self.members for c in m.clients)
         found = [f"name {n[:80]!r}; expected 1 to 63 of a-z, 0-9 and -" for n in names if not NAME.fullmatch(n)]
@@ -113,7 +113,7 @@ class Roster:
         """Return a member by name.
 
         Raises:
-            TransportError: when there is none.
+            TransportError: when there is none of that name.
         """
         for member in self.members:
             if member.name == name:
@@ -127,7 +127,7 @@ class Roster:
         return {client: member.name for member in self.members for client in member.clients}
 
     def before(self, name: str) -> tuple[Member, ...]:
-        """Return the members that this one dials: those before it, so that each pair has one initiator."""
+        """Return the members that this one dials: those before it, so that one side of each pair dials."""
         place = self.members.index(self.member(name))
         return self.members[:place]
 
@@ -161,7 +161,7 @@ def loads(text: str) -> Roster:
     """Read a roster from text, strictly.
 
     Raises:
-        TransportError: when it is not one, or is wrong in itself.
+        TransportError: when it is not a roster, or has internal errors.
     """
     try:
         table = tomllib.loads(text)
@@ -196,8 +196,8 @@ def write(path: Path, roster: Roster, organizer: Path) -> None:
     """Sign a roster and write it beside its signature (`PATH.sig`).
 
     Args:
-        path: where.
-        roster: what.
+        path: the file to write.
+        roster: the roster.
         organizer: the organizer's private key.
     """
     text = dumps(roster).encode()
@@ -211,10 +211,10 @@ def load(path: Path, organizer: Path) -> Roster:
 
     Args:
         path: the roster; its signature lies beside it.
-        organizer: the organizer's public key (`organizer.pub`), got from the organizer by a way of trust.
+        organizer: the organizer's public key (`organizer.pub`), received over a trusted channel.
 
     Raises:
-        TransportError: when the signature is not the organizer's, or the roster is wrong.
+        TransportError: when the signature is not the organizer's, or the roster has errors.
     """
     text, signature, key = _read(path), _read(path.with_name(path.name + ".sig")), _read(organizer)
     hexadecimal = signature.decode("ascii", "replace").strip()
@@ -238,16 +238,16 @@ def _read(path: Path) -> bytes:
 def check(
     path: Path, organizer: Path, *, own: identity.Identity | None = None, now: datetime | None = None
 ) -> list[str]:
-    """Explain what is wrong with a roster, for the members of this run and for one member.
+    """Check a roster for all members and for one member.
 
     Args:
         path: the roster.
         organizer: the organizer's public key.
-        own: the member who asks.
+        own: the member to check it for.
         now: the time.
 
     Returns:
-        Sentences; none when all is well.
+        The problems, as sentences; empty when there are none.
     """
     now = now or datetime.now(UTC)
     try:
@@ -272,7 +272,7 @@ def check(
 
 
 def check_own(roster: Roster, own: identity.Identity) -> list[str]:
-    """Return what is wrong with a roster for one member; nothing when all is well."""
+    """Return the problems of a roster for one member; empty when there are none."""
     try:
         member = roster.member(own.name)
     except TransportError as error:

@@ -1,4 +1,4 @@
-"""Setting up a run: what the organizer does with its folder."""
+"""Setting up a run: the organizer's folder."""
 
 import json
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ MEMBERS = "members.json"
 
 
 def note_member(folder: Path, name: str, address: str) -> None:
-    """Note a member's address, in the order of signing; the roster is written from these."""
+    """Store a member's address, in the order of signing, for the roster."""
     path = folder / MEMBERS
     known = json.loads(path.read_text()) if path.exists() else {}
     known[name] = address
@@ -42,7 +42,7 @@ def write_roster(folder: Path, study: Path, features: tuple[int, ...], classes: 
         server: the member in the server role.
 
     Raises:
-        ConfigError: when nobody has been signed, or the study needs a server and none is named.
+        ConfigError: when no member has a certificate, or the study needs a server and none is named.
     """
     path = folder / MEMBERS
     known = json.loads(path.read_text()) if path.exists() else {}
@@ -84,7 +84,7 @@ def _last_version(folder: Path) -> int:
 
 
 def check_roster(path: Path, organizer: Path, node_file: Path | None) -> list[str]:
-    """Explain what is wrong with a roster, and with a node beside it; an empty list when all is well."""
+    """Return the problems of a roster, and of a node with it; empty when there are none."""
     if node_file is None:
         beside = path.with_name("organizer.pub")
         return rosters.check(path, organizer if organizer.exists() else beside)

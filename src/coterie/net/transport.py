@@ -1,6 +1,6 @@
-"""Transport: how messages travel, and the in-process twin of the network.
+"""Transport: the interface that carries messages, and an in-process implementation of it.
 
-Narrow on purpose: the exchange above it knows no zenoh, and another engine can stand below it.
+The exchange does not depend on zenoh, and another network engine can implement the interface.
 """
 
 import queue
@@ -22,10 +22,10 @@ class Delivery:
     """A message that arrived and passed every check.
 
     Args:
-        manifest: what its sender signed.
+        manifest: the signed manifest.
         tensors: by name.
         bytes: length on the wire, manifest included.
-        seconds: from asking to the last chunk.
+        seconds: time from the question to the last chunk.
     """
 
     manifest: Manifest
@@ -40,12 +40,12 @@ Head = Callable[[str], bytes]
 
 @runtime_checkable
 class Transport(Protocol):
-    """How one node's messages reach the other members. Everything here may be called from several threads."""
+    """Carries one node's messages to the other members. All methods may be called from several threads."""
 
     name: str
 
     def publish(self, address: Address, what: Parcel | Missing, *, to: str = "") -> None:
-        """Keep a message for those who ask for it; from the first one on, this node counts as alive."""
+        """Store a message for those who ask for it; from the first one on, this node counts as alive."""
         ...
 
     def stand(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
@@ -65,20 +65,20 @@ class Transport(Protocol):
         ...
 
     def alive(self) -> frozenset[str]:
-        """Return the members that are there now, as far as is known: a hint, never a barrier."""
+        """Return the members that are known to be alive now: a hint only."""
         ...
 
     def close(self) -> None:
-        """Leave. Open questions are answered that nothing will come."""
+        """Leave the network. Open questions are answered with "closing"."""
         ...
 
 
 WAIT = 0.8
-"""The share of its deadline that an asker lets a peer hold a question."""
+"""The share of an asker's deadline for which a peer may hold its question."""
 
 
 def assemble(expect: Expectation, parts: list[tuple[bytes, bytes]], seconds: float) -> Delivery | Missing:
-    """Put a message together from (attachment, chunk) pairs, or say why it is not used."""
+    """Assemble a message from (attachment, chunk) pairs, or return why it is refused."""
     assembler = Assembler(expect)
     try:
         for attachment, chunk in parts:
@@ -91,11 +91,11 @@ def assemble(expect: Expectation, parts: list[tuple[bytes, bytes]], seconds: flo
 
 
 class Hub:
-    """Where the nodes of one program meet.
+    """Connects the nodes of one program.
 
     Attributes:
-        cut: pairs (asker, answerer) between which nothing passes.
-        tamper: changes the parts of a message on their way, for tests.
+        cut: pairs (asker, answerer) without a connection.
+        tamper: changes the parts of a message in transit, for tests.
     """
 
     def __init__(self) -> None:
@@ -105,17 +105,17 @@ class Hub:
         self.lock = threading.Lock()
 
     def find(self, asker: str, peer: str) -> "InProcess | None":
-        """Return the node of a name, as far as the asker can reach it."""
+        """Return the node of a name, if the asker can reach it."""
         with self.lock:
             return None if (asker, peer) in self.cut else self.nodes.get(peer)
 
 
 class InProcess:
-    """The network's twin inside one program: the same outbox, the same wire format, no sockets.
+    """A transport inside one program: the same outbox and wire format, without sockets.
 
     Args:
-        hub: where the nodes meet.
-        name: this node's.
+        hub: connects the nodes.
+        name: this node's name.
     """
 
     def __init__(self, hub: Hub, name: str) -> None:

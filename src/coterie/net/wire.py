@@ -1,9 +1,9 @@
 """The wire format: a signed manifest and a safetensors payload in chunks, checked before use.
 
-A message is one client's row in one exchange of a round. Its manifest says whose it is, where it belongs and what
-its bytes hash to; the sender signs the manifest's bytes, so the payload is bound to run, sender, incarnation, round,
-exchange and client. A reader knows what it asked for and how it must look (`Expectation`); whatever differs is
-`Refused`, before anything is computed with it. docs/reference/wire.md describes the format for other languages.
+A message is one client's row in one exchange of a round. Its manifest names the sender, the address and the digest of
+the payload; the sender signs the manifest's bytes, so the payload is bound to run, sender, incarnation, round, exchange
+and client. A reader knows what it asked for (`Expectation`); a message that differs is `Refused` before it is used.
+docs/reference/wire.md describes the format for other languages.
 """
 
 import hashlib
@@ -30,12 +30,12 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, order=True)
 class Address:
-    """Where a message belongs.
+    """The address of a message.
 
     Args:
         round: the round, -1 for the warm-up.
         exchange: number of the exchange in the round, from 0.
-        client: id of the client whose message it is; -1 for a message of the server role.
+        client: id of the client that the message is from or for; -1 for a message of the server role.
         kind: "model" for peers, "request" for the server role, "reply" and "cohort" from it; "probe" for measuring.
     """
 
@@ -47,18 +47,18 @@ class Address:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a sender signs.
+    """The signed description of a message.
 
     Args:
         v: version of the format.
         run: id of the run, from the roster.
         peer: the sending node.
-        inc: the sender's incarnation; grows with every start of the node.
+        inc: the sender's incarnation; increases with every start of the node.
         round: see `Address`, as exchange, client and kind.
         exchange: number of the exchange.
-        client: whose message.
+        client: id of the client.
         kind: kind of message.
-        to: the only node it is meant for; "" for any member.
+        to: the only node that may use it; "" for all members.
         codec: "safetensors", or "safetensors-f16" when models travel in half precision.
         bytes: length of the payload.
         chunk: length of every chunk but the last, at most 524288.
@@ -83,28 +83,28 @@ class Manifest:
 
     @property
     def address(self) -> Address:
-        """Where the message belongs."""
+        """The address of the message."""
         return Address(self.round, self.exchange, self.client, self.kind)
 
     @property
     def chunks(self) -> int:
-        """How many chunks the payload has; an empty one has none."""
+        """Number of chunks of the payload; 0 for an empty one."""
         return -(-self.bytes // self.chunk)
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a reader asked for.
+    """The message that a reader asked for.
 
     Args:
         run: the run's id.
-        peer: who answers.
-        me: who reads.
-        address: what was asked.
+        peer: the sender.
+        me: the reader.
+        address: the address of the message.
         schema: the model schema's hash.
-        template: how the payload must look.
-        verify: (signature, signed bytes) -> whether the roster's key of `peer` made it.
-        min_inc: the newest incarnation seen of this peer; an older one is a replay.
+        template: the tensors that the payload must have.
+        verify: (signature, signed bytes) -> whether the signature is by the roster's key of `peer`.
+        min_inc: the newest incarnation seen of this peer; a message of an older one is a replay.
     """
 
     run: str
@@ -119,7 +119,7 @@ class Expectation:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A sealed message: what a node keeps to answer with."""
+    """A sealed message, as a node stores it to answer questions."""
 
     manifest: bytes
     signature: bytes
@@ -128,7 +128,7 @@ class Parcel:
 
     @property
     def size(self) -> int:
-        """Bytes on the wire, without what the transport adds."""
+        """Bytes on the wire, without those that the transport adds."""
         count = max(1, -(-len(self.payload) // self.chunk))
         return len(self.payload) + len(self.manifest) + SIGNATURE + 4 * count
 
@@ -164,10 +164,10 @@ def seal(
         run: the run's id.
         peer: the sender.
         inc: its incarnation.
-        address: where the message belongs.
+        address: the address of the message.
         schema: the model schema's hash.
         sign: returns a signature of 64 bytes (r then s, big-endian) by the sender's key.
-        to: the only node it is meant for; "" for any member.
+        to: the only node that may use it; "" for all members.
         half: names of tensors that travel as float16.
         gaps: names of tensors that may hold NaN.
         chunk: bytes in a chunk, at most 524288.
@@ -185,12 +185,12 @@ def seal(
 
 
 def canonical(document: Any) -> bytes:
-    """Return the JSON of a document with sorted keys and without spaces: what is hashed and signed."""
+    """Return the JSON of a document with sorted keys and without spaces, for hashing and signing."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def read_manifest(text: bytes) -> Manifest:
-    """Read a manifest and check everything that can be checked without knowing what was asked.
+    """Read a manifest and check everything that does not depend on the question.
 
     Raises:
         Refused: with code "manifest" (or "duplicate_key", "version").
@@ -226,10 +226,10 @@ def read_manifest(text: bytes) -> Manifest:
 
 
 class Assembler:
-    """Puts a message together from its chunks, checking as they come; nothing is kept beyond what was announced.
+    """Assembles a message from its chunks and checks each; it stores no more bytes than the manifest announced.
 
     Args:
-        expect: what was asked.
+        expect: the message that was asked for.
     """
 
     def __init__(self, expect: Expectation) -> None:
@@ -241,7 +241,7 @@ class Assembler:
         """Take the next chunk.
 
         Raises:
-            Refused: at the first thing that is wrong.
+            Refused: at the first error.
         """
         if len(attachment) < 4:
             raise Refused("chunk", "an attachment of fewer than four bytes")
@@ -283,14 +283,14 @@ class Assembler:
 
     @property
     def complete(self) -> bool:
-        """Whether all that was announced is here."""
+        """Whether all chunks have arrived."""
         return self.manifest is not None and len(self._payload) == self.manifest.bytes
 
     def finish(self) -> dict[str, Tensor]:
         """Return the tensors, in the types of the template.
 
         Raises:
-            Refused: when chunks are missing or the payload is not what it must be.
+            Refused: when chunks are missing or the payload does not match the template.
         """
         if self.manifest is None or not self.complete:
             raise Refused("truncated", f"{len(self._payload)} bytes came of those announced")

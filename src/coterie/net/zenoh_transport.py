@@ -36,7 +36,7 @@ def prefix(run: str) -> str:
 
 
 def access(me: str, names: list[str], run: str) -> dict[str, Any]:
-    """Return the access list of one member: what each certificate may do, and nothing else.
+    """Return the access list of one member: the actions allowed to each certificate.
 
     Args:
         me: this member.
@@ -76,7 +76,7 @@ def configuration(
         me: this member.
         identity: its key and certificate; None for plain TCP on loopback.
         listen: host:port to listen on, when it is not the roster's address (behind a firewall that forwards).
-        lease: seconds of silence after which a peer counts as gone.
+        lease: seconds without a sign of life after which a peer counts as down.
     """
     scheme = "tcp" if identity is None else "tls"
 
@@ -131,7 +131,7 @@ def _give_threads(members: int) -> None:
 
 
 def check_loopback(roster: Roster, listen: str | None = None) -> None:
-    """Refuse to go without TLS anywhere but on loopback.
+    """Check that all addresses are on loopback, as a run without TLS requires.
 
     Raises:
         TransportError: when a member has another address.
@@ -142,18 +142,19 @@ def check_loopback(roster: Roster, listen: str | None = None) -> None:
 
 
 class ZenohTransport:
-    """One node's place in the network.
+    """The transport of one node.
 
-    Close it always (it is a context manager): an open session keeps the interpreter from ending.
+    Always close it (it is a context manager): an open session keeps the interpreter from ending.
 
     Args:
         roster: the members.
         name: this node's.
         identity: its key and certificate; None for plain TCP, which is refused beyond loopback.
         listen: host:port to listen on instead of the roster's address.
-        lease: seconds of silence after which a peer counts as gone: 10 over long distances, 3 in one building.
-        senders: how many messages are sent at a time.
-        log: takes a word and details of what happened (see `node.Log`).
+        lease: seconds without a sign of life after which a peer counts as down: 10 over long distances, 3 in one
+            building.
+        senders: number of messages that are sent at a time.
+        log: receives events (see `log.Log`).
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class ZenohTransport:
                 yield None, _error(reply.err.payload.to_bytes())
 
     def alive(self) -> frozenset[str]:
-        """Return the members whose token is seen: a hint, never a barrier."""
+        """Return the members with a visible liveliness token: a hint only."""
         with self._lock:
             return frozenset(self._alive)
 
@@ -287,7 +288,7 @@ class ZenohTransport:
     # ------------------------------------------------------------------ answering
 
     def publish(self, address: Address, what: Parcel | Missing, *, to: str = "") -> None:
-        """Keep a message for those who ask for it; from the first one on, this node counts as alive."""
+        """Store a message for those who ask for it; from the first one on, this node counts as alive."""
         self.outbox.publish(address, what, to=to)
         self._announce()
 
@@ -361,7 +362,7 @@ class ZenohTransport:
     # ------------------------------------------------------------------ leaving
 
     def close(self) -> None:
-        """Leave: withdraw the token, answer what is open, end the threads, close the session."""
+        """Leave: withdraw the token, answer open questions, end the threads, close the session."""
         if self._session.is_closed():
             return
         if self._token is not None:
@@ -377,7 +378,7 @@ class ZenohTransport:
 
 
 def _say(query: Any, missing: Missing) -> None:
-    """Answer a question with the reason why nothing comes; if the asker is gone, nobody is told."""
+    """Answer a question with the reason why there is no message; ignore an asker that has gone."""
     with suppress(zenoh.ZError), query:
         query.reply_err(canonical({"code": missing.reason, "round": missing.round}))
 

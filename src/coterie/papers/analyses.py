@@ -1,10 +1,10 @@
-r"""Analyses of runs: what the papers measured on the models and matrices that a run keeps in its checkpoint.
+r"""Analyses of the papers, computed from the models and matrices in a run's checkpoint.
 
     <study>/<method>/seed-<n>/analyses/simplex.parquet       SosicFL, figure 5
     <study>/<method>/seed-<n>/analyses/interaction.parquet   FedGWC, figures 5 and 6
     <study>/<method>/seed-<n>/analyses/beta.parquet          FedGWC, how the split depends on $\beta$
 
-Columns of simplex: `point` (from 0; -1 is where models are served from: the center of the client's region, the
+Columns of simplex: `point` (from 0; -1 is the position that is used: the center of the client's region, the
 barycenter for all), `client` (-1 for all test sets together), `accuracy`, and the position `alpha_0`, `alpha_1`, ...
 Columns of interaction, a row for each ordered pair: `client`, `other`, their found clusters `label` and `other_label`,
 `interaction` ($P_{kj}$), `affinity` ($W_{kj}$), `pairs` (how often both took part together, $N_{kj}$).
@@ -38,18 +38,18 @@ from coterie.studies.run import reopen_run
 
 FOLDER = "analyses"
 EVERYBODY = -1
-"""The client of a row that concerns all test sets together."""
+"""The client of a row for all test sets together."""
 SERVED = -1
-"""The point of a row that concerns the position that is served."""
+"""The point of a row for the position that is used."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is analyzed.
+    """The options of the analyses.
 
     Args:
-        points: how many points of the simplex.
-        clients: whose test sets, beside all of them together; one client of each of two regions when empty.
+        points: number of points of the simplex.
+        clients: clients to test on, beside all test sets together; one client of each of two regions when empty.
         betas: values of FedGWC's width.
     """
 
@@ -63,11 +63,11 @@ class Options:
 
 
 def simplex_scores(loop: Loop, options: Options) -> pd.DataFrame:
-    """Score models at uniform points of a run's simplex on all test sets together and on those of single clients.
+    """Evaluate models at uniform points of a run's simplex on all test sets together and on those of single clients.
 
     Args:
         loop: a run of SosicFL, SosicFL-All or SosicFL+ (its global simplex), with classes.
-        options: how many points, which clients.
+        options: the points and the clients.
     """
     method, shared, task = loop.method, loop.state.shared, loop.task
     assert isinstance(method, SimplexMethod)
@@ -108,9 +108,9 @@ def _accuracy(loop: Loop, client: int, rows: Float[Tensor, "rows params"]) -> Fl
 
 
 def interactions(loop: Loop, options: Options) -> pd.DataFrame:
-    """Return FedGWC's interaction matrix as the run left it, its affinity, and the clusters.
+    """Return the final interaction matrix of FedGWC, its affinity, and the clusters.
 
-    Pairs in different clusters keep the interaction that they had when they were parted.
+    Pairs in different clusters keep the interaction from before the split.
 
     Args:
         loop: a run of FedGWC.
@@ -132,7 +132,7 @@ def interactions(loop: Loop, options: Options) -> pd.DataFrame:
 
 
 def beta_sensitivity(loop: Loop, options: Options) -> pd.DataFrame:
-    r"""Return into how many clusters the whole population would be split, and which, for several $\beta$.
+    r"""Return the clusters into which the whole population would be split, for several $\beta$.
 
     Args:
         loop: a run of FedGWC.
@@ -171,9 +171,9 @@ class Analysis:
     """A kind of analysis.
 
     Args:
-        measure: a run to a table.
-        method: the class of methods whose runs it takes.
-        text: what it shows, in a line.
+        measure: computes the table of a run.
+        method: the class of methods it applies to.
+        text: a description in one line.
     """
 
     measure: Callable[[Loop, Options], pd.DataFrame]
@@ -190,7 +190,7 @@ ANALYSES = {
 
 
 def analyze(folder: str | Path, what: str, options: Options | None = None, **sources: Any) -> list[Path]:
-    """Analyze the runs in a folder whose method the analysis is for, and write a table into the folder of each.
+    """Analyze the runs in a folder to which the analysis applies, and write a table into the folder of each.
 
     Args:
         folder: of a study, or of one of its runs.

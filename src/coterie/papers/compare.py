@@ -1,6 +1,6 @@
-"""compare: stored studies beside each other, beside the published numbers, and at equal bytes.
+"""Compare stored studies with each other, with the published numbers, and at equal bytes.
 
-Only what a study left is read: its summary.json and config.toml, and for equal bytes the tables of its runs.
+Only stored files are read: summary.json and config.toml, and for equal bytes the tables of the runs.
 """
 
 import json
@@ -25,7 +25,7 @@ from coterie.studies import config
 from coterie.studies.config import StudyConfig
 
 POINT = 0.01
-"""The least difference of accuracies that counts as one."""
+"""The smallest difference of accuracies that counts."""
 
 ROLES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("oracle", ("oracle",)),
@@ -41,11 +41,11 @@ ROLES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True)
 class Result:
-    """What a study came to.
+    """The results of a study.
 
     Args:
-        folder: where it lies.
-        study: what was run.
+        folder: its folder.
+        study: the study.
         rows: the rows of its summary.
         known: the metrics that are built in, and those that its methods declared.
     """
@@ -73,7 +73,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Line:
-    """One number beside the published one.
+    """One number compared with the published one.
 
     Args:
         label: the method here.
@@ -82,7 +82,7 @@ class Line:
         metric: its name; accuracies are from 0 to 1.
         ours: mean over seeds.
         std: population standard deviation over seeds.
-        seeds: how many.
+        seeds: number of seeds.
         paper: the published mean.
         paper_std: its deviation; None when not given.
         difference: ours - paper.
@@ -104,7 +104,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Ordering:
-    """One thing that the paper's numbers put before another.
+    """Two rows of which the paper's numbers put one before the other.
 
     Args:
         better: a role of ROLES, or a published row.
@@ -133,7 +133,7 @@ class Comparison:
         lines: number by number.
         chain: the orderings of ROLES that the paper shows.
         pairs: pairs of rows that are further apart in the paper than the rule allows.
-        notes: what to know of the published numbers.
+        notes: notes on the published numbers.
     """
 
     study: str
@@ -172,7 +172,7 @@ def ranked(lines: Sequence[Line]) -> str | None:
 
 
 def allowed(metric: str, std: float, paper_std: float | None) -> float:
-    """Return how far two means may be apart: twice the deviation of their difference, one point of accuracy at least.
+    """Return the allowed difference of two means: twice its standard deviation, at least one point of accuracy.
 
     Example:
         >>> round(allowed("accuracy", 0.006, 0.008), 3), allowed("accuracy", 0.0, None), allowed("mse", 3.0, 4.0)
@@ -183,7 +183,7 @@ def allowed(metric: str, std: float, paper_std: float | None) -> float:
 
 
 def with_paper(result: Result) -> Comparison:
-    """Set a study beside the published numbers.
+    """Compare a study with the published numbers.
 
     Raises:
         ConfigError: when it repeats no published experiment.
@@ -269,11 +269,11 @@ def _best(means: Mapping[str, Line], methods: Sequence[str], sign: int) -> tuple
 
 @dataclass(frozen=True)
 class AtBytes:
-    """A method when every method has used the same number of bytes.
+    """A method at the point where every method has used the same number of bytes.
 
     Args:
         label: the method.
-        rounds: how many rounds it had by then.
+        rounds: its rounds by then.
         used: bytes of a client, received and sent to a server, mean over clients and seeds.
         value: the metric then, mean over clients and seeds.
     """
@@ -292,7 +292,7 @@ class EqualBytes:
         study: its name.
         metric: accuracy or loss.
         split: "test" where that was measured during the runs (`eval_every`), else "validation".
-        budget: bytes of a client, counted so: what the thriftiest method that communicates needs in all.
+        budget: bytes per client: the total of the communicating method that uses the fewest.
         rows: best first.
     """
 
@@ -306,9 +306,9 @@ class EqualBytes:
 def at_equal_bytes(folder: str | Path) -> EqualBytes:
     """Rank the methods of a stored study when each of their clients has used the same number of bytes.
 
-    Counted are the models pulled, what came with them, every other message received, and what is sent to a server
-    (what a client gives to peers is what they receive). The model of a client is
-    its best so far by validation loss, or with `eval_every` its current one on the test set.
+    Bytes are those of all messages received and of those sent to a server (messages sent to peers are counted as
+    received by them). The model of a client is its best so far by validation loss, or with `eval_every` its current
+    one on the test set.
 
     Raises:
         DataError: when there is no run.

@@ -1,4 +1,4 @@
-"""The figures of the papers: what each published one is, and those that need what `coterie analyze` measured.
+"""The figures of the papers: the options of each published figure, and those drawn from `coterie analyze` results.
 
 Importing this module adds them to `report.figures`, whose `plot` draws them.
 """
@@ -28,7 +28,7 @@ SERVED = -1  # the point that models are served from
 
 
 def simplexes(runs: Named) -> Drawn:
-    """Accuracy of models all over a simplex: a panel for all test sets, and one for each client that was measured."""
+    """Accuracy of models over a simplex: a panel for all test sets, and one for each tested client."""
     name, run, table = _measured(runs, "simplex")[0]
     axes_of = [column for column in table.columns if column.startswith("alpha_")]
     corners = _corners(len(axes_of))
@@ -51,7 +51,7 @@ def simplexes(runs: Named) -> Drawn:
 
 
 def _corners(number: int) -> Float[np.ndarray, "topics 2"]:
-    """Corners of a regular polygon: a simplex of up to three endpoints is drawn true, a larger one as its shadow."""
+    """Corners of a regular polygon: exact for up to three endpoints, a projection of the simplex for more."""
     if number == 2:
         return np.array([[0.0, 0.0], [1.0, 0.0]])
     angle = np.pi / 2 + 2 * np.pi * np.arange(number) / number
@@ -59,7 +59,7 @@ def _corners(number: int) -> Float[np.ndarray, "topics 2"]:
 
 
 def interactions(runs: Named) -> Drawn:
-    """FedGWC's interaction matrix, clients in order of found cluster; lines where a cluster ends; first seeds."""
+    """FedGWC's interaction matrix of each first seed, in order of found cluster, with lines between clusters."""
     found = _measured(runs, "interaction")
     first = {name: (run, table) for name, run, table in reversed(found)}
     figure, panels = panels_of(len(first))
@@ -94,11 +94,11 @@ def _measured(runs: Named, what: str) -> list[tuple[str, StoredRun, pd.DataFrame
 
 
 def distributions(runs: Named, *, most: int = 12) -> Drawn:
-    """Classes of the training data in each found cluster: a panel a cluster, as shares; the first method that found.
+    """Class shares of the training data in each found cluster, a panel per cluster, of the first method with clusters.
 
     Args:
         runs: named runs.
-        most: panels at most, those of the largest clusters.
+        most: largest number of panels, those of the largest clusters.
     """
     tables = {name: (group[0], dense(group[0], "train", LABEL.name)[1]) for name, group in groups_of(runs).items()}
     name = next((name for name, (_, values) in tables.items() if len(values)), None)

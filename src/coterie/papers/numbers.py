@@ -1,7 +1,7 @@
-"""The numbers that the papers printed, as tables, and how they are named here.
+"""The published numbers of the papers, as tables, and their names here.
 
-A study says which experiment it repeats (`paper = "similarity/synthetic_concept_3c"`) and each of its methods which
-row (`paper = "inv_loss/fedavg"`); the clusters and metrics of the papers are translated here.
+A study names the experiment that it repeats (`paper = "similarity/synthetic_concept_3c"`), and each of its methods a
+row (`paper = "inv_loss/fedavg"`); this module translates the clusters and metrics of the papers.
 """
 
 import csv
@@ -120,7 +120,7 @@ class PublishedNumber:
     """One number of a paper.
 
     Args:
-        row: "method/aggregation" as the paper has it.
+        row: "method/aggregation" as in the paper.
         cluster: its cluster by the name used here; "all" is the mean over clients, "clusters" that over clusters.
         metric: its name in `metrics.REGISTRY` (accuracies are from 0 to 1), or another of the paper.
         mean: the number.
@@ -176,7 +176,7 @@ def published(experiment: str) -> tuple[PublishedNumber, ...]:
 
 
 def notes(experiment: str) -> Sequence[str]:
-    """Return what to know of the printed numbers of an experiment."""
+    """Return notes on the published numbers of an experiment."""
     return _NOTES.get(experiment, ())
 
 

@@ -62,11 +62,11 @@ def _swept(setting: str, text: str) -> Kind:
 
 FIGURES: dict[str, Kind] = {  # `coterie.papers` adds those that only its papers have
     "curves": Kind(plots.curves, "learning curves with bands over seeds", {}),
-    "heatmap": Kind(plots.heatmaps, "who read whom, a panel a method", {}),
+    "heatmap": Kind(plots.heatmaps, "which models each client used, a panel per method", {}),
     "bars": Kind(plots.bars, "final test metric of each method, between Random and Oracle", {}),
     "clients": Kind(plots.strips, "final test metric of each client", {}),
-    "graph": Kind(plots.graphs, "clients and the peers they read most", {}),
-    "labels": Kind(plots.labels, "found clusters against planted ones", {}),
+    "graph": Kind(plots.graphs, "clients and their most used peers", {}),
+    "labels": Kind(plots.labels, "found and planted clusters", {}),
     "sensitivity": Kind(plots.sensitivities, "a setting, a panel for each study", {"setting": "tau"}),
     "tau": _swept("tau", "sensitivity to tau"),
     "samples": _swept("train", "training samples per client"),
@@ -82,8 +82,8 @@ class PublishedFigure:
 
     Args:
         figure: the kind.
-        options: what it is drawn with; `methods` are the labels it shows, where the runs have any of them.
-        study: whose runs it needs.
+        options: options of the kind; `methods` are the labels it shows, where the runs have any of them.
+        study: the study of which it needs runs.
     """
 
     figure: str
@@ -92,9 +92,9 @@ class PublishedFigure:
 
 
 PUBLISHED: dict[str, PublishedFigure] = {}
-"""PublishedFigure figures by their name, such as "dac-3"; `coterie.papers` adds those of its papers."""
+"""Published figures by name, such as "dac-3"; `coterie.papers` adds those of its papers."""
 NOT_STORED: dict[str, str] = {}
-"""PublishedFigure figures that stored runs cannot give, and why."""
+"""Published figures that cannot be drawn from stored runs, and why."""
 
 
 def plot(
@@ -105,14 +105,14 @@ def plot(
     format: str = "pdf",
     **options: Any,
 ) -> Path:
-    """Draw a figure of stored runs, and write the numbers behind it beside it.
+    """Draw a figure of stored runs, and write its numbers to a CSV file beside it.
 
     Args:
         runs: folders of studies or runs; for a sweep, the folders of its points or the folder above them.
         figure: a name of FIGURES, or a published figure of PUBLISHED such as "dac-3".
         out: the file; default the figure's name in the current folder.
-        format: "pdf", "svg" or "png"; what the name of `out` ends with has precedence.
-        options: `methods` (labels to show, a list or a text with commas; `*` stands for anything), `metric`,
+        format: "pdf", "svg" or "png"; the suffix of `out` has precedence.
+        options: `methods` (labels to show, a list or a text with commas; `*` matches anything), `metric`,
             `split` (curves), `cluster` ("all", "clusters" or a cluster's name), `setting` (sweeps).
 
     Returns:

@@ -1,7 +1,7 @@
 """The report: one page that opens from disk, made from stored run folders.
 
-The first view (the question in words, the result tables) is written here as plain HTML, so that it can be read without
-JavaScript and by programs: every number carries its exact value in `data-value`. The other views are drawn in the page
+The first view (the study in words, the result tables) is written here as plain HTML, so that people without JavaScript
+and programs can read it: every number carries its exact value in `data-value`. The other views are drawn in the page
 by assets/*.js from the reduced data of `payload`; the plotting library, Apache ECharts, is embedded.
 """
 
@@ -100,20 +100,20 @@ def _many(count: int, noun: str) -> str:
 
 
 def overview(data: Mapping[str, Any], runs: Sequence[StoredRun], problems: Sequence[Problem]) -> str:
-    """The first view as HTML: what could not be read, the question in words, the results, the gains."""
+    """The first view as HTML: unreadable folders, the study in words, the results, the gains."""
     parts = [problem_notes(problems)]
     if not runs:
-        return "".join([*parts, "<p>There is nothing to show yet: no run of this study has finished a round.</p>"])
+        return "".join([*parts, "<p>Nothing to show yet: no run of this study has finished a round.</p>"])
     late = [run for run in runs if not run.finished]
     if late:
         named = ", ".join(f"{escape(run.label)} seed {run.seed} (round {run.rounds})" for run in late)
         parts.append(f'<div class="problem"><p>Not finished, and not in the tables: {named}.</p></div>')
-    parts.append("<h2>The question</h2>" + words(runs[0].config, data))
+    parts.append("<h2>The study</h2>" + words(runs[0].config, data))
     known, names = metrics_of(runs), dict.fromkeys(row["metric"] for row in data["results"]["rows"])
     shown = sorted((known[name] for name in names), key=lambda one: one.name != data["metric"])
     if shown:
-        parts.append(f"<h2>The result</h2>{result_table(data, shown[0])}")
-        parts.append("<h2>Was collaboration worth it?</h2>" + gain_table(data, known[data["gains"]["metric"]]))
+        parts.append(f"<h2>Results</h2>{result_table(data, shown[0])}")
+        parts.append("<h2>Gain over training alone</h2>" + gain_table(data, known[data["gains"]["metric"]]))
         for one in shown[1:]:
             title = escape(one.heading("test"))
             parts.append(f"<details><summary>The same for {title}</summary>{result_table(data, one)}</details>")
@@ -133,7 +133,7 @@ def problem_notes(problems: Sequence[Problem]) -> str:
 
 
 def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
-    """The question in words, as a list of terms and descriptions."""
+    """The study in words, as a list of terms and descriptions."""
     settings, local, model = (config.get(key) or {} for key in ("data", "local", "model"))
     clusters = ", ".join(_planted(cluster) for cluster in data["clusters"])
     many = [f"{len(data['cluster'])}"]
@@ -183,7 +183,7 @@ def _training(config: Mapping[str, Any], local: Mapping[str, Any]) -> str:
 
 def _evaluated(config: Mapping[str, Any]) -> str:
     final = config.get("evaluate") == "final"
-    which = "the model after the last round" if final else "the model that was best on the client's own validation set"
+    which = "the model after the last round" if final else "each client's best model on its validation set"
     return f"{which}, on test data that no client trained on"
 
 
@@ -223,7 +223,7 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
             line.append(cell(row["mean"], text, "best" if top else ""))
         body.append(f'<tr data-label="{escape(label)}">{"".join(line)}</tr>')
     title = metric.heading("test")
-    order = f", {metric.better} is better; the best in bold, Oracle (which knows the clusters) aside"
+    order = f", {metric.better} is better; best in bold, without Oracle (which knows the clusters)"
     caption = f"{title[0].upper()}{title[1:]}{order if metric.better else ''}."
     return (
         f'<div class="scroll"><table class="results" data-metric="{escape(metric.name)}">'
@@ -233,12 +233,10 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
 
 
 def gain_table(data: Mapping[str, Any], metric: Metric) -> str:
-    """What collaboration was worth to each client: gain over the baseline."""
+    """Each client's gain over the baseline, in summaries."""
     gains = data["gains"]
     if gains["baseline"] is None or not gains["rows"]:
-        return (
-            "<p>The study has no finished method of kind local, so there is nothing to compare training alone with.</p>"
-        )
+        return "<p>No gains: the study has no finished run of Local, against which they are measured.</p>"
     body = []
     for row in gains["rows"]:
         line = [f'<th scope="row">{escape(row["label"])}</th>']
@@ -254,10 +252,10 @@ def gain_table(data: Mapping[str, Any], metric: Metric) -> str:
             line.append(cell(row[name], text, "" if row[name] == 0 else "worse" if bad else "better"))
         body.append(f'<tr data-label="{escape(row["label"])}">{"".join(line)}<td>{row["seeds"]}</td></tr>')
     points = f"percentage points of test {metric.title}"
-    unit = points if metric.unit == "%" else f"{metric.heading('test')}, turned so that + is better"
+    unit = points if metric.unit == "%" else f"{metric.heading('test')}, signed so that + is better"
     caption = (
         f"Gain of each client over the same client under {gains['baseline']} with the same seed, in {unit}; in "
-        f"brackets Student's {round(100 * gains['confidence'])} % confidence interval over seeds."
+        f"brackets Student's t interval over seeds ({round(100 * gains['confidence'])} % confidence)."
     )
     return (
         f'<div class="scroll"><table class="gains" data-metric="{escape(metric.name)}">'

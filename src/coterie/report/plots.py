@@ -107,7 +107,7 @@ def _splits(run: StoredRun) -> list[int]:
 
 
 def heatmaps(runs: Named) -> Drawn:
-    """Who read whom over whole runs: a panel a method, readers as rows, clients in order of planted cluster."""
+    """Which models each client used over whole runs: a panel per method, in order of planted cluster."""
     groups = {name: group for name, group in groups_of(runs).items() if any(len(run.edges) for run in group)}
     if not groups:
         raise DataError("no method here reads other clients; there is nothing to show in a heatmap")
@@ -123,12 +123,12 @@ def heatmaps(runs: Named) -> Drawn:
         for edge in np.flatnonzero(np.diff(cluster[order])) + 0.5:
             axes.axhline(edge, color="#888888", lw=0.5)
             axes.axvline(edge, color="#888888", lw=0.5)
-        axes.set(title=textwrap.fill(name, 26), xlabel="client read")
+        axes.set(title=textwrap.fill(name, 26), xlabel="peer whose model was used")
         if number % ACROSS == 0:
-            axes.set(ylabel="client that reads")
+            axes.set(ylabel="client")
         reader, read = np.nonzero(count)
         rows += [(name, int(i), int(j), int(count[i, j])) for i, j in zip(reader, read, strict=True)]
-    figure.colorbar(ScalarMappable(norm, "magma_r"), ax=panels, label="times read (square-root scale)", shrink=0.8)
+    figure.colorbar(ScalarMappable(norm, "magma_r"), ax=panels, label="times used (square-root scale)", shrink=0.8)
     return figure, pd.DataFrame(rows, columns=["method", "reader", "read", "times"])
 
 
@@ -279,7 +279,7 @@ def setting_of(run: StoredRun, name: str) -> Any:
 
 
 def _reads(group: Sequence[StoredRun], start: int = 0) -> np.ndarray:
-    """Who read whom from a round on, all seeds together."""
+    """How often each client used each other's model from a round on, all seeds together."""
     population = max(run.population for run in group)
     tables = [run.edges.loc[(run.edges["round"] >= start).to_numpy()] for run in group]
     return np.sum([graph.heatmap(table, population) for table in tables], axis=0)

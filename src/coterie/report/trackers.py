@@ -1,8 +1,8 @@
-"""Experiment trackers, as extras: TensorBoard, MLflow, Weights & Biases; none by default, and nothing leaves by itself.
+"""Experiment trackers, as extras: TensorBoard, MLflow, Weights & Biases; none by default, and nothing is sent.
 
-A tracker is anything with the two methods of `Writer`. `live` feeds writers while a study runs, as its observer;
-`export` feeds them from stored runs. Every writer here puts its files into a folder of this machine: MLflow into a
-local store, Weights & Biases in offline mode (`wandb sync` sends them, if you ever want that).
+A writer is any object with the two methods of `Writer`. `live` feeds writers while a study runs, as its observer;
+`export` feeds them from stored runs. Every writer here writes files in a local folder: MLflow a local store, Weights &
+Biases in offline mode (`wandb sync` would send them).
 """
 
 import os
@@ -21,13 +21,13 @@ PROJECT = "coterie"
 
 @runtime_checkable
 class Writer(Protocol):
-    """Where the values of one run go."""
+    """Receives the values of one run."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the values of a step: 0 is the warm-up, round r is step r + 1."""
+        """Record the values of a step: 0 is the warm-up, round r is step r + 1."""
 
     def close(self) -> None:
-        """Take no more."""
+        """End the run."""
 
 
 Opener = Callable[[str, Mapping[str, Any]], Writer]
@@ -93,11 +93,11 @@ TRACKERS = tuple(_KINDS)
 
 
 def opener(tracker: str, folder: str | Path) -> Opener:
-    """Return what opens the writers of a tracker.
+    """Return a function that opens the writers of a tracker.
 
     Args:
         tracker: a name of TRACKERS.
-        folder: where its files go.
+        folder: folder of its files.
 
     Raises:
         ConfigError: for an unknown tracker, or when a writer is opened whose package is not installed.
@@ -122,7 +122,7 @@ def live(open_writer: Opener, settings: Mapping[str, Any] | None = None) -> Iter
 
     Args:
         open_writer: opens the writers; see `opener`.
-        settings: told to each of them.
+        settings: passed to each of them.
 
     Yields:
         The observer for `run_study` or `simulate`. Values are means over clients.
@@ -148,7 +148,7 @@ def export(runs: Sequence[StoredRun], open_writer: Opener) -> int:
     """Feed writers from stored runs: each metric, mean over clients and per planted cluster, round by round.
 
     Returns:
-        How many runs were written.
+        The number of runs written.
     """
     for run in runs:
         declared = {name: described(run.known[name]) for name in stored(run.known.values())}

@@ -1,8 +1,7 @@
 """The live page: the views of the report, following a run folder while a study runs or a node works.
 
-A page of this machine for this machine: it listens on 127.0.0.1 alone, answers only requests that carry the token of
-its address and name this host (so that no other page can ask through the browser), only reads, and reads nothing but
-run folders.
+It is served to this machine only: it listens on 127.0.0.1, requires the token of its address and this machine's host
+name in every request (so that no other page can read it through the browser), and only reads run folders.
 """
 
 import hashlib
@@ -27,10 +26,10 @@ WATCHED = (CONFIG, METRICS, EDGES, PROVENANCE, FEDERATION)
 
 
 class Follower:
-    """What a folder holds now, read again only when a file of it has changed.
+    """The content of a folder, read again only when a file in it has changed.
 
     Args:
-        folder: of a study, a run or a node; it may not exist yet.
+        folder: folder of a study, a run or a node; it may not exist yet.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,7 +53,7 @@ class Follower:
             yield from self.folder.rglob(name)
 
     def message(self) -> dict[str, Any]:
-        """Return what the page needs: `signature`, `subtitle` and `overview` as HTML, and `data`."""
+        """Return the page's data: `signature`, `subtitle` and `overview` as HTML, and `data`."""
         with self._lock:
             signature = self.signature()
             if self._read is None or self._read[0] != signature:
@@ -78,8 +77,8 @@ class Watch:
     """A server of the live page, running from its creation until `close`.
 
     Args:
-        folder: what to follow.
-        port: where to listen; any free port when 0.
+        folder: the folder to follow.
+        port: the port; 0 for any free one.
 
     Raises:
         ConfigError: when the port is taken.
@@ -100,12 +99,12 @@ class Watch:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port it listens on."""
         return int(self._server.server_address[1])
 
     @property
     def address(self) -> str:
-        """The address of the page, with its token: whoever knows it can read the page."""
+        """The address of the page, with the token that gives access to it."""
         return f"http://{HOST}:{self.port}/?token={self.token}"
 
     def wait(self) -> None:

@@ -1,12 +1,11 @@
-"""The collaboration graph: who read whom, and whether those were the right ones.
+"""The collaboration graph: which models each client used, compared with the planted clusters.
 
 Pure functions on the edges table of a run (columns round, reader, read, purpose, weight, bytes) and the planted
-clusters. They are a module of their own, apart from `metrics` (which looks at models and labels, on tensors) and
-from `report` (which draws): the comparison with the papers, the report, the live page and users' notebooks all ask
-these questions of a stored table, without a model, a task or a page.
+clusters. Unlike `metrics` they need no model or tensor, only the stored table; comparisons, reports and notebooks
+use them.
 
-`i` reads and `j` is read: rows of every matrix are readers. Reading oneself is not collaboration, and a message that
-did not arrive (purpose "missing") was not read: neither is ever counted.
+Client `i` reads client `j` when it gets the model of `j`: rows of every matrix are readers. Reads of the client's own
+model and messages that did not arrive (purpose "missing") are not counted.
 """
 
 import numpy as np
@@ -23,8 +22,8 @@ def heatmap(edges: pd.DataFrame, population: int) -> Int[np.ndarray, "population
     """Count how often each client (row) read each other client (column).
 
     Args:
-        edges: the edges table, or some rounds or purposes of it.
-        population: how many clients there are; ids run from 0 to population - 1.
+        edges: the edges table, or a part of it.
+        population: number of clients; ids run from 0 to population - 1.
 
     Raises:
         DataError: when the table names a client outside the population.
@@ -53,7 +52,7 @@ def _others(
 
 
 def within_share(edges: pd.DataFrame, truth: Int[np.ndarray, " population"]) -> pd.Series:
-    """Share of each round's reads that stayed inside the reader's planted cluster, in [0, 1], indexed by round.
+    """Share of each round's reads within the reader's planted cluster, in [0, 1], indexed by round.
 
     Args:
         edges: the edges table.
@@ -80,22 +79,22 @@ def expected_share(truth: Int[np.ndarray, " population"]) -> float:
 def rounds_to_discovery(
     edges: pd.DataFrame, truth: Int[np.ndarray, " population"], *, share: float = 0.8, window: int = 5
 ) -> Float[np.ndarray, " population"]:
-    r"""First round after which a client reads (almost) only its own cluster.
+    r"""Round in which each client has discovered its planted cluster.
 
-    Over its last `window` active rounds a client made $a$ reads inside its planted cluster; reading at random would
-    have made $c = \sum_t m_t (n_c - 1) / (K - 1)$ of its $m_t$ reads inside, and no choice more than
-    $b = \sum_t \min(m_t, n_c - 1)$. It has discovered its cluster at the first round at which $a - c \ge s (b - c)$:
-    what a large cluster gives away by chance does not count, and a small one is not held against it.
+    Of its reads in the last `window` active rounds ($m_t$ in round $t$), $a$ are within the client's cluster; random
+    peers give $c = \sum_t m_t (n_c - 1) / (K - 1)$ on average, and at most $b = \sum_t \min(m_t, n_c - 1)$ are
+    possible. It has discovered its cluster in the first round with $a - c \ge s (b - c)$, so that chance in a large
+    cluster does not count as discovery, and a small cluster can still be discovered.
 
     Args:
         edges: the edges table.
         truth: the planted cluster of each client.
-        share: the share $s$ of the way from chance to the best that counts as discovery, in (0, 1].
-        window: how many rounds it must hold over, at least 1.
+        share: the share $s$ of the way from chance to the maximum that counts as discovery, in (0, 1].
+        window: number of active rounds that are counted together, at least 1.
 
     Returns:
-        The round per client; NaN for a client that never discovered its cluster, such as one that is alone in it, that
-        read everyone, or that was active in fewer than `window` rounds.
+        The round per client; NaN for a client that never discovers its cluster, such as one that is alone in it, reads
+        all others, or is active in fewer than `window` rounds.
     """
     require(0 < share <= 1, "share", share, "a number above 0 and at most 1")
     require(window >= 1, "window", window, "a number of rounds, 1 or more")
@@ -123,11 +122,11 @@ def rounds_to_discovery(
 
 
 def communities(counts: Num[np.ndarray, "population population"]) -> Int[np.ndarray, " population"]:
-    """Group clients that read each other often, without being told how many groups there are.
+    """Group clients that read each other often; the number of groups is found as well.
 
-    Spectral clustering of the symmetrized counts, with the number of groups that has the highest modularity among
-    1 to 20 (the search ends after four numbers in vain); deterministic. A client that neither reads nor is read falls
-    with whoever is nearest.
+    Spectral clustering of the symmetrized counts, with the number of groups from 1 to 20 that has the highest
+    modularity (the search ends after four numbers without improvement); deterministic. A client without reads joins
+    the nearest group.
 
     Args:
         counts: how often each client read each other, as `heatmap` returns.

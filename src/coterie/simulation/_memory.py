@@ -1,4 +1,4 @@
-"""What a run needs of memory, told before it starts, and a refusal where it cannot fit."""
+"""Estimate the memory of a run before it starts, and refuse a run that cannot fit."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +13,10 @@ _ROWS = 4  # of a block, per client: parameters, gradients and two moments
 
 @dataclass(frozen=True)
 class Forecast:
-    """Bytes that a run holds at one time. `benchmarks/memory.py` measures how near that comes.
+    """Estimated bytes that a run holds at one time; `benchmarks/memory.py` measures the error.
 
     Args:
-        models: the population's models, their best ones where they are kept, and copies within a round.
+        models: the population's models, the best models where they are kept, and copies within a round.
         block: parameters, gradients and optimizer state of the clients trained at once.
         data: inputs and targets; in memory already when a run on a CPU starts.
     """
@@ -27,7 +27,7 @@ class Forecast:
 
     @property
     def needed(self) -> int:
-        """What has to be found beside the data."""
+        """Bytes beside the data."""
         return self.models + self.block
 
 
@@ -42,16 +42,16 @@ def forecast(
     moments: int = 0,
     further: int = 0,
 ) -> Forecast:
-    """Return what a run needs.
+    """Return the estimated memory of a run.
 
     Args:
-        clients: hosted here.
+        clients: number of clients hosted here.
         params: numbers in a model.
         itemsize: bytes of a number.
         block: clients trained at once.
         data: bytes of inputs and targets.
         keeps_best: whether each client's best model is kept beside its current one.
-        moments: numbers kept of each parameter between rounds, beside the models; there are two copies in a round.
+        moments: optimizer values per parameter that are kept between rounds; a round has two copies.
         further: copies of the models beyond those of a round that ends with training; see `copies`.
 
     Example:
@@ -64,13 +64,13 @@ def forecast(
 
 
 def copies(*, server: bool, whole: bool, tracks: int, train_first: bool) -> int:
-    """Return how many more copies of the population's models a round holds than one that ends with training.
+    """Return the number of copies of all models in a round beyond those of a round that ends with training.
 
     Args:
-        server: the models sent to a server lie beside those the clients keep.
-        whole: whether all clients take part; else nothing is counted for a server.
-        tracks: models each client trains; what a further one begins with and ends with.
-        train_first: the trained models, which are judged, lie beside the mixed ones and those from before.
+        server: whether the method has a server: models sent to it are copies of those that clients keep.
+        whole: whether all clients take part; if not, nothing is counted for a server.
+        tracks: models that each client trains; each further one needs two copies.
+        train_first: whether training comes first: the trained, the mixed and the previous models exist together.
 
     Example:
         >>> copies(server=True, whole=True, tracks=2, train_first=False)
@@ -82,7 +82,7 @@ def copies(*, server: bool, whole: bool, tracks: int, train_first: bool) -> int:
 
 
 def available(device: str) -> int | None:
-    """Return the bytes that can be had on a device now; None where this cannot be told."""
+    """Return the bytes available on a device now; None where this is unknown."""
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
     table = Path("/proc/meminfo")
@@ -95,9 +95,9 @@ def check(wanted: Forecast, device: str, limit: int | None) -> None:
     """Refuse a run that cannot fit.
 
     Args:
-        wanted: what the run needs.
-        device: where.
-        limit: bytes that can be had; None for unknown.
+        wanted: the estimate.
+        device: the device of the run.
+        limit: available bytes; None for unknown.
 
     Raises:
         ConfigError: with the numbers.

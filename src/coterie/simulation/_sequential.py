@@ -1,8 +1,7 @@
 """Sequential schedules: clients act one after another and read each other's newest models.
 
-Published code of two papers works so. It is reproduced in simulation over a live table, hosting at a time the clients
-that do not wait for each other; the methods do not change. Between real machines there is no such order, so these
-schedules stay here.
+The published code of two papers works this way. It is reproduced in simulation over a live table; clients that do not
+depend on each other act together, and methods need no change. Real machines have no such order.
 """
 
 import dataclasses
@@ -20,11 +19,11 @@ from coterie.rng import Rng
 
 
 class Live:
-    """An exchange over a table that changes while the round goes on.
+    """An exchange over a table that changes during the round.
 
     Args:
-        board: what can be read at first, with ids; copied.
-        population: how many clients there are.
+        board: the messages at the start, with ids; copied.
+        population: number of clients.
     """
 
     def __init__(self, board: Message, population: int) -> None:
@@ -34,10 +33,10 @@ class Live:
         self._reader, self._pulled = torch.zeros(1, dtype=torch.int64), False
 
     def begin(self, rng: Rng) -> None:
-        """Start a round: the table stays."""
+        """Start a round; the table is kept."""
 
     def enter(self, ids: Int[Tensor, " active"]) -> None:
-        """Say who acts now."""
+        """Set the clients that act now."""
         self._reader, self._pulled = ids, False
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
@@ -48,7 +47,7 @@ class Live:
         return read(self.board, self._reader, peers, self.population)
 
     def update(self, rows: Int[Tensor, " rows"], message: Message) -> None:
-        """Show what some clients publish from now on."""
+        """Replace the messages of some clients."""
         self.board.params[rows] = message.params
         for name, value in message.fields.items():
             self.board.fields[name][rows] = value
@@ -62,10 +61,10 @@ class Live:
         return compute()
 
     def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
-        """Nothing to do: stopped clients are on the board."""
+        """Do nothing: stopped clients are on the board."""
 
     def idle(self, exchanges: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 def sequential_round(
@@ -73,7 +72,7 @@ def sequential_round(
 ) -> tuple[State, Info]:
     """Run one round client after client, in an order drawn anew each round.
 
-    Clients that do not wait for each other act together, which changes the speed and nothing else.
+    Clients that do not depend on each other act together, which changes only the speed.
 
     Args:
         method: a peer-to-peer method with one exchange a round.
@@ -81,7 +80,7 @@ def sequential_round(
         state: their state; not changed.
         schedule: "sequential_exchange" (all exchange one after another, then all train) or "sequential" (each client
             exchanges and trains before the next one acts).
-        standing: what the clients that stopped go on publishing, with ids.
+        standing: the messages that stopped clients keep publishing, with ids.
     """
     state = State(state.params.clone(), map_tensors(state.memory, torch.clone), state.shared)
     live = Live(_with_standing(method.message(rnd.task, state), rnd.ids, standing), rnd.task.population)
@@ -106,7 +105,7 @@ def sequential_round(
 
 
 class _Asked(Exception):
-    """Carries what a method asked for out of its exchange, before anything is computed with the answer."""
+    """Carries the peers that a method asks for out of its exchange, before any result is computed."""
 
     def __init__(self, peers: Tensor) -> None:
         super().__init__()
@@ -114,18 +113,18 @@ class _Asked(Exception):
 
 
 class _Listen(Live):
-    """An exchange that only hears whom the clients want to read."""
+    """An exchange that only records which peers the clients ask for."""
 
     def __init__(self) -> None:
         """Hold nothing."""
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
-        """Stop here."""
+        """Record the peers and stop."""
         raise _Asked(peers)
 
 
 def _readings(method: PeerMethod, rnd: Round, state: State) -> list[list[int]]:
-    """Return the rows that each row will read: a client chooses from what it knew before the round."""
+    """Return the rows that each row will read; a client chooses them from its state before the round."""
     try:
         method.exchange(dataclasses.replace(rnd, exchange=_Listen()), state)
     except _Asked as asked:
@@ -135,10 +134,10 @@ def _readings(method: PeerMethod, rnd: Round, state: State) -> list[list[int]]:
 
 
 def waves(order: Sequence[int], readings: Sequence[Sequence[int]]) -> list[Int[Tensor, " rows"]]:
-    """Group clients that act one after another into waves of clients that may as well act together.
+    """Group clients that act one after another into waves of clients that can act together.
 
-    A client acts in a later wave than those before it whom it reads, and no sooner than those before it who read it:
-    these are to see what it published before it acted.
+    For two clients of which the first acts earlier: if the second reads the first, it acts in a later wave; if the
+    first reads the second, the second does not act in an earlier wave.
 
     Args:
         order: the rows in the order in which they act.
@@ -165,7 +164,7 @@ def waves(order: Sequence[int], readings: Sequence[Sequence[int]]) -> list[Int[T
 
 
 def _join(infos: Sequence[Info], rows: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Put what was reported in each wave into the order of the rows."""
+    """Join the reports of the waves in the order of the rows."""
     if not infos:
         return {}
     place = torch.argsort(torch.cat(list(rows)))
@@ -181,7 +180,7 @@ def _with_standing(message: Message, ids: Tensor, standing: Message | None) -> M
 
 
 def _assign(state: State, rows: Tensor, new: State) -> None:
-    """Put the new state of some clients into a state that is owned here."""
+    """Write the new state of some clients into a state owned by the caller."""
     state.params[rows] = new.params
     if state.memory is not None:
         for item in dataclasses.fields(state.memory):

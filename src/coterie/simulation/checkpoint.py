@@ -1,6 +1,6 @@
-"""Checkpoints: all that a later round depends on, in one safetensors file, written atomically.
+"""Checkpoints: everything that a later round depends on, in one safetensors file, written atomically.
 
-A run killed at any moment goes on from the last checkpoint and ends with the same bytes as one that was not.
+A run that is killed at any moment continues from its last checkpoint and ends with the same bytes.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ def exists(folder: Path) -> bool:
 
 
 def identity(method: Method, settings: "Settings", seed: int, federation: Federation, task: Task) -> str:
-    """Return a hash of everything that a checkpoint must have in common with the run that goes on from it."""
+    """Return a hash of everything in which a checkpoint must agree with the run that continues from it."""
     kept = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _NOT_IDENTITY}
     if settings.precision == "full":  # younger than checkpoints that are about, as is the next
         del kept["precision"]
@@ -55,10 +55,10 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
     """Write the checkpoint, and the tables and provenance as they are now.
 
     Args:
-        folder: of the run; made when missing.
+        folder: the run's folder; created if missing.
         loop: the run between two rounds.
         run: its identity.
-        timing: seconds so far; kept in provenance.json, since two runs never take the same time.
+        timing: seconds so far; kept in provenance.json, outside the checkpoint, since they differ between runs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {"state.params": loop.state.params}
@@ -76,7 +76,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
 
 
 def finish(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None:
-    """Write the tables with the final evaluation, and that the run is over."""
+    """Write the tables with the final evaluation, and mark the run as finished."""
     _describe(folder, loop, run, timing, done=True)
 
 
@@ -87,7 +87,7 @@ def _describe(folder: Path, loop: "Loop", run: str, timing: dict[str, float], *,
 
 
 def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
-    """Put a loop where the checkpoint in a folder is; do nothing when there is none.
+    """Restore a loop from the checkpoint in a folder; do nothing when there is none.
 
     Returns:
         The timing so far.
@@ -129,9 +129,9 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
 
 
 def engine(folder: Path) -> dict[str, Any]:
-    """Return the engine and the block of the run in a folder, as settings; nothing when there is no run to go on with.
+    """Return the engine and the block of the run in a folder, as settings; nothing when there is no run to continue.
 
-    Engines agree to rounding only, so a run goes on with the one it began with.
+    Engines agree up to rounding only, so a run continues with the engine it began with.
     """
     try:
         found = json.loads((folder / "provenance.json").read_text())["engine"]
@@ -141,7 +141,7 @@ def engine(folder: Path) -> dict[str, Any]:
 
 
 def finished(folder: Path) -> bool:
-    """Return whether the run in a folder is over."""
+    """Return whether the run in a folder is finished."""
     try:
         return bool(json.loads((folder / "provenance.json").read_text())["done"])
     except (KeyError, ValueError, OSError):
@@ -149,7 +149,7 @@ def finished(folder: Path) -> bool:
 
 
 def rounds_done(folder: Path) -> int | None:
-    """Return how many rounds of the run in a folder are stored; None when it has not stored any."""
+    """Return the number of stored rounds of the run in a folder; None when there are none."""
     try:
         return int(json.loads((folder / "provenance.json").read_text())["round"])
     except (KeyError, ValueError, OSError):
@@ -157,7 +157,7 @@ def rounds_done(folder: Path) -> int | None:
 
 
 def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, Any]:
-    """Return how a run came about: versions, hardware, settings' hash, time."""
+    """Return the provenance of a run: versions, hardware, hash of the settings, time."""
     packages = {}
     for name in ("coterie", "torch", "numpy", "safetensors", "pandas", "pyarrow"):
         try:

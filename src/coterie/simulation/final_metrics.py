@@ -1,4 +1,4 @@
-"""What a whole run came to: its clusters against the planted ones, and its best round."""
+"""Metrics of a whole run: found clusters compared with planted ones, and the best round."""
 
 import math
 import warnings
@@ -18,7 +18,7 @@ def cluster_metrics(
 ) -> dict[str, float]:
     """Score found clusters: `n_clusters`, `rand` and `adjusted_rand` (with a truth), `was` and `wadb` (with classes).
 
-    What is not defined, such as WAS of one cluster, is NaN; `explained_clusters` says why.
+    An undefined score, such as WAS of one cluster, is NaN; `explained_clusters` says why.
 
     Args:
         label: the found clusters.
@@ -52,10 +52,10 @@ def explained_clusters(
 def reductions(
     accuracy: Float[Tensor, " clients"], samples: Int[Tensor, " clients"], label: Int[Tensor, " clients"] | None
 ) -> dict[str, Tensor]:
-    """Reduce the accuracy of the clients by sample counts, and cluster by cluster; for each client alike.
+    """Average the accuracy of the clients by sample counts, and cluster by cluster; each client gets the same value.
 
     Args:
-        accuracy: of each client.
+        accuracy: the accuracy of each client.
         samples: test samples of each.
         label: the found clusters; without them accuracy is not reduced cluster by cluster.
     """
@@ -71,8 +71,8 @@ def reductions(
 def maxima(table: pd.DataFrame) -> dict[str, Tensor]:
     """Return each client's value in the round in which the mean over clients was largest, for each of `metrics.MAXIMA`.
 
-    The mean of what is returned is ACC as the papers of personalized learning report it: the maximum over rounds,
-    on test data, and so optimistic.
+    Their mean is ACC as papers of personalized learning report it: the maximum over rounds on test data, which is
+    optimistic.
 
     Args:
         table: the metrics table of a run, with the evaluations of the newest models on the test sets.

@@ -1,6 +1,6 @@
-"""Record: what a run reports, as two long tables.
+"""Record: the results of a run as two long tables.
 
-`metrics` has a row for each (round, client, split, model, metric); `edges` one for each model that a client read.
+`metrics` has a row for each (round, client, split, model, metric); `edges` one for each model that a client asked for.
 Columns are kept as chunks of arrays, so that adding a round is cheap and a checkpoint can hold the record exactly.
 """
 
@@ -41,7 +41,7 @@ class _Table:
             self.chunks.append(chunk)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the columns whole. They replace the chunks: thousands of short arrays are mostly overhead."""
+        """Return whole columns. They replace the chunks, since thousands of short arrays are mostly overhead."""
         out = {}
         for name in self.columns:
             parts = [chunk[name] for chunk in self.chunks]
@@ -94,7 +94,7 @@ class Record:
             )
 
     def drop_metrics(self, round: int, split: str, model: str) -> None:
-        """Take back what was added of a split and a model in a round, since it is measured anew."""
+        """Remove the values of a split and a model in a round, which are measured again."""
         wanted = {"round": round, "split": self._name(split), "model": self._name(model)}
         for number, chunk in enumerate(self._metrics.chunks):
             old = np.logical_and.reduce([chunk[name] == value for name, value in wanted.items()])
@@ -102,10 +102,10 @@ class Record:
                 self._metrics.chunks[number] = {name: values[~old] for name, values in chunk.items()}
 
     def add_edges(self, round: int, ids: Int[Tensor, " clients"], info: Mapping[str, Tensor]) -> None:
-        """Add the models that were read in a round, from the report of a method.
+        """Add the models that clients asked for in a round, from the report of a method.
 
-        A model that was pulled and mixed has the purpose "mix", one pulled only to be judged "probe"; a message
-        that did not arrive leaves an edge of purpose "missing" with no bytes.
+        A received model that was mixed has the purpose "mix", one that was only evaluated "probe"; a message that did
+        not arrive gives an edge with purpose "missing" and no bytes.
         """
         if "peers" not in info:
             return
@@ -166,7 +166,7 @@ class Record:
         return tensors, list(self.names)
 
     def restore(self, tensors: Mapping[str, Tensor], names: list[str]) -> None:
-        """Take back what `snapshot` returned."""
+        """Restore the result of `snapshot`."""
         self.names = list(names)
         for prefix, table in (("metrics", self._metrics), ("edges", self._edges)):
             arrays = {name: tensors[f"{prefix}.{name}"].numpy() for name in table.columns}

@@ -1,4 +1,4 @@
-"""simulate(): a population through warm-up, rounds and final evaluation, with checkpoints."""
+"""simulate(): warm-up, rounds and final evaluation of a whole population, with checkpoints."""
 
 import dataclasses
 import time
@@ -56,7 +56,7 @@ class Run(Told):
         metrics: data frame with the columns round, client, cluster, split, model, metric, value.
         edges: data frame with the columns round, reader, read, purpose, weight, bytes.
         timing: wall_s, train_s and train_samples.
-        params: the model of each client that was evaluated.
+        params: the evaluated model of each client.
         diverged: ids of the clients whose model became NaN or infinite.
         folder: where its files are; None when nothing was written.
     """
@@ -112,16 +112,16 @@ def simulate(
         federation: the data.
         method: a method of METHODS, or your own.
         model: a name of `models.NETS`, an nn.Module, or a factory of modules.
-        settings: how the run goes.
-        seed: of all random streams of the run, 0 or larger.
-        label: how to call the method in results; its kind when None.
-        folder: where to keep metrics, edges, checkpoint and provenance; nothing is written when None.
-        resume: go on from the checkpoint in `folder`, if there is one.
-        observer: is called after each round.
-        exchange: another exchange than `InMemory`, for example `Faulty`.
+        settings: the settings of the run.
+        seed: the seed of all random streams of the run, 0 or larger.
+        label: name of the method in results; its kind when None.
+        folder: folder for metrics, edges, checkpoint and provenance; nothing is written when None.
+        resume: continue from the checkpoint in `folder`, if there is one.
+        observer: called after each round.
+        exchange: an exchange other than `InMemory`, for example `Faulty`.
 
     Raises:
-        ConfigError: when the memory cannot hold the run.
+        ConfigError: when the run does not fit into memory.
         RunExistsError: when the folder holds a run and `resume` is False.
         CheckpointError: when the checkpoint is damaged or belongs to another run.
     """
@@ -166,18 +166,18 @@ def simulate(
 def reopen(
     folder: str | Path, federation: Federation, method: Method, *, model: ModelSource, settings: Settings, seed: int
 ) -> Loop:
-    """Return a run where its checkpoint left it: after the last round, when the run is over.
+    """Return a run in the state of its checkpoint: after the last round, when the run is finished.
 
     Args:
-        folder: of the run.
-        federation: the data it ran on.
+        folder: the run's folder.
+        federation: its data.
         method: its method.
-        model: what it trained.
-        settings: how it went.
-        seed: of its random streams.
+        model: its model.
+        settings: its settings.
+        seed: its seed.
 
     Raises:
-        CheckpointError: when there is no checkpoint, or it is damaged, or belongs to another run.
+        CheckpointError: when the checkpoint is missing, damaged, or belongs to another run.
     """
     if not (Path(folder) / checkpoint.FILE).exists():
         raise CheckpointError(f"{folder} has no {checkpoint.FILE}; expected the folder of a run that has begun")
@@ -196,13 +196,13 @@ def _loop(
 
 
 def make_task(federation: Federation, method: Method, model: ModelSource, settings: Settings) -> Task:
-    """Return the task of a run that hosts a whole federation; with it, everything a run needs has been checked.
+    """Return the task of a run that hosts a whole federation, after checking everything that the run needs.
 
     Args:
-        federation: the data; its truth reaches the task only if the method declares that it needs it.
+        federation: the data; the task has its planted clusters only if the method declares that it needs them.
         method: a method.
         model: a name of `models.NETS`, an nn.Module, or a factory of modules.
-        settings: how the run goes.
+        settings: the settings of the run.
 
     Raises:
         ConfigError: when the method needs planted clusters and there are none, or a name is unknown.

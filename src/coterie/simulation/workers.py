@@ -1,8 +1,8 @@
 """Jobs over worker processes of one machine.
 
-A job's result never depends on how many workers there are: in every process PyTorch computes with one thread (native
-programs, whose results depend on no number of threads, use the cores that are left), and a job shares nothing with
-another. A worker that dies takes the others with it: what they had written stays and can be resumed.
+A job's result does not depend on the number of workers: PyTorch computes with one thread in every process (native
+programs, whose results do not depend on the number of threads, use the remaining cores), and jobs share nothing. When a
+worker dies, the others are stopped; the files they have written stay, and their runs can be resumed.
 """
 
 import multiprocessing
@@ -29,7 +29,7 @@ Work = Callable[[J, Emit], R]
 
 
 class WorkerDied(CoterieError, RuntimeError):
-    """A worker process ended without an answer: killed, out of memory, or by an error it has printed."""
+    """A worker process ended without a result: killed, out of memory, or by an error that it printed."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Worker(Generic[J]):
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -48,15 +48,15 @@ def fan_out(work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> It
     """Do every job and yield (job, result) as they finish.
 
     Args:
-        work: (job, emit) -> result; it can be pickled when there is more than one worker.
-        jobs: what to do, in this order; the next is taken when a worker is free. Tensors of a job reach the worker
-            through shared memory, not as copies.
-        workers: how many processes; 1 works in this one.
-        emit: receives what the jobs emit while they run.
+        work: (job, emit) -> result; it must be picklable when there is more than one worker.
+        jobs: the jobs; each worker takes the next one when it is free. Tensors of a job reach the worker through
+            shared memory, not as copies.
+        workers: number of processes; 1 runs the jobs in this process.
+        emit: receives the values that jobs emit while they run.
 
     Raises:
-        CoterieError, OSError: what a job raised, after all workers have been stopped.
-        WorkerDied: when a worker ended without an answer.
+        CoterieError, OSError: the error of a job, after all workers have been stopped.
+        WorkerDied: when a worker ended without a result.
     """
     waiting = iter(jobs)
     first = list(islice(waiting, max(1, workers)))
@@ -84,7 +84,7 @@ def fan_out(work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> It
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute with one thread, so that sums are added in one order everywhere."""
+    """Compute with one thread, so that sums are added in the same order everywhere."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -105,7 +105,7 @@ def _start(work: Work[J, Any], job: J, threads: int) -> _Worker[J]:
 
 
 def _listen(worker: _Worker[J], waiting: Iterator[J], emit: Emit) -> Iterator[tuple[J, Any]]:
-    """Take one message of a worker; when it has finished, hand it the next job."""
+    """Receive one message of a worker; when its job is done, send it the next."""
     job = worker.job
     assert job is not None
     try:
@@ -126,7 +126,7 @@ def _listen(worker: _Worker[J], waiting: Iterator[J], emit: Emit) -> Iterator[tu
 
 
 def _serve(connection: Connection, work: Work[J, Any], threads: int) -> None:
-    """The life of a worker: jobs come in, progress and results go out, until the other end closes."""
+    """Run jobs in a worker process and send progress and results, until the connection closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     torch.set_num_threads(1)
     use_threads(threads)

@@ -1,4 +1,4 @@
-"""What a study is: a set of methods and seeds over one federation, checked when it is made."""
+"""Studies: a set of methods and seeds over one federation, checked when it is created."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -12,18 +12,18 @@ from coterie.methods.base import Method
 from coterie.simulation.settings import Settings
 
 OWN = "own"
-"""The dataset or model of a study that was given its data or module in Python."""
+"""The name of a dataset or model that is passed in Python."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+=,()-]*")
-"""What a method may be called in a study: it becomes a folder."""
+"""The valid labels of methods in a study: a label names a folder."""
 _STUDY_NAME = re.compile(rf"{NAME.pattern}(/{NAME.pattern})*")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model the clients train.
+    """The model that the clients train.
 
     Args:
-        kind: a name of `models.NETS`. One's own module is passed from Python, never named in a file.
+        kind: a name of `models.NETS`. A module of your own is passed in Python, never named in a file.
     """
 
     kind: str = "cnn-b"
@@ -31,13 +31,13 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """One method of a study, with everything it runs under.
+    """One method of a study, with its settings.
 
     Args:
         label: its name in the study, in tables and as a folder.
         method: the method itself; its fields are its hyperparameters.
-        settings: the study's settings with what this method overrides.
-        paper: "method/aggregation" of the published row it is compared with, when there is one.
+        settings: the study's settings with this method's overrides.
+        paper: "method/aggregation" of the published row it is compared with, if any.
     """
 
     label: str
@@ -57,18 +57,18 @@ class StudyConfig:
     """A set of methods and seeds over one federation.
 
     Args:
-        name: of the study, and of its folder; "a/b" is allowed.
-        data: what the clients hold.
-        methods: what is compared; their labels differ.
-        seeds: one run of every method for each; a seed also draws the federation.
-        model: what the clients train.
-        settings: what all methods run under, unless they override it.
-        description: one sentence on what the study shows.
+        name: name of the study and of its folder; "a/b" is allowed.
+        data: the data of the clients.
+        methods: the methods; their labels differ.
+        seeds: seeds; there is one run of every method for each, and the seed also draws the federation.
+        model: the model that the clients train.
+        settings: the settings of all methods, unless they override them.
+        description: one sentence on the study.
         paper: "source/experiment" of the published numbers it is compared with, such as
             "similarity/synthetic_concept_3c".
-        scale: factor on every number of rounds, for a quick look; 1 is the study as it is meant.
+        scale: factor on every number of rounds, for a quick test; 1 for the full study.
         sweep: settings to vary: a list of values for each dotted path.
-        tune: the grid that `coterie tune` starts from, in the same form.
+        tune: the default grid of `coterie tune`, in the same form.
     """
 
     name: str
@@ -129,15 +129,15 @@ def make_study(
     data: DataConfig | None = None,
     model: str = OWN,
 ) -> StudyConfig:
-    """Return a study made in Python, as a study file would describe it.
+    """Return a study made in Python, equal to that of a study file.
 
     Args:
-        methods: what to compare, by label; their kinds are the labels when there are none.
-        name: of the study and its folder.
-        seeds: one run of every method for each.
-        settings: what the methods run under; the defaults when None.
-        data: what the clients hold; None when the federation is given to `run_study`.
-        model: a name of `models.NETS`; needed unless the model is given to `run_study`.
+        methods: the methods by label, or a sequence of methods with their kinds as labels.
+        name: name of the study and of its folder.
+        seeds: seeds; there is one run of every method for each.
+        settings: the settings of the methods; the defaults when None.
+        data: the data of the clients; None when the federation is passed to `run_study`.
+        model: a name of `models.NETS`; needed unless the model is passed to `run_study`.
 
     Example:
         >>> from coterie.methods import METHODS

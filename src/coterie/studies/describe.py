@@ -1,6 +1,6 @@
-"""A federation described for people: who holds what, and what it looks like; the federation.json of a study.
+"""The description of a federation for federation.json and the report: counts per client and a few sample images.
 
-The report shows this beside the results. It holds counts and a few sample images, never the data itself.
+It never holds the data itself.
 """
 
 import base64
@@ -26,10 +26,10 @@ def describe(federation: Federation) -> dict[str, Any]:
     """Describe a federation in plain values.
 
     Args:
-        federation: with its planted truth, where it is known.
+        federation: the federation, with its planted clusters where they are known.
 
     Returns:
-        `name`, `fingerprint`, `clients` (how many), `clusters` (names of the planted clusters), `shift` (a description
+        `name`, `fingerprint`, `clients` (a count), `clusters` (names of the planted clusters), `shift` (a description
         per client), `train` and `validation` (samples per client), `classes` (names of the columns of `labels`),
         `labels` (training samples per client and class; for regression, per bin of the target), and `images`: for
         each cluster a list of PNG images as data addresses; empty when the inputs are no images.
@@ -89,7 +89,7 @@ def _images(federation: Federation) -> list[list[str]]:
 
 
 def _seen(image: Tensor, noise: float, place: int, federation: Federation) -> Tensor:
-    """Return an image as it may look once noise is drawn: uint8 images stay what they are, but for the noise."""
+    """Return an image with one draw of its noise, as uint8 if it was uint8."""
     if not noise or image.dtype != torch.uint8:
         return image
     deviation = torch.tensor(federation.std or (1.0,), dtype=torch.float64).reshape(-1, *(1 for _ in image.shape[1:]))

@@ -35,7 +35,7 @@ class _Axis:
 
     Args:
         path: the setting, as parts of its dotted path.
-        values: what it takes.
+        values: its values.
     """
 
     path: tuple[str, ...]
@@ -43,11 +43,11 @@ class _Axis:
 
     @property
     def own_study(self) -> bool:
-        """Whether each value makes a study of its own."""
+        """Whether each value makes a separate study."""
         return self.path[0] in _FEDERATED
 
     def tag(self, value: Any) -> str:
-        """Name a value, in a form that can be part of a folder's name."""
+        """Return a name of a value that can be part of a folder's name."""
         text = json.dumps(value) if isinstance(value, (list, dict, bool)) else str(value)
         return f"{self.path[-1]}={re.sub(r'[^A-Za-z0-9._+-]+', '-', text).strip('-')}"
 

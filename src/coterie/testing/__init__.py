@@ -1,9 +1,9 @@
-"""Contract tests for methods and exchanges, and tiny federations to run them on: for your own methods too.
+"""Contract tests for methods and exchanges, your own included, and tiny federations to run them on.
 
     from coterie.testing import check_method
     check_method(MyMethod())
 
-Each check raises AssertionError with a sentence that says which promise is broken.
+Each check raises AssertionError with a sentence that names the broken guarantee.
 """
 
 from coterie.testing.exchanges import check_exchange

@@ -1,4 +1,4 @@
-"""The promises of an exchange."""
+"""Contract test of exchanges."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +19,12 @@ def check_exchange(make: MakeExchanges, *, groups: Sequence[Sequence[int]] = ((0
     """Check that an exchange keeps the contract of `Exchange`.
 
     Args:
-        make: makes connected exchanges, one a host.
-        groups: the ids that each host has; a population of 0 .. K-1. For an exchange that hosts all clients in one
-            process pass one group.
+        make: makes connected exchanges, one per host.
+        groups: the client ids of each host; together 0 .. K-1. For an exchange that hosts all clients in one process,
+            pass one group.
 
     Raises:
-        AssertionError: naming the promise that is broken.
+        AssertionError: naming the broken guarantee.
     """
     population = sum(len(group) for group in groups)
     exchanges = make(groups, population)

@@ -1,4 +1,4 @@
-"""The promises of a method."""
+"""Contract test of methods."""
 
 import copy
 import dataclasses
@@ -38,18 +38,22 @@ def check_method(
     settings: Settings | None = None,
     relabel: bool = True,
 ) -> None:
-    """Check that a method keeps the promises that every method makes.
+    """Check the guarantees that every method must give.
+
+    Arguments stay unchanged. The same seed gives the same bytes, another seed another result. A resumed run equals an
+    uninterrupted one. Every grouping of the clients over hosts gives the same bytes. The state stays finite with small
+    cohorts. A peer that never answers has no influence. Relabeling the clients relabels the result.
 
     Args:
         method: the method.
-        federation: where to try it; a tiny one by default.
-        model: what to train.
-        settings: of the runs; float64, so that results can be compared closely.
-        relabel: whether relabeling the clients must relabel the result (not for methods whose server draws by
+        federation: the data; a tiny federation by default.
+        model: the model to train.
+        settings: the settings of the runs; float64, so that results can be compared closely.
+        relabel: whether relabeling the clients must relabel the result (False for methods whose server draws by
             position).
 
     Raises:
-        AssertionError: naming the promise that is broken.
+        AssertionError: naming the broken guarantee.
     """
     federation = federation or tiny_federation()
     settings = settings or tiny_settings()
@@ -118,11 +122,11 @@ def run_grouped(
     Args:
         federation: the data.
         method: the method.
-        groups: the ids that each host has.
-        model: what to train.
-        settings: of the run.
-        server: which host has the server role.
-        seed: of the run.
+        groups: the client ids of each host.
+        model: the model to train.
+        settings: the settings of the run.
+        server: index of the host in the server role.
+        seed: the seed of the run.
     """
     make = _Maker(federation, method, model, settings or tiny_settings())
     office = PostOffice(federation.population)
@@ -148,14 +152,14 @@ def follow(
     settings: Settings | None = None,
     seed: int = 3,
 ) -> Loop:
-    """Run a method over a whole federation in this process and return its loop, with everything it remembers.
+    """Run a method over a whole federation in this process and return its loop at the end.
 
     Args:
         method: the method.
-        federation: the data; a tiny one by default.
-        model: what to train.
-        settings: of the run.
-        seed: of the run.
+        federation: the data; a tiny federation by default.
+        model: the model to train.
+        settings: the settings of the run.
+        seed: the seed of the run.
     """
     loop = _Maker(federation or tiny_federation(), method, model, settings or tiny_settings()).loop(rng=Rng(seed))
     _finish(loop)
@@ -230,7 +234,7 @@ def _check_grouping(make: _Maker, whole: Tensor) -> None:
 
 
 def _check_cohorts(make: _Maker) -> None:
-    """A part of the clients in a round, and in the extreme one: the state stays finite."""
+    """With some of the clients in a round, and with one, the state stays finite."""
     for participation in (0.5, 1 / make.federation.population):
         settings = dataclasses.replace(make.settings, participation=participation)
         params = dataclasses.replace(make, settings=settings).run()

@@ -1,4 +1,4 @@
-"""Tiny federations and settings: a run of a second."""
+"""Tiny federations and settings, for runs of about a second."""
 
 from typing import Any
 
@@ -22,10 +22,10 @@ def tiny_federation(
     classes: int = 3,
     seed: int = 0,
 ) -> Federation:
-    """Make a small classification problem in which clusters disagree about the labels.
+    """Make a small classification problem with concept shift between clusters.
 
-    Every cluster labels Gaussian inputs by a random linear rule of its own. Client i is in cluster i modulo
-    `clusters`; inputs are float64, so that engines can be compared to the last digits.
+    Every cluster labels Gaussian inputs by its own random linear rule. Client i is in cluster i modulo `clusters`;
+    inputs are float64, so that engines can be compared closely.
     """
     stream = Rng(seed).generator("testing.federation")
     size = int(np.prod(features))
@@ -57,6 +57,6 @@ def tiny_federation(
 
 
 def tiny_settings(**changes: Any) -> Settings:
-    """Return settings for a run of a second: float64, SGD, few rounds."""
+    """Return settings for a run of about a second: float64, SGD, few rounds."""
     local = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1, momentum=0.5)
     return Settings(**{"rounds": 4, "local": local, "dtype": "float64", **changes})

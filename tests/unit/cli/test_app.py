@@ -132,7 +132,7 @@ def test_an_existing_study_is_refused_then_resumed_then_overwritten(coterie, tmp
         (("run", "tiny.toml", "--set", "local.lr=fast"), "lr is 'fast'; expected a number"),
         (("run", "tiny.toml", "--set", "methods.gossip.num_peer=3"), "did you mean 'num_peers'"),
         (("run", "tiny.toml", "--set", "methods.local.kind=loacl"), "unknown method 'loacl'; did you mean 'local'"),
-        (("run", "tiny.toml", "--seeds", "few"), "--seeds is 'few'; expected how many"),
+        (("run", "tiny.toml", "--seeds", "few"), "--seeds is 'few'; expected a number of seeds"),
         (("run", "tiny.toml", "--set", "data.num_clients=4000"), "num_clients"),
         (("run", "tiny.toml", "--set", "data.dataset=mnist"), "COTERIE_DATA"),
         (("run", "tiny.toml", "--set", "data.dataset=mnist", "--data-dir", "nowhere"), "nowhere"),
@@ -165,7 +165,7 @@ def test_ctrl_c_leaves_a_study_that_the_printed_command_resumes(coterie, monkeyp
     monkeypatch.setattr(runs, "_progress", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     status, _, err = run(coterie, "--quiet")
     assert status == 130
-    command = err.strip().splitlines()[-1].removeprefix("stopped; go on with: ")
+    command = err.strip().splitlines()[-1].removeprefix("stopped; continue with: ")
     assert command == "coterie resume runs/tiny"
     monkeypatch.setattr(runs, "_progress", true_progress)
     assert coterie(*command.split()[1:], "--workers", "1", "--quiet")[0] == 0
@@ -183,7 +183,7 @@ def test_a_full_disk_is_one_line_that_says_how_to_go_on(coterie, monkeypatch):
     assert status == 2
     assert err == (
         "coterie: cannot write: No space left on device: runs/tiny/Gossip/seed-0/metrics.parquet; "
-        "when that is mended, go on with: coterie resume runs/tiny\n"
+        "when that is fixed, continue with: coterie resume runs/tiny\n"
     )
 
 

@@ -29,6 +29,13 @@ class Tables(HTMLParser):
             self.row.append(float(found["data-value"]))
 
 
+def test_accessibility_attributes_exist():
+    """A misspelled one, such as aria-labeledby, is ignored by every browser."""
+    known = {"controls", "hidden", "keyshortcuts", "label", "labelledby", "live", "pressed", "selected", "sort"}
+    text = "".join(page.asset(name) for name in (*page.SCRIPTS, "report.html"))
+    assert set(re.findall(r"aria-([a-z]+)", text)) <= known | {"valuetext"}
+
+
 def test_numbers_of_the_page_are_those_of_the_summary(population):
     """Every mean, in its row and in the order of the columns, for both metrics."""
     tables = Tables(page.write_report(population).read_text()).tables
@@ -97,7 +104,7 @@ def test_a_study_of_broken_runs_gets_a_page_that_says_so(small):
     for path in small.rglob("metrics.parquet"):
         path.unlink()
     text = page.write_report(small).read_text()
-    assert "There is nothing to show yet" in text
+    assert "Nothing to show yet" in text
     assert text.count("metrics.parquet is not there (yet)") == 4
 
 
@@ -112,10 +119,10 @@ def test_a_run_on_its_way_is_named_and_left_out_of_the_tables(small, write_run, 
 def test_a_study_without_local_says_that_there_is_nothing_to_compare_with(tmp_path, write_run, final_rows):
     """No gain is invented."""
     write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=final_rows([0.2], [0]))
-    assert "nothing to compare training alone with" in page.write_report(tmp_path / "s").read_text()
+    assert "no finished run of Local" in page.write_report(tmp_path / "s").read_text()
 
 
-def test_the_question_is_said_in_words(small, write_run, final_rows):
+def test_the_study_is_described_in_words(small, write_run, final_rows):
     """Data, shift, clients, model, training and evaluation come from the resolved configuration."""
     config = {
         "rounds": 30,
@@ -135,7 +142,7 @@ def test_the_question_is_said_in_words(small, write_run, final_rows):
         "2, each with 60 training and 15 validation samples",
         "30 rounds, 1 local epoch a round, adam, learning rate 0.001, batches of 8",
         "up (1 client)",
-        "best on the client&#x27;s own validation set",
+        "each client&#x27;s best model on its validation set",
     ):
         assert said in text
 
@@ -150,7 +157,7 @@ def test_a_folder_without_runs_is_refused(tmp_path):
 def test_a_hundred_clients_three_hundred_rounds_four_methods_and_three_seeds_stay_below_five_megabytes(
     population_study, tmp_path
 ):
-    """The size that the page promises, all of it: twelve runs, with curves of every client and who read whom."""
+    """The size that the page promises: twelve runs, with curves of every client and the models that each used."""
     clusters = [0] * 70 + [1] * 20 + [2] * 5 + [3] * 5
     study = population_study(tmp_path / "hundred", clusters=clusters, rounds=300, seeds=3, reads=5)
     runs, _ = find_runs([study])

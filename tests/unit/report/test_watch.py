@@ -84,7 +84,7 @@ def test_news_come_once(watch, small, write_run, final_rows):
 def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path, write_run, final_rows):
     """The page says that there is nothing; when the run comes it follows."""
     follower = Follower(tmp_path / "later")
-    assert "nothing to show yet" in follower.message()["overview"]
+    assert "Nothing to show yet" in follower.message()["overview"]
     write_run(tmp_path / "later" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=final_rows([0.5], [0]))
     assert follower.message()["data"]["methods"][0]["label"] == "A"
 

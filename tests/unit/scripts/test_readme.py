@@ -1,4 +1,4 @@
-"""The README's example runs, and its table is that of the stored run."""
+"""The README's example runs, and its tables are those of the stored run and of the methods."""
 
 import re
 import subprocess
@@ -31,9 +31,32 @@ def test_the_study_file_of_the_readme_is_valid(tmp_path):
     assert [m.label for m in study.methods] == ["dac", "local"]
 
 
-def test_the_results_of_the_readme_come_from_the_stored_run():
+def test_the_generated_tables_of_the_readme_are_current():
     script = ROOT / "scripts" / "readme.py"
     assert subprocess.run([sys.executable, str(script), "--check"], check=False).returncode == 0
+
+
+def test_the_readme_lists_every_method_with_its_papers():
+    from coterie.methods import METHODS
+
+    for kind, method in METHODS.items():
+        (line,) = [line for line in README.splitlines() if line.startswith(f"| `{kind}` |")]
+        for reference in method.references:
+            author = reference.split(",")[0]
+            year = re.search(r", (\d{4})(,|$)", reference)[1]
+            assert author in line
+            assert year in line
+            address = re.search(r"https?://\S+", reference)
+            assert address is None or address.group() in line
+
+
+def test_the_readme_names_the_five_papers():
+    from coterie.papers.numbers import SOURCES
+
+    papers = README.split("| paper | methods |")[1].split("\n\n")[0]
+    assert papers.count("https://") == len(SOURCES)
+    for source in SOURCES.values():
+        assert re.search(r"arxiv.org/abs/[\d.]+\d{4}", source).group() in papers
 
 
 def test_every_file_the_readme_links_to_exists():

@@ -31,7 +31,7 @@ class CompiledEngine(VmapEngine):
         y: its targets.
 
     Raises:
-        NotAStackError: when the module is none, or the program does not compute what the module does.
+        NotAStackError: when the module is no stack, or the program's results differ from the module's.
         CompilerError: when it cannot be compiled.
     """
 
@@ -85,7 +85,7 @@ class CompiledEngine(VmapEngine):
     def train(
         self, rows: Float[Tensor, "clients params"], work: Training, block: int
     ) -> Float[Tensor, "clients steps"]:
-        """See `Engine.train`; `block` does not matter, but where each sample has a mixture of endpoints of its own."""
+        """See `Engine.train`; `block` matters only where each sample has its own mixture of endpoints."""
         if any(name == self.program.alpha and value.ndim > 3 for name, value in work.inputs.items()):
             return super().train(rows, work, block)
         return self.program.train(rows, work)

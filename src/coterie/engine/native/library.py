@@ -27,7 +27,7 @@ _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 def use_threads(number: int) -> None:
-    """Say how many threads native programs of this process use; 0 for as many as PyTorch. No result depends on it."""
+    """Set the number of threads of native programs in this process; 0 for that of PyTorch. No result depends on it."""
     global _threads
     _threads = number
 
@@ -67,7 +67,7 @@ class _Measuring(ctypes.Structure):
 
 @dataclass(frozen=True)
 class _Kept:
-    """RawSamples in the form the program reads, with the tensors that own the memory."""
+    """Samples in the form that the program reads, with the tensors that own the memory."""
 
     store: _Store
     owners: tuple[Tensor | None, ...]
@@ -102,10 +102,10 @@ class NativeProgram:
         features: the shape of one input.
 
     Attributes:
-        seconds: what compiling took; 0 when the program was in the cache.
+        seconds: time of compiling; 0 when the program was in the cache.
 
     Raises:
-        NotAStackError: when the module is none.
+        NotAStackError: when the module is no stack.
         CompilerError: when it cannot be compiled.
     """
 

@@ -20,7 +20,7 @@ from coterie.engine.native.stack import (
 from coterie.models.layout import Layout
 
 SAMPLES = 8
-"""How many samples of a batch are worked on at once."""
+"""Number of samples of a batch that are processed at once."""
 
 _FLATTENED = "Grid<{0}, 1, 1, 1, 1>"
 

@@ -20,7 +20,7 @@ from coterie.models.simplex_layers import SimplexHead
 
 
 class NotAStackError(Exception):
-    """The module is not a plain stack of layers that are known here; the text says why."""
+    """The module is not a plain stack of known layers; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def layers(module: nn.Module) -> list[Layer]:
     """Return the layers of a module that is a plain stack.
 
     Raises:
-        NotAStackError: when it is not one, or has a layer that is not known here.
+        NotAStackError: when it is not a stack, or has an unknown layer.
     """
     try:
         graph = _Tracer().trace(module)

@@ -30,7 +30,7 @@ page.views.push({
 
     root.append(h("h2", {}, `Test ${metric.title} of each client`));
     if (!methods.length) {
-      root.append(h("p", {}, "No run has come to its final evaluation yet."));
+      root.append(h("p", {}, "No run has finished its final evaluation yet."));
       return;
     }
     const strip = h("div");
@@ -46,7 +46,7 @@ page.views.push({
         const own = data.cluster.map((_, c) => of("final", m, c));
         return `${data.methods[m].label}: from ${show(Math.min(...own), metric)} to ${show(Math.max(...own), metric)}`;
       }).join("; ")}`,
-      caption: "A point is a client, mean over seeds; color and shape by planted cluster, the bar is the mean over clients. Click a point to see that client.",
+      caption: "Each point is a client (mean over seeds), each bar the mean over clients; color and shape by planted cluster. Click a point to see the client.",
       click: (event) => { if (event.data && event.data.client !== undefined) pick(rows[event.data.client]); },
       option: () => ({
         xAxis: axis("", { type: "value", min: -0.5, max: shownMethods().length - 0.5, splitLine: { show: false }, axisTick: { show: false },
@@ -117,14 +117,14 @@ function drawClient(root, data, client, values, gains) {
     const own = Array.from({ length: shape[1] }, (_, k) => [peers[client * shape[1] + k], times[client * shape[1] + k]]).filter(([, t]) => t);
     if (!own.length) continue;
     const name = data.methods[one.method].label;
-    const place = h("div", {}, h("h3", {}, `Peers it read most: ${name}`));
+    const place = h("div", {}, h("h3", {}, `Most used peers: ${name}`));
     grid.append(place);
     chart(place, {
       height: 300,
-      alt: `${name}: client ${client} read ${own.map(([p, t]) => `client ${p} ${t} times`).join(", ")}`,
+      alt: `${name}: client ${client} used the models of ${own.map(([p, t]) => `client ${p} ${t} times`).join(", ")}`,
       option: () => ({
         grid: { left: 110, right: 24, top: 10, bottom: 40 },
-        xAxis: axis("times read", { type: "value", minInterval: 1 }),
+        xAxis: axis("times used", { type: "value", minInterval: 1 }),
         yAxis: axis("", { type: "category", inverse: true, data: own.map(([p]) => `client ${p}`), splitLine: { show: false } }),
         tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => `client ${own[e.dataIndex][0]} (${escapeText(clusterName(data, data.cluster[own[e.dataIndex][0]]))}): ${e.value}` },
         series: [{ type: "bar", data: own.map(([p, t]) => ({ value: t, itemStyle: { color: clusterColor(data.cluster[p]) } })), barMaxWidth: 18 }],
@@ -132,7 +132,7 @@ function drawClient(root, data, client, values, gains) {
     });
   }
   if (data.data?.labels) {
-    const place = h("div", {}, h("h3", {}, "Labels of its training data"));
+    const place = h("div", {}, h("h3", {}, "Labels of the training data"));
     grid.append(place);
     chart(place, {
       height: 300,

@@ -1,4 +1,4 @@
-/* What it cost: bytes and passes, and what each method reached for the bytes. */
+/* Cost: bytes and forward passes, and each method's metric at equal bytes. */
 
 page.views.push({
   id: "cost",
@@ -11,12 +11,12 @@ page.views.push({
     root.append(h("h2", {}, "Cost per client over the whole run"));
     const columns = [
       { name: "Method", text: true },
-      { name: "models read", show: (v) => show(v) },
-      { name: "received", show: (v) => (Number.isFinite(v) ? bytes(v) : "–") },
-      { name: "sent to a server", show: (v) => (Number.isFinite(v) ? bytes(v) : "–") },
-      { name: "did not arrive", show: (v) => show(v) },
+      { name: "models received", show: (v) => show(v) },
+      { name: "bytes received", show: (v) => (Number.isFinite(v) ? bytes(v) : "–") },
+      { name: "bytes sent to a server", show: (v) => (Number.isFinite(v) ? bytes(v) : "–") },
+      { name: "models missing", show: (v) => show(v) },
       { name: "samples trained on", show: (v) => show(v) },
-      { name: "seconds for a run", show: (v) => show(v) },
+      { name: "seconds per run", show: (v) => show(v) },
     ];
     const counted = Object.keys(data.cost[0].counted).filter((name) => data.cost.some((one) => one.counted[name]));
     columns.splice(5, 0, ...counted.map((name) => ({ name: metricOf(data, name).title, show: (v) => show(v, metricOf(data, name)) })));
@@ -24,7 +24,7 @@ page.views.push({
     root.append(h("div", { class: "scroll" }, sortable(columns, data.cost.map((one) => ({
       cells: [label(one), one.reads, one.received, one.sent, one.missing, ...counted.map((name) => number(one.counted[name])), number(one.train_samples), number(one.wall_s)],
     })), { label: "Cost per method" })));
-    root.append(h("p", { class: "note" }, "Means over clients and seeds. What a client gives to peers is what they receive, so it is counted once; what it sends to a server is counted beside what it receives. Forward passes are those spent on judging received models, counted by the methods that judge by loss; “–” where a method counts none."));
+    root.append(h("p", { class: "note" }, "Means over clients and seeds. Bytes sent to peers are counted once, as the bytes that the peers receive; bytes sent to a server are counted separately. Forward passes are those of evaluating received models, in methods that compare peers by loss; “–” where a method has none."));
     if (!talking.length) return;
 
     const least = Math.min(...talking.map((one) => one.bytes));
@@ -32,7 +32,7 @@ page.views.push({
     chart(root, {
       height: 380,
       alt: `Validation ${metric.title} against bytes per client, received and sent to a server; at ${bytes(least)}: ${talking.map((one) => `${label(one)} ${show(reachedAt(one, least), metric)}`).join(", ")}`,
-      caption: "Horizontal: bytes per client so far, received and sent to a server. A method without any traffic is the dashed level it ends at.",
+      caption: "Horizontal: cumulative bytes per client, received and sent to a server. A method without traffic is a dashed line at its final value.",
       option: () => ({
         xAxis: axis("bytes per client", { type: "value", min: 0, axisLabel: { color: css("--muted"), formatter: bytes }, splitLine: { show: false } }),
         yAxis: axis(`validation ${metric.title}`, { type: "value", scale: true, nameGap: 44,
@@ -48,7 +48,7 @@ page.views.push({
     });
     root.append(h("div", { class: "scroll" }, sortable([
       { name: "Method", text: true }, { name: `validation ${metric.title} at ${bytes(least)}`, show: (v) => show(v, metric) },
-      { name: "in the end", show: (v) => show(v, metric) }, { name: "bytes in the end", show: bytes },
+      { name: "final", show: (v) => show(v, metric) }, { name: "final bytes", show: bytes },
     ], talking.map((one) => ({ cells: [label(one), reachedAt(one, least), one.reached.at(-1) ?? NaN, one.bytes] })), { label: "At equal bytes" })));
   },
 });

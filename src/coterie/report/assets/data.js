@@ -1,4 +1,4 @@
-/* The data of the federation, and how the runs came about. */
+/* The data of the federation, and the provenance of the runs. */
 
 page.views.push({
   id: "data",
@@ -29,7 +29,7 @@ page.views.push({
         }),
       });
     }
-    root.append(h("p", { class: "note" }, "Training samples per label; every client's own histogram is in the view of clients."));
+    root.append(h("p", { class: "note" }, "Training samples per label; the histogram of each client is under Clients."));
   },
 });
 
@@ -39,7 +39,7 @@ page.views.push({
   ready: () => true,
   async draw(root, data) {
     root.append(h("h2", {}, "Run it again"), h("pre", { id: "command" }, data.command ?? ""),
-      h("p", { class: "note" }, "In the folder that holds the study's. Its config.toml is fully resolved: every setting is in it."));
+      h("p", { class: "note" }, "Run this in the parent of the study's folder. config.toml is fully resolved: it holds every setting."));
     if (data.study_config) root.append(h("details", {}, h("summary", {}, "config.toml"), h("pre", {}, data.study_config)));
     const environment = (stored) => {
       const hardware = stored.hardware ?? {};

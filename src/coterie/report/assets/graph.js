@@ -1,4 +1,4 @@
-/* The collaboration graph: clients are vertices, a line goes from a reader to the peers it read most. */
+/* The collaboration graph: clients are vertices, lines go from each client to the peers it used most. */
 
 page.views.push({
   id: "graph",
@@ -56,14 +56,14 @@ function drawGraph(root, data, methods) {
     lines.forEach((l) => { inDegree[l.to] += 1; });
     const radius = Math.max(5, Math.min(16, 520 / clients));
     const inside = lines.filter((l) => data.cluster[l.from] === data.cluster[l.to]).length;
-    const text = `${label(one)}: ${clients} clients, ${lines.length} lines to the ${state.peers} peers read most, ${inside} of them within a planted cluster`;
+    const text = `${label(one)}: ${clients} clients, ${lines.length} lines to the ${state.peers} most used peers, ${inside} of them within a planted cluster`;
     box.firstChild?.querySelector("[role=img]")?.setAttribute("aria-label", text);
     return {
       tooltip: {
         ...tooltipStyle(),
         formatter: (e) => (e.dataType === "edge"
-          ? `client ${e.data.source} read client ${e.data.target}: ${e.data.count} times`
-          : `client ${e.data.id}<br>${escapeText(clusterName(data, data.cluster[e.data.id]))}<br>found group ${groupsOf(one)[e.data.id]}<br>among the peers of ${inDegree[e.data.id]} clients`),
+          ? `client ${e.data.source} used the model of client ${e.data.target} ${e.data.count} times`
+          : `client ${e.data.id}<br>${escapeText(clusterName(data, data.cluster[e.data.id]))}<br>found group ${groupsOf(one)[e.data.id]}<br>a most used peer of ${inDegree[e.data.id]} clients`),
       },
       series: [{
         type: "graph", layout: state.layout === "circle" ? "none" : "force", roam: true, left: 40, right: 40, top: 30, bottom: 30,
@@ -88,20 +88,20 @@ function drawGraph(root, data, methods) {
   let drawn = null;
   const redraw = () => { if (drawn) drawn.draw(); };
   const most = page.unpacked.get(methods[0].peers).shape[1];
-  const colors = [["truth", "planted cluster"], ["communities", "communities of its reads"]];
-  if (data.labels.length) colors.push(["found", "label the method found"]);
+  const colors = [["truth", "planted cluster"], ["communities", "communities of reads"]];
+  if (data.labels.length) colors.push(["found", "cluster found by the method"]);
   const layouts = [["circle", "circle, by planted cluster"]];
-  if (clients <= 200) layouts.push(["force", "pulled together by reads"]);
+  if (clients <= 200) layouts.push(["force", "force-directed"]);
   const peers = h("input", { type: "range", min: 1, max: most, value: state.peers, "aria-label": "peers per client" });
   peers.addEventListener("input", () => { state.peers = Number(peers.value); redraw(); });
   root.append(h("h2", {}, "Collaboration graph"), h("div", { class: "controls" },
     select("Method", methods.map((one, i) => [i, label(one)]), (v) => { state.method = Number(v); redraw(); }, state.method),
     select("Color", colors, (v) => { state.color = v; redraw(); }, state.color),
-    select("Places", layouts, (v) => { state.layout = v; redraw(); }, state.layout),
+    select("Layout", layouts, (v) => { state.layout = v; redraw(); }, state.layout),
     h("label", {}, "Peers per client", peers)), box);
   drawn = chart(box, {
     height: Math.min(620, Math.max(300, box.clientWidth)), alt: "", option,
-    caption: "Each client and the peers it read most over the whole run, all seeds together; larger when more clients read it, shape and color by group. Drag to move, scroll to zoom; or arrows, + and −, and 0 for the whole.",
+    caption: "Each client and its most used peers over the whole run, all seeds together. Size: how many clients use it; shape and color: group. Drag to move, scroll to zoom; or arrows, + and −, and 0 for the whole.",
   });
   drawn.draw();
   if (data.clusters.length) {
@@ -115,7 +115,7 @@ function clusterName(data, id) {
   return cluster ? cluster.name : "no planted cluster";
 }
 
-/* Found groups against the planted clusters over rounds: labels of the method, or communities of its reads. */
+/* Found groups and planted clusters over rounds: labels of the method, or communities of its reads. */
 function drawFound(root, data, methods) {
   if (data.clusters.length < 2) return;
   const lines = [
@@ -127,11 +127,11 @@ function drawFound(root, data, methods) {
     })),
   ];
   const name = (line) => data.methods[line.method].label;
-  root.append(h("h2", {}, "Found groups against the planted clusters"));
+  root.append(h("h2", {}, "Found groups compared with the planted clusters"));
   chart(root, {
     height: 320,
     alt: `Adjusted Rand index over rounds; in the end: ${lines.map((l) => `${name(l)} ${show(l.points.at(-1)?.[1])} with ${show(l.groups)} groups`).join(", ")}`,
-    caption: "Adjusted Rand index: 1 is the planted partition, 0 what chance would give. For methods with labels of their own, those labels; for the others, communities of who read whom in each stretch of rounds.",
+    caption: "Adjusted Rand index: 1 for the planted partition, 0 by chance. Groups are the clusters that the method found, or else the communities of reads in each window of rounds.",
     option: () => ({
       xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
       yAxis: axis("adjusted Rand index", { type: "value", max: 1, nameGap: 40 }),

@@ -2,7 +2,7 @@
 
 const drawnViews = new Set();
 
-/* Under the tables of the first view: the main learning curve, and who read whom over the whole run. */
+/* Under the tables of the first view: the main learning curve, and the models that each client used over the whole run. */
 const glance = {
   async draw(root, data) {
     const place = root.querySelector("#glance");
@@ -15,14 +15,14 @@ const glance = {
       const box = h("div", {}, h("h3", {}, `Validation ${metricOf(data, data.metric).title}, mean over clients`));
       grid.append(box);
       chart(box, {
-        height: 330, alt: curveSentence(data, chosen, 0), caption: "More in the view of learning curves.",
+        height: 330, alt: curveSentence(data, chosen, 0), caption: "More under Learning curves.",
         option: () => curveOption(data, chosen, 0, true),
       });
     }
     if (data.reads) {
       const one = data.reads.methods.find((m) => data.methods[m.method].kind !== "random" && data.methods[m.method].kind !== "oracle") ?? data.reads.methods[0];
       await unpack(one.counts);
-      const map = heatmapOf(data, data.reads, `Who read whom: ${data.methods[one.method].label}`);
+      const map = heatmapOf(data, data.reads, `Which models each client used: ${data.methods[one.method].label}`);
       grid.append(map.element);
       const draw = () => drawWhole(map, data, one);
       page.redraw.set(map.element, draw);
@@ -62,7 +62,7 @@ function build() {
   for (const view of shown) {
     if (!panelOf(view.id)) {
       document.getElementById("panel").append(h("section", {
-        id: `view-${view.id}`, class: "view", role: "tabpanel", "aria-labeledby": `tab-${view.id}`, hidden: true,
+        id: `view-${view.id}`, class: "view", role: "tabpanel", "aria-labelledby": `tab-${view.id}`, hidden: true,
       }));
     }
   }
@@ -123,10 +123,10 @@ async function follow() {
         throw new Error(answer.statusText);
       }
       const over = page.data.methods.length && page.data.methods.every((m) => m.runs.every((r) => r.finished));
-      status.textContent = over ? "live: every run here has finished" : "live";
+      status.textContent = over ? "live: all runs have finished" : "live";
       document.body.dataset.signature = signature;
     } catch (error) {
-      status.textContent = "the connection is lost; trying again";
+      status.textContent = "connection lost; retrying";
     }
   }
 }

@@ -1,6 +1,6 @@
-/* Who read whom: a heatmap per method with a slider over rounds, the within-cluster share, and discovery. */
+/* Which models each client used: a heatmap per method with a slider over rounds, the within-cluster share, discovery. */
 
-/* A heatmap on a canvas of one pixel per cell, so that a thousand clients draw at once. Rows read, columns are read. */
+/* A heatmap on a canvas of one pixel per cell, so that a thousand clients draw at once. Rows: clients; columns: peers. */
 function heatmapOf(data, reads, title) {
   const side = Math.max(...reads.cell) + 1;
   const members = Array.from({ length: side }, () => []);
@@ -23,7 +23,7 @@ function heatmapOf(data, reads, title) {
     const who = (cell) => members[cell].map((c) => c).slice(0, 4).join(", ") + (members[cell].length > 4 ? ", …" : "");
     const cluster = (cell) => data.clusters.find((c) => c.id === data.cluster[members[cell][0]])?.name;
     const of = (cell) => `client ${who(cell)}${cluster(cell) ? ` (${cluster(cell)})` : ""}`;
-    readout.textContent = `${of(row)} read ${of(column)}: ${shown[row * side + column]} times`;
+    readout.textContent = `${of(row)} used the model of ${of(column)} ${shown[row * side + column]} times`;
   }
   canvas.addEventListener("mousemove", (event) => {
     const place = canvas.getBoundingClientRect();
@@ -65,7 +65,7 @@ function readSentence(data, reads, one, sum, text) {
     total += sum[c];
     if (cellCluster[Math.floor(c / side)] === cellCluster[c % side]) inside += sum[c];
   }
-  const share = total ? `${((100 * inside) / total).toFixed(1)} % of its reads stayed within the planted cluster` : "no reads";
+  const share = total ? `${((100 * inside) / total).toFixed(1)} % of reads are within the planted clusters` : "no reads";
   return `Heatmap of ${data.methods[one.method].label}, ${text}: ${share}`;
 }
 
@@ -79,7 +79,7 @@ function drawWhole(map, data, one) {
 
 page.views.push({
   id: "reads",
-  name: "Who read whom",
+  name: "Models used",
   ready: (data) => data.reads !== null,
   async draw(root, data) {
     const reads = data.reads;
@@ -118,10 +118,10 @@ page.views.push({
     }
 
     slider.addEventListener("input", () => { state.frame = Number(slider.value) === reads.ends.length - 1 ? null : Number(slider.value); redraw(); });
-    root.append(h("h2", {}, "Who read whom"), h("p", {}, "A row reads, a column is read; clients in order of planted cluster. " +
-      "Blocks on the diagonal mean that clients read their own kind."),
+    root.append(h("h2", {}, "Which models each client used"), h("p", {}, "A row for each client, a column for each peer whose model it used (a read); " +
+      "both in order of planted cluster. Blocks on the diagonal are reads within a cluster."),
     h("div", { class: "controls" }, h("label", {}, "Up to", slider), when,
-      checkbox("everything until then", state.whole, (on) => { state.whole = on; redraw(); }),
+      checkbox("cumulative", state.whole, (on) => { state.whole = on; redraw(); }),
       h("span", { class: "muted" }, "0 ", legend, most)),
     h("div", { class: "grid", id: "heatmaps" }, ...maps.map((map) => map.element)));
     if (side < data.cluster.length) {
@@ -138,8 +138,8 @@ function drawShare(root, data, reads) {
   root.append(h("h2", {}, "Share of reads within the planted cluster"));
   const ends = reads.methods.map((one) => `${data.methods[one.method].label} ${show(page.unpacked.get(one.share).values.at(-1), PERCENT)} %`);
   chart(root, {
-    height: 330, alt: `Within-cluster share of reads over rounds; at the last round: ${ends.join(", ")}; expected of random reading ${show(reads.expected, PERCENT)} %`,
-    caption: "Dashed gray: what reading at random would give on average. Bands: one standard deviation over seeds.",
+    height: 330, alt: `Within-cluster share of reads over rounds; at the last round: ${ends.join(", ")}; expected for random peers ${show(reads.expected, PERCENT)} %`,
+    caption: "Dashed gray: expectation for random peers. Bands: one standard deviation over seeds.",
     option: () => ({
       xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
       yAxis: axis("within-cluster share", { type: "value", min: 0, max: 1, nameGap: 44,
@@ -170,10 +170,10 @@ function drawDiscovery(root, data, reads) {
   chart(root, {
     height: 280, alt: "Share of clients that have found their cluster by each round: " +
       reads.methods.map((one) => `${label(one)} ${show(one.found.length / one.asked, PERCENT)} % in the end`).join(", "),
-    caption: "A client has found its cluster once its reads of the last five active rounds went 80 % of the way from reading at random to the best it could have read.",
+    caption: "A client has found its cluster once the within-cluster share of its reads in the last five active rounds is 80 % of the way from random to the largest possible.",
     option: () => ({
       xAxis: axis("round", { type: "value", min: 0, max: last, minInterval: 1, splitLine: { show: false } }),
-      yAxis: axis("clients that found theirs", { type: "value", min: 0, max: 1, nameGap: 44,
+      yAxis: axis("share of clients", { type: "value", min: 0, max: 1, nameGap: 44,
         axisLabel: { color: css("--muted"), formatter: tick(PERCENT) } }),
       tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip(PERCENT, "round") },
       series: reads.methods.flatMap((one) => {
@@ -187,8 +187,8 @@ function drawDiscovery(root, data, reads) {
     { name: "Method", text: true },
     { name: "found their cluster, %", show: (v) => show(v, PERCENT) },
     { name: "median round", show: (v) => show(v) },
-    { name: "communities against truth, ARI", show: (v) => v.toFixed(3) },
+    { name: "ARI of communities and planted clusters", show: (v) => v.toFixed(3) },
     { name: "NMI", show: (v) => v.toFixed(3) },
-    { name: "inequality of being read, Gini", show: (v) => v.toFixed(3) },
+    { name: "Gini of times read", show: (v) => v.toFixed(3) },
   ], rows, { label: "Discovery and communities per method" })));
 }

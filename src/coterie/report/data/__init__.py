@@ -1,8 +1,8 @@
-"""What the report and the live page draw: stored runs reduced to one JSON document of bounded size.
+"""The data of the report and the live page: stored runs reduced to one JSON document of bounded size.
 
-Long arrays are quantized, compressed and written as text (`packing.pack`), and what would grow with the square of the
-clients times the rounds is binned in time and, for large populations, over neighboring clients of one cluster. A page
-therefore stays small however long the run was; the parquet files keep every value.
+Long arrays are quantized, compressed and written as text (`packing.pack`). Arrays that would grow with clients² x
+rounds are binned in time and, for large populations, over neighboring clients of one cluster. A page therefore stays
+small for long runs; the parquet files keep every value.
 """
 
 import json
@@ -33,7 +33,7 @@ from coterie.results.summary import (
 
 
 def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder: Path | None = None) -> dict[str, Any]:
-    """Reduce the runs of one study to what the page draws.
+    """Reduce the runs of one study to the data of the page.
 
     Args:
         runs: at least one run.

@@ -1,4 +1,4 @@
-"""What a method cost: bytes, reads and forward passes over rounds, and what it reached for them."""
+"""The cost of a method: bytes, reads and forward passes over rounds, and the metric reached at that cost."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def cost(groups: dict[str, list[StoredRun]], metric: str) -> list[dict[str, Any]
 
     Args:
         groups: the runs of each method.
-        metric: what was reached, on the validation sets.
+        metric: the metric on the validation sets.
 
     Returns:
         An entry per method: totals of `received` bytes, `sent` (to a server), `bytes` (both), `reads`, `missing`, what

@@ -1,4 +1,4 @@
-"""Learning curves, of the population and of each client, and what each client ended with."""
+"""Learning curves of the population and of each client, and each client's final values."""
 
 from collections.abc import Sequence
 from typing import Any

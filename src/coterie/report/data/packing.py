@@ -51,12 +51,12 @@ def dense(
 
 
 def thin(count: int, most: int) -> Int[np.ndarray, " points"]:
-    """At most `most` of `count` places, evenly spread, the first and the last among them."""
+    """At most `most` of `count` indices, evenly spread, with the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
 
 
 def over_seeds(stacked: Float[np.ndarray, "*shape"]) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
-    """Mean and population deviation over the first axis, leaving out what is not there."""
+    """Mean and population standard deviation over the first axis, without missing values."""
     known = np.isfinite(stacked)
     count = np.maximum(known.sum(0), 1)
     mean = np.where(known, stacked, 0).sum(0) / count

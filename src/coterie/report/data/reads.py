@@ -1,4 +1,4 @@
-"""Who read whom over time, and what was found: heatmap frames, shares, discovery, communities, labels."""
+"""Which models each client used over time: heatmap frames, within-cluster shares, discovery, communities, labels."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +37,7 @@ def cells(cluster: Int[np.ndarray, " population"], most: int = MOST_CELLS) -> In
 
 
 def reads(groups: dict[str, list[StoredRun]], cluster: Int[np.ndarray, " population"]) -> dict[str, Any] | None:
-    """Who read whom over time, within-cluster share, and when clients found their cluster; None without any read."""
+    """Reads over time, within-cluster share, and when clients found their cluster; None without any read."""
     active = [(place, runs) for place, runs in enumerate(groups.values()) if any(len(run.edges) for run in runs)]
     if not active:
         return None
