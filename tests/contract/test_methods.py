@@ -9,7 +9,7 @@ from torch import nn
 
 from coterie.methods import METHODS
 from coterie.simulation.run import simulate
-from coterie.testing import check_method, tiny_federation, tiny_settings
+from coterie.testing import check_method, follow, run_grouped, tiny_federation, tiny_settings
 
 # Settings that suit six clients, three classes and four rounds, where the defaults do not.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -47,6 +47,17 @@ def test_method_keeps_the_contract(kind: str):
 def test_options_keep_the_contract(kind: str, settings: dict[str, Any]):
     """Options that exchange something else or draw otherwise."""
     check_method(METHODS[kind](**settings), relabel=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(kind for kind, method in METHODS.items() if method.server))
+def test_the_server_may_be_at_any_host(kind: str):
+    """Every host of each grouping; `check_method` tries the first, one in the middle and the last."""
+    federation, method = tiny_federation(), METHODS[kind](**SETTINGS.get(kind, {}))
+    whole = follow(method).state.params
+    for groups in ([[0], [1], [2], [3], [4], [5]], [[0], [1, 2, 3], [4, 5]], [[4, 2, 0], [1, 3, 5]]):
+        for server in range(len(groups)):
+            assert torch.equal(run_grouped(federation, method, groups, server=server), whole)
 
 
 @pytest.mark.parametrize("kind", sorted(METHODS))

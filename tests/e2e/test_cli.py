@@ -109,7 +109,7 @@ def whole(tmp_path_factory) -> Path:
     """The folder of a study that was not interrupted."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "tiny.toml").write_text(TINY)
-    status, _, err = finish(start(folder, "run", "tiny.toml"))
+    status, _, err = finish(start(folder, "run", "tiny.toml", "--workers", "1"))
     assert status == 0, err
     return folder / "runs" / "tiny"
 
@@ -125,7 +125,7 @@ def test_ctrl_c_leaves_a_study_that_goes_on_to_the_same_bytes(tmp_path, whole):
     command = err.strip().splitlines()[-1]
     assert command == "stopped; continue with: coterie resume runs/tiny"
     assert results(tmp_path / "runs/tiny") != results(whole)
-    status, out, err = finish(start(tmp_path, "resume", "runs/tiny"))
+    status, out, err = finish(start(tmp_path, "resume", "runs/tiny", "--workers", "1"))
     assert status == 0, err
     assert results(tmp_path / "runs/tiny") == results(whole)
 
@@ -152,7 +152,7 @@ def test_a_file_that_cannot_grow_is_one_line_and_the_study_goes_on_later(tmp_pat
     assert len(full.stderr.splitlines()) == 1, full.stderr
     assert "cannot write: File too large: runs/tiny/" in full.stderr
     assert "continue with: coterie resume runs/tiny" in full.stderr
-    status, _, err = finish(start(tmp_path, "resume", "runs/tiny"))
+    status, _, err = finish(start(tmp_path, "resume", "runs/tiny", "--workers", "1"))
     assert status == 0, err
     assert results(tmp_path / "runs/tiny") == results(whole)
 
@@ -160,7 +160,8 @@ def test_a_file_that_cannot_grow_is_one_line_and_the_study_goes_on_later(tmp_pat
 def test_rotated_mnist_dac_beats_random_and_everybody_reads_whom_they_should(tmp_path, data_dir):
     """DAC's mean over clusters is above Random's, Oracle never leaves its cluster, Random leaves it as chance says."""
     (tmp_path / "mnist.toml").write_text(MNIST)
-    status, out, err = finish(start(tmp_path, "run", "mnist.toml", "--data-dir", str(data_dir), "--json"))
+    arguments = ["run", "mnist.toml", "--data-dir", str(data_dir), "--json", "--workers", "1"]
+    status, out, err = finish(start(tmp_path, *arguments))
     assert status == 0, err
     rows = pd.DataFrame(json.loads(out)["rows"]).set_index(["label", "cluster", "metric"])["mean"]
     assert rows["DAC", "clusters", "accuracy"] > rows["Random", "clusters", "accuracy"]

@@ -29,6 +29,11 @@ class Separately(TorchDispatchMode):
     On some processors, the batched products of CPU libraries round by a matrix's position in the batch.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under the mode: PyTorch need not load its compiler (a second) to leave it out."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute one operation."""
         if func is torch.ops.aten.bmm.default:

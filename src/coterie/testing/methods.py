@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from safetensors.torch import load_file
 from torch import Tensor
 
 from coterie.data.federation import Federation
@@ -58,9 +59,8 @@ def check_method(
     settings = settings or tiny_settings()
     make = _Maker(federation, method, model, settings)
     _check_description(method)
-    _check_arguments(make)
-    whole = _check_repeats(make)
-    _check_resumes(make)
+    whole = _check_arguments(make)
+    _check_repeats(make, whole)
     _check_grouping(make, whole)
     _check_cohorts(make)
     if isinstance(method, PeerMethod):
@@ -178,11 +178,11 @@ def _check_description(method: Method) -> None:
     method.recorded()
 
 
-def _check_arguments(make: _Maker) -> None:
-    """`round` never changes its arguments, and memory has a row for each client."""
+def _check_arguments(make: _Maker) -> Float[Tensor, "clients params"]:
+    """`round` never changes its arguments, and memory has a row for each client; return the models in the end."""
     loop = make.loop()
     loop.step()
-    for _ in range(2):
+    while not loop.finished:
         state = loop.state
         before = copy.deepcopy(state)
         with warnings.catch_warnings(record=True) as said:
@@ -196,46 +196,41 @@ def _check_arguments(make: _Maker) -> None:
         for item in dataclasses.fields(memory) if memory is not None else ():
             value = getattr(memory, item.name)
             assert len(value) == len(loop.task), f"memory.{item.name} has no clients axis: {tuple(value.shape)}"
-    assert bool(torch.isfinite(loop.state.params).all()), "the models are not finite after two rounds"
+    assert bool(torch.isfinite(loop.state.params).all()), "the models are not finite after the last round"
+    return loop.state.params
 
 
-def _check_repeats(make: _Maker) -> Tensor:
-    """The same seed gives the same bytes, another seed another result."""
-    first = make.run()
-    assert torch.equal(first, make.run()), "the same seed gave another result"
-    assert not torch.equal(first, make.run(rng=Rng(4))), "another seed gave the same result"
-    return first
-
-
-def _check_resumes(make: _Maker) -> None:
-    """Going on from a checkpoint gives the bytes of a run that was not interrupted."""
+def _check_repeats(make: _Maker, whole: Tensor) -> None:
+    """The same seed gives the same bytes, interrupted or not; another seed gives another result."""
     federation, method, settings = make.federation, make.method, make.settings
     half = dataclasses.replace(settings, rounds=settings.rounds // 2)
     with tempfile.TemporaryDirectory() as name:
-        whole, parts = Path(name) / "whole", Path(name) / "parts"
-        simulate(federation, method, model=make.model, settings=settings, folder=whole)
-        simulate(federation, method, model=make.model, settings=half, folder=parts)
-        simulate(federation, method, model=make.model, settings=settings, folder=parts, resume=True)
+        once, parts = Path(name) / "once", Path(name) / "parts"
+        simulate(federation, method, model=make.model, settings=settings, seed=3, folder=once)
+        again = load_file(once / "checkpoint.safetensors")["state.params"]
+        assert torch.equal(again, whole), "the same seed gave another result"
+        simulate(federation, method, model=make.model, settings=half, seed=3, folder=parts)
+        simulate(federation, method, model=make.model, settings=settings, seed=3, folder=parts, resume=True)
         for file in ("checkpoint.safetensors", "metrics.parquet", "edges.parquet"):
-            assert (whole / file).read_bytes() == (parts / file).read_bytes(), f"a resumed run has another {file}"
+            assert (once / file).read_bytes() == (parts / file).read_bytes(), f"a resumed run has another {file}"
+    assert not torch.equal(make.run(rng=Rng(4)), whole), "another seed gave the same result"
 
 
 def _check_grouping(make: _Maker, whole: Tensor) -> None:
-    """Hosting the clients in any grouping gives the bytes of the simulation."""
+    """Hosting the clients in any grouping, with the server anywhere, gives the bytes of the simulation."""
     number = make.federation.population
     ids = list(range(number))
     groupings = {
-        "one client a host": [[i] for i in ids],
-        "uneven blocks": [ids[:1], ids[1 : number // 2 + 1], ids[number // 2 + 1 :]],
-        "mixed order": [ids[::2][::-1], ids[1::2]],
+        "one client a host": ([[i] for i in ids], number - 1),
+        "uneven blocks": ([ids[:1], ids[1 : number // 2 + 1], ids[number // 2 + 1 :]], 1),
+        "mixed order": ([ids[::2][::-1], ids[1::2]], 0),
     }
-    for name, groups in groupings.items():
-        servers = range(len(groups)) if len(groups) <= 3 else (0, len(groups) - 1)
-        for server in servers if make.method.server else (0,):
-            result = run_grouped(
-                make.federation, make.method, groups, model=make.model, settings=make.settings, server=server
-            )
-            assert torch.equal(result, whole), f"hosting {name} (server at host {server}) changes the result"
+    for name, (groups, place) in groupings.items():
+        server = place if make.method.server else 0
+        result = run_grouped(
+            make.federation, make.method, groups, model=make.model, settings=make.settings, server=server
+        )
+        assert torch.equal(result, whole), f"hosting {name} (server at host {server}) changes the result"
 
 
 def _check_cohorts(make: _Maker) -> None:

@@ -79,3 +79,16 @@ def play(monkeypatch):
         return result.steps(1)
 
     return start
+
+
+@pytest.fixture
+def planted():
+    """Make a federation whose clusters have some sizes, one after another: `planted([3, 1])`."""
+
+    def make(sizes: list[int]) -> Federation:
+        cluster = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+        federation = tiny_federation(len(cluster), len(sizes), train=4, validation=2)
+        assert federation.truth is not None
+        return dataclasses.replace(federation, truth=dataclasses.replace(federation.truth, cluster=cluster))
+
+    return make

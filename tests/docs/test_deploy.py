@@ -14,7 +14,7 @@ from coterie.cli.app import app
 from coterie.net import nodefile, roster
 from coterie.studies import config
 
-DOCS = Path(__file__).resolve().parents[3] / "docs/how-to"
+DOCS = Path(__file__).resolve().parents[2] / "docs/how-to"
 GUIDE = (DOCS / "deploy-in-three-hospitals.md").read_text()
 
 

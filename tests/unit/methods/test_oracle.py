@@ -1,0 +1,58 @@
+"""Oracle."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from coterie.errors import ConfigError
+from coterie.methods.local import Local
+from coterie.methods.oracle import Oracle
+from coterie.testing import tiny_federation
+
+
+def test_oracle_reads_its_own_cluster_only(play, planted):
+    """Invariant 29: the matrix of pulls is block-diagonal, and a cluster of q members pulls min(m, q - 1)."""
+    federation = planted([6, 3, 2])
+    run = play(Oracle(num_peers=4), federation).steps(5)
+    cluster = federation.truth.cluster
+    for info in run.infos[-5:]:
+        for i, row in enumerate(info["peers"].tolist()):
+            chosen = [j for j in row if j >= 0]
+            assert all(cluster[j] == cluster[i] for j in chosen)
+            assert i not in chosen
+            assert len(chosen) == min(4, int((cluster == cluster[i]).sum()) - 1)
+
+
+def test_oracle_alone_in_its_cluster_is_local(play, planted):
+    """Invariant 29: the singleton's models are those of local training, to the last bit."""
+    federation = planted([3, 1])
+    oracle, local = play(Oracle(), federation).steps(3), play(Local(), federation).steps(3)
+    assert torch.equal(oracle.state.params[3], local.state.params[3])
+    assert not torch.equal(oracle.state.params[0], local.state.params[0])
+
+
+def test_oracle_keeps_vehicles_and_animals_apart(play, planted):
+    """Invariant 29: 40 and 60 clients, as in the label shift of the papers; nobody reads across or itself.
+
+    The published code excluded the leftover index of a loop instead of the client, and gossiped with 40 .. 98.
+    """
+    run = play(Oracle(num_peers=5), planted([40, 60]))
+    _, info = run.exchange()
+    peers = info["peers"]
+    assert bool(((peers < 40) == (torch.arange(100) < 40)[:, None]).all())
+    assert not (peers == torch.arange(100)[:, None]).any()
+    assert peers.shape == (100, 5)
+
+
+def test_oracle_without_the_truth_is_refused(play):
+    federation = dataclasses.replace(tiny_federation(), truth=None)
+    with pytest.raises(ConfigError, match="needs the planted cluster"):
+        play(Oracle(), federation)
+
+
+def test_no_peers_at_all_is_refused_and_too_many_are_clamped(play):
+    with pytest.raises(ConfigError, match=r"num_peers is 0; expected a whole number, 1 or more"):
+        Oracle(num_peers=0)
+    _, info = play(Oracle(num_peers=99)).exchange()
+    assert info["peers"].shape[1] == 5

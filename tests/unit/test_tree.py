@@ -1,0 +1,119 @@
+"""Tests lie beside what they test: `unit/net/test_wire.py` and `test_wire_TOPIC.py` are of `coterie/net/wire.py`."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE, TESTS = ROOT / "src/coterie", ROOT / "tests"
+ABOUT_THE_WHOLE = {"conftest", "imports", "tree"}
+"""Tests in tests/unit itself that are about no single module."""
+
+ELSEWHERE = {
+    # files whose neighbor cannot be tested without them: one test for both
+    "cli/_catalog": "unit/cli/test_app.py",
+    "cli/_compare": "unit/papers/test_compare.py",
+    "cli/_report": "unit/cli/test_app.py",
+    "cli/_tables": "unit/papers/test_compare.py",
+    "data/plan": "unit/data/test_shifts.py",
+    "data/source": "unit/data/test_datasets.py",
+    "net/fleet": "unit/net/test_process.py",
+    "net/head": "unit/net/test_node.py",
+    "net/log": "unit/net/test_node.py",
+    "net/payload": "unit/net/test_wire.py",
+    "net/post": "unit/net/test_exchange.py",
+    "net/replay": "unit/net/test_node.py",
+    "net/setup": "unit/cli/test_net.py",
+    "net/transport": "unit/net/test_node.py",
+    "report/data/cost": "unit/report/test_data.py",
+    "report/data/curves": "unit/report/test_data.py",
+    "report/data/packing": "unit/report/test_data.py",
+    "report/data/reads": "unit/report/test_data.py",
+    "simulation/checkpoint": "unit/simulation/test_loop.py",
+    "simulation/settings": "unit/studies/test_config.py",
+    "studies/definition": "unit/studies/test_config.py",
+    # engines are tested by what a task computes with each of them; the native ones by what their programs compute
+    "engine/_base": "unit/engine/test_task.py",
+    "engine/_choice": "unit/engine/test_task.py",
+    "engine/_loop": "unit/engine/test_task.py",
+    "engine/_vmap": "unit/engine/test_task.py",
+    "engine/_work": "unit/engine/test_task_samples_passed.py",
+    "engine/native/compiler": "unit/engine/native/test_compiled.py",
+    "engine/native/library": "unit/engine/native/test_compiled.py",
+    "engine/native/program": "unit/engine/native/test_compiled.py",
+    "engine/native/stack": "unit/engine/native/test_compiled.py",
+    # what keeps one contract is tested by it
+    "exchange/base": "contract/test_exchanges.py",
+    "exchange/faulty": "contract/test_exchanges.py",
+    "exchange/in_memory": "contract/test_exchanges.py",
+    "exchange/mailbox": "contract/test_exchanges.py",
+    "net/local": "contract/test_exchanges.py",
+    "net/zenoh_transport": "contract/test_exchanges.py",
+    "testing/exchanges": "contract/test_exchanges.py",
+    "testing/methods": "contract/test_methods.py",
+    "testing/tiny": "contract/test_methods.py",
+    "methods/base": "contract/test_methods.py",
+    "methods/registry": "unit/test_imports.py",
+    # methods with a server are tested by what their papers claim
+    "methods/_presets": "paper/test_fedgwc.py",
+    "methods/cfl": "paper/test_clustered.py",
+    "methods/ditto": "paper/test_averaging.py",
+    "methods/fedavg": "paper/test_averaging.py",
+    "methods/fedgwc": "paper/test_fedgwc.py",
+    "methods/fedprox": "paper/test_averaging.py",
+    "methods/fesem": "paper/test_clustered.py",
+    "methods/ifca": "paper/test_clustered.py",
+    "methods/oneshot": "paper/test_clustered.py",
+    "methods/server": "paper/test_averaging.py",
+    "methods/sosicfl": "paper/test_sosicfl.py",
+    "models/simplex_layers": "paper/test_sosicfl.py",
+    # used by nearly every test
+    "__main__": "e2e/test_cli.py",
+    "errors": "unit/cli/test_app.py",
+    "_util/facts": "unit/methods/test_dac.py",
+    "_util/files": "unit/studies/test_run.py",
+    "net/hostile": "unit/net/test_wire.py",
+}
+"""Modules without a test beside their name, and the test that covers each."""
+
+
+def public(path: Path) -> str:
+    """The path of a module without its suffix, and without an underscore in front of its name."""
+    return path.with_name(path.stem.removeprefix("_")).as_posix()
+
+
+def modules(folder: Path) -> set[str]:
+    """The modules below a folder by their paths, packages too."""
+    return {public(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix == ".py" or path.is_dir()}
+
+
+def subjects(test: Path) -> set[str]:
+    """The modules that a test may be about: `a/test_b_c.py` is about `a/b_c` or `a/b`."""
+    folder, words = test.parent.as_posix(), test.stem.removeprefix("test_").split("_")
+    names = {"_".join(words[: i + 1]) for i in range(len(words))}
+    return names if folder == "." else {f"{folder}/{name}" for name in names}
+
+
+FOUND = [path.relative_to(TESTS / "unit") for path in sorted((TESTS / "unit").rglob("test_*.py"))]
+
+
+def test_every_test_of_a_unit_names_what_is_there():
+    known = modules(PACKAGE) | {
+        f"{other}/{name}" for other in ("benchmarks", "scripts") for name in modules(ROOT / other)
+    }
+    known |= ABOUT_THE_WHOLE
+    assert [path.as_posix() for path in FOUND if not subjects(path) & known] == []
+
+
+def test_every_module_has_its_test_beside_its_name_or_is_listed_with_the_one_that_covers_it():
+    """A module that gets its own test leaves the list."""
+    own = set().union(*map(subjects, FOUND))
+    files = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    bare = {path.with_suffix("").as_posix() for path in files if public(path) not in own}
+    assert bare == set(ELSEWHERE)
+    assert [test for test in ELSEWHERE.values() if not (TESTS / test).exists()] == []
+
+
+def test_names_of_tests_are_read_as_written():
+    """Otherwise the tests above could not fail."""
+    assert subjects(Path("net/test_engine_log.py")) == {"net/engine", "net/engine_log"}
+    assert subjects(Path("test_rng.py")) == {"rng"}
+    assert {"net/wire", "engine/vmap", "engine/native/stack"} <= modules(PACKAGE)
