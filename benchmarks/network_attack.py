@@ -11,12 +11,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import hostile
 import netlab
 import torch
 import zenoh
 
 from coterie.exchange.base import Message
-from coterie.net import hostile
 from coterie.net.exchange import RemoteExchange
 from coterie.net.outbox import Missing
 from coterie.net.payload import Template

@@ -51,9 +51,8 @@ ELSEWHERE = {
     "testing/methods": "contract/test_methods.py",
     "testing/tiny": "contract/test_methods.py",
     "methods/base": "contract/test_methods.py",
-    "methods/registry": "unit/test_imports.py",
+    "methods/cost": "unit/results/test_traffic.py",
     # methods with a server are tested by what their papers claim
-    "methods/_presets": "paper/test_fedgwc.py",
     "methods/cfl": "paper/test_clustered.py",
     "methods/ditto": "paper/test_averaging.py",
     "methods/fedavg": "paper/test_averaging.py",
@@ -70,7 +69,6 @@ ELSEWHERE = {
     "errors": "unit/cli/test_app.py",
     "_util/facts": "unit/methods/test_dac.py",
     "_util/files": "unit/studies/test_run.py",
-    "net/hostile": "unit/net/test_wire.py",
 }
 """Modules without a test beside their name, and the test that covers each."""
 

@@ -115,23 +115,9 @@ def from_dataset(
     seed: int = 0,
     name: str = "arrays",
 ) -> Federation:
-    """Make a federation from a PyTorch dataset of (input, target) pairs.
+    """Make a federation from a PyTorch dataset of (input, target) pairs, read once and in order.
 
-    Args:
-        dataset: the dataset, read once and in order.
-        clients: client id of each sample.
-        test: as for `from_arrays`, and so are all the others.
-        shift: see there.
-        clusters: see there.
-        classes: see there.
-        class_names: see there.
-        train: see there.
-        validation: see there.
-        validation_fraction: see there.
-        test_fraction: see there.
-        normalize: see there.
-        seed: see there.
-        name: see there.
+    `clients` has the client id of each sample; the other arguments are those of `from_arrays`.
 
     Raises:
         DataError: when its items are not pairs, or differ in shape.
@@ -160,22 +146,9 @@ def from_datasets(
     seed: int = 0,
     name: str = "arrays",
 ) -> Federation:
-    """Make a federation from PyTorch datasets of (input, target) pairs, one for each client.
+    """Make a federation from PyTorch datasets of (input, target) pairs, one for each client, in order.
 
-    Args:
-        datasets: the data of each client, in order.
-        test: as for `from_arrays`, and so are all the others.
-        shift: see there.
-        clusters: see there.
-        classes: see there.
-        class_names: see there.
-        train: see there.
-        validation: see there.
-        validation_fraction: see there.
-        test_fraction: see there.
-        normalize: see there.
-        seed: see there.
-        name: see there.
+    The other arguments are those of `from_arrays`.
 
     Raises:
         DataError: when the list is empty, or items differ in shape.

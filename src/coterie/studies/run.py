@@ -224,13 +224,8 @@ def resume_study(
 ) -> Study:
     """Go on with the study in a folder (that of a study, or of one of its runs).
 
-    Args:
-        folder: what `coterie run` named at its end, or when it was interrupted.
-        data_dir: as in `run_study`.
-        workers: as in `run_study`.
-        federation: as in `run_study`, for a study with data of its own.
-        model: as in `run_study`, for a study with a module of its own.
-        observer: as in `run_study`.
+    `folder` is what `coterie run` named at its end, or when it was interrupted; the other arguments are those of
+    `run_study`: a study with its own data or module needs `federation` or `model` again.
 
     Raises:
         ConfigError: when there is no study in the folder, or a package that has one of its methods is missing.

@@ -94,16 +94,7 @@ def run_sweep(
 ) -> tuple[Study, ...]:
     """Run a study for each point of its sweep; a study without one is run as it is.
 
-    Args:
-        study: a study, the path of a study file, or the name of a built-in one.
-        out: the folder under which the sweep's folder is made.
-        data_dir: as in `run_study`.
-        workers: as in `run_study`.
-        resume: as in `run_study`.
-        overwrite: as in `run_study`.
-        federation: as in `run_study`.
-        model: as in `run_study`.
-        observer: as in `run_study`.
+    The arguments are those of `run_study`; the sweep's folder is made under `out`.
 
     Returns:
         One study, or one for each choice of the settings of data and model.

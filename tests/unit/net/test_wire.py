@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import hostile
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from coterie.net import hostile, identity
+from coterie.net import identity
 from coterie.net.payload import Refused, Template, decode, encode
 from coterie.net.wire import Address, Assembler, Expectation, Parcel, canonical, seal
 
