@@ -12,12 +12,12 @@ from typing import Any
 import _measured
 import pandas as pd
 import torch
+from replay import replay
 from safetensors.torch import load_file
 
 from coterie.net import local, roster
 from coterie.net.identity import Identity
 from coterie.net.node import RunSpec
-from coterie.net.replay import replay
 from coterie.net.roster import Roster
 from coterie.net.transport import Transport
 from coterie.studies import config

@@ -20,7 +20,6 @@ ELSEWHERE = {
     "net/log": "unit/net/test_node.py",
     "net/payload": "unit/net/test_wire.py",
     "net/post": "unit/net/test_exchange.py",
-    "net/replay": "unit/net/test_node.py",
     "net/setup": "unit/cli/test_net.py",
     "net/transport": "unit/net/test_node.py",
     "report/data/cost": "unit/report/test_data.py",

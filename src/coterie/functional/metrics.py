@@ -11,13 +11,13 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from coterie._util.settings import parse, plain
+from coterie._util.settings import Configurable, parse, plain
 from coterie.errors import require
 
 Better = Literal["higher", "lower"]
@@ -27,7 +27,7 @@ Needs = Literal["classes", "regression", "server"]
 
 
 @dataclass(frozen=True)
-class Metric:
+class Metric(Configurable):
     """What the values of one name are, and how they are shown.
 
     Args:
@@ -62,17 +62,10 @@ class Metric:
     needs: Needs | None = None
     undefined: str = ""
 
-    def __post_init__(self) -> None:
-        fits = isinstance(self.name, str) and re.fullmatch("[a-z][a-z0-9_]*", self.name) is not None
+    def check(self) -> None:
+        """A name can be a key; what is not said follows from it."""
+        fits = re.fullmatch("[a-z][a-z0-9_]*", self.name) is not None
         require(fits, "name of a metric", self.name, "small letters, digits and underscores")
-        for name, valid in (
-            ("better", (*get_args(Better), None)),
-            ("over", get_args(Over)),
-            ("shown", get_args(Shown)),
-            ("needs", (*get_args(Needs), None)),
-        ):
-            value = getattr(self, name)
-            require(value in valid, f"{self.name}.{name}", value, f"one of {', '.join(map(str, valid))}")
         object.__setattr__(self, "title", self.title or self.name.replace("_", " "))
         object.__setattr__(self, "short", self.short or self.title)
 

@@ -48,10 +48,6 @@ class Cfl(ServerMethod):
         participation: "full": all clients in every round, whatever the run's participation; "partial": the run's
             participation, and a cluster is tested once every member's last update is known.
         max_age: with partial participation, rounds after which a last update is too old to count; None for never.
-
-    References:
-        Sattler, Müller, Samek, Clustered federated learning: model-agnostic distributed multitask optimization under
-        privacy constraints, 2020.
     """
 
     kind: ClassVar[str] = "cfl"

@@ -289,9 +289,6 @@ class Dac(PeerMethod):
         scaling: "none", or "minmax": known similarities are scaled to [0, 1] before the softmax.
         eps: $\varepsilon$ of the inverse similarities.
         eps_p: floor $\varepsilon_p$ of the probabilities.
-
-    References:
-        Listo Zec et al. 2022 (DAC); Listo Zec et al. 2024 (similarities and FedSim).
     """
 
     kind: ClassVar[str] = "dac"

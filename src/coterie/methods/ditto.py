@@ -38,9 +38,6 @@ class Ditto(OneModel):
         interleaved: both models see the same mini-batches, as in the original code; otherwise each draws its own.
         personal_epochs: epochs of the personal model; those of the run when None.
         personal_steps: steps of the personal model instead.
-
-    References:
-        Li, Hu, Beirami, Smith, Ditto: fair and robust federated learning through personalization, 2021.
     """
 
     kind: ClassVar[str] = "ditto"

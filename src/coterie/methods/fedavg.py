@@ -29,9 +29,6 @@ class FedAvg(OneModel):
 
     Args:
         weights: of the clients: "samples" ($n_k$) or "uniform".
-
-    References:
-        McMahan et al., Communication-efficient learning of deep networks from decentralized data, 2017.
     """
 
     kind: ClassVar[str] = "fedavg"
@@ -59,9 +56,6 @@ class FedAvgM(OneModel):
         momentum: $\beta$, in [0, 1).
         server_lr: $\eta_s$.
         nesterov: step along $d + \beta v$ instead, as the authors' experiments do.
-
-    References:
-        Hsu, Qi, Brown, Measuring the effects of non-identical data distribution, 2019.
     """
 
     kind: ClassVar[str] = "fedavgm"

@@ -95,10 +95,6 @@ class FedGwc(WithPresets, ServerMethod):
         nesterov: of "fedavgm".
         mu: of "fedprox"; the penalty is no part of the losses.
         trace: losses sent, when local training is counted in epochs; with steps, one each.
-
-    References:
-        Licciardi, Leo, Fanì, Caputo, Ciccone, Interaction-aware Gaussian weighting for clustered federated
-        learning, 2025.
     """
 
     kind: ClassVar[str] = "fedgwc"

@@ -36,9 +36,6 @@ class FedProx(OneModel):
         weights: weights of the clients in the mean: "samples" or "uniform".
         sampling: clients are drawn uniformly, or with probability proportional to their samples (then the paper
             averages with uniform weights).
-
-    References:
-        Li et al., Federated optimization in heterogeneous networks, 2020.
     """
 
     kind: ClassVar[str] = "fedprox"

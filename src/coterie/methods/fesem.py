@@ -38,10 +38,6 @@ class FeSem(ServerMethod):
         features: distances over "all" trained parameters, or those of the "last_layer" as in the authors' code.
         recluster_every: rounds between two E-steps.
         min_group: a center to which fewer models came back stays.
-
-    References:
-        Long, Xie, Shen, Zhou, Wang, Jiang, Multi-center federated learning: clients clustering for better
-        personalization, 2023.
     """
 
     kind: ClassVar[str] = "fesem"

@@ -29,9 +29,6 @@ class FixTopology(PeerMethod):
 
     Args:
         num_peers: peers of each client ($m$); clamped to population - 1.
-
-    References:
-        The baseline of Li & Wu (PANM), 2022.
     """
 
     kind: ClassVar[str] = "fix-topology"

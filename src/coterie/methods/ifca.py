@@ -52,9 +52,6 @@ class Ifca(ServerMethod):
         resample_share: see `start`.
         group_rounds: see `start`.
         min_group: a cluster with fewer clients in a round keeps its model.
-
-    References:
-        Ghosh, Chung, Yin, Ramchandran, An efficient framework for clustered federated learning, 2020.
     """
 
     kind: ClassVar[str] = "ifca"

@@ -24,9 +24,6 @@ class OneShot(ServerMethod):
     Args:
         clusters: number of groups.
         warmup_rounds: rounds of plain FedAvg; the last of them groups the clients.
-
-    References:
-        A baseline of several papers: the federation is clustered once on the server, from full models.
     """
 
     kind: ClassVar[str] = "one-shot"

@@ -37,10 +37,6 @@ class Oracle(PeerMethod):
 
     Args:
         num_peers: peers read each round ($m$); clamped to the size of the cluster - 1.
-
-    References:
-        Baseline of Listo Zec et al., Decentralized adaptive clustering of deep nets is beneficial for client
-        collaboration, 2022.
     """
 
     kind: ClassVar[str] = "oracle"

@@ -40,9 +40,6 @@ class Pens(PeerMethod):
         stage_one_rounds: length of stage one ($T_1$).
         threshold: strict lower bound on the number of times kept: "expected", $m T_1 / (K - 1)$, the chance mean;
             "dac_repo", $m T_1 / K$; "pens_repo", $m T_1 / (K - 1) - 1$, among those kept at least once.
-
-    References:
-        Onoszko et al., Decentralized federated learning of deep neural networks on non-iid data, 2021.
     """
 
     kind: ClassVar[str] = "pens"

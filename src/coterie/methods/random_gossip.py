@@ -16,9 +16,6 @@ class Random(PeerMethod):
 
     Args:
         num_peers: peers read each round ($m$); clamped to population - 1.
-
-    References:
-        Boyd et al., Randomized gossip algorithms, 2006.
     """
 
     kind: ClassVar[str] = "random"

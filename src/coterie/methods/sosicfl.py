@@ -261,9 +261,6 @@ class SosicFl(SimplexMethod):
     """Federated averaging of a simplex of heads; groups of clients train and use their own region of it.
 
     See `SimplexMethod` for the settings.
-
-    References:
-        Grinwald, Wiesner, Nakajima, Federated learning over connected modes, 2024.
     """
 
     kind: ClassVar[str] = "sosicfl"

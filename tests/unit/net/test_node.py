@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from replay import replay
 from torch import nn
 
 from coterie.errors import ConfigError, PeerMismatch
@@ -19,7 +20,6 @@ from coterie.net.head import study_hash
 from coterie.net.log import Log, exposition
 from coterie.net.node import Node, Patience, RunSpec
 from coterie.net.post import Terms
-from coterie.net.replay import replay
 from coterie.net.transport import Hub, InProcess
 from coterie.results import traffic
 from coterie.simulation.loop import Loop
