@@ -61,7 +61,8 @@ def typed(thing: Callable[..., Any]) -> tuple[Callable[..., Any], bool]:
 def checked(thing: Any) -> Any:
     """Return a function or a dataclass that checks what it is given and returns; an axis has one length in all."""
     if isinstance(thing, type):
-        if dataclasses.is_dataclass(thing) and "__init__" in vars(thing):
+        refuses_itself = getattr(thing, "__no_type_check__", False)
+        if dataclasses.is_dataclass(thing) and "__init__" in vars(thing) and not refuses_itself:
             thing.__init__ = checked(thing.__init__)
         return thing
     if isinstance(thing, classmethod | staticmethod):
