@@ -109,6 +109,12 @@ def settable(cls: type[Any]) -> dict[str, Any]:
     return {item.name: hints[item.name] for item in fields(cls) if item.init}
 
 
+def brief(value: Configurable) -> str:
+    """Write an instance with the fields that differ from their defaults."""
+    said = [item for item in fields(value) if getattr(value, item.name) != item.default]  # type: ignore[arg-type]
+    return f"{type(value).__name__}({', '.join(f'{item.name}={getattr(value, item.name)!r}' for item in said)})"
+
+
 def required(cls: type[Any]) -> set[str]:
     """Return the fields of a dataclass that have no default."""
     return {f.name for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING}

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from coterie._util import pages
 from coterie._util.facts import Told
+from coterie._util.settings import brief
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
 from coterie.exchange.base import Exchange
 from coterie.exchange.in_memory import InMemory
-from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS
+from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics
 from coterie.methods.base import Method
 from coterie.models.layout import ModelSource, source
 from coterie.rng import Rng
@@ -78,17 +79,18 @@ class Run(Told):
         last = int(table["round"].to_numpy().max())
         tests = table.loc[((table["split"] == "test") & (table["round"] == last)).to_numpy()]
         best = tests.loc[(tests["model"] == "best").to_numpy()]
-        final = {
-            f"test {metric}": f"{rows['value'].mean():.4g} ± {rows['value'].std(ddof=0):.2g} (mean ± std over clients)"
-            for metric, rows in (tests if best.empty else best).groupby("metric", sort=False, observed=True)
-        }
+        known, final = Metrics({**REGISTRY, **self.method.recorded()}), {}
+        for name, rows in (tests if best.empty else best).groupby("metric", sort=False, observed=True):
+            metric, value = known[str(name)], rows["value"]
+            spread = f"{metric.show(value.mean())} ± {metric.show(value.std(ddof=0))}"
+            final[metric.heading("test")] = f"{spread} (mean ± std over clients)"
         lost = f"{len(self.diverged)} of {len(self.params)} clients" if self.diverged else "no client"
         return f"Run of {self.label!r} with seed {self.seed}", {
-            "method": self.method,
+            "method": brief(self.method),
             "clients": len(self.params),
             "rounds": last + 1,
             **final,
-            "diverged": lost,
+            DIVERGED.title: lost,
             "folder": self.folder or "none: nothing was written",
         }
 

@@ -29,8 +29,9 @@ def test_print_tells_method_rounds_the_final_test_metrics_and_the_folder(run):
     title, facts = run.facts()
     assert title == "Run of 'random' with seed 3"
     assert (facts["rounds"], facts["clients"], facts["diverged"]) == (2, 6, "no client")
-    assert facts["test accuracy"] == f"{np.mean(values):.4g} ± {np.std(values):.2g} (mean ± std over clients)"
-    for part in (title, "Random(num_peers=2)", facts["test accuracy"], str(run.folder)):
+    shown = f"{100 * np.mean(values):.2f} ± {100 * np.std(values):.2f} (mean ± std over clients)"
+    assert facts["test accuracy in %"] == shown
+    for part in (title, "Random(num_peers=2)", shown, str(run.folder)):
         assert part in str(run)
         assert part.replace("'", "&#x27;") in run._repr_html_()
 
