@@ -1,4 +1,4 @@
-"""A method of a separate installed package: run, kill, resume, tune and every command that reads; then without it."""
+"""A method and a metric of another package: run, kill, resume, tune and every command that reads; then without it."""
 
 import json
 import os
@@ -16,7 +16,10 @@ import os, signal
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
+
 from coterie.functional import aggregation, selection
+from coterie.functional.metrics import Metric
 from coterie.methods.base import PeerMethod, mixing
 
 
@@ -30,6 +33,7 @@ class Ring(PeerMethod):
 
     kind: ClassVar[str] = "ring"
     summary: ClassVar[str] = "average with the next client"
+    reports = (Metric("trust", title="trust in the next", better="higher", unit="%", scale=100, digits=1),)
     step: int = 1
 
     def exchange(self, rnd, state):
@@ -38,7 +42,8 @@ class Ring(PeerMethod):
         peers = selection.within(((rnd.ids + self.step) % rnd.task.population)[:, None], rnd.candidates)
         inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
         weights, own = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
-        return replace(state, params=inbox.mix(weights, own=state.params, own_weight=own)), mixing(inbox, weights, own)
+        state = replace(state, params=inbox.mix(weights, own=state.params, own_weight=own))
+        return state, {**mixing(inbox, weights, own), "trust": torch.full((len(rnd.ids),), 0.1 * rnd.index)}
 
 
 @dataclass(frozen=True)
@@ -142,9 +147,19 @@ def test_a_method_of_another_package_goes_everywhere_and_is_read_without_it(tmp_
     assert json.loads(stored.read_text())["done"] is True
     assert "other: step = " in tuned
     assert "ring: average with the next client" in methods
-    assert {row["label"] for row in json.loads(shown)["rows"]} == {"ring", "other", "local"}
+    rows = json.loads(shown)["rows"]
+    assert {row["label"] for row in rows} == {"ring", "other", "local"}
+    trust = {row["label"]: row["mean"] for row in rows if row["metric"] == "trust" and row["cluster"] == "all"}
+    assert trust == {"ring": pytest.approx(0.5), "other": pytest.approx(0.5)}, "what the last round reported"
+    assert "trust" in compared
 
     plot = ("plot", "runs/rings", "--figure", "curves", "--format", "svg", "--out", "curves.svg")
-    *without, _, _ = place.commands(*reading, ("report", "runs/rings"), plot, installed=False)
+    *without, table, _, _ = place.commands(
+        *reading, ("show", "runs/rings"), ("report", "runs/rings"), plot, installed=False
+    )
     assert without == [shown, listed, compared]
+    assert "trust in the next" in table
+    page = (tmp_path / "runs/rings/report.html").read_text()
+    assert "rust in the next in %, higher is better" in page
+    assert "50.0" in page
     assert (tmp_path / "curves.svg").exists()
