@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class Told:
+class Described:
     """What is shown as a title and a few facts; subclasses say which in `facts`."""
 
     def facts(self) -> tuple[str, Mapping[str, Any]]:
-        """Return the title, and what is told by its name."""
+        """Return the title, and each fact by its name."""
         raise NotImplementedError
 
     def __str__(self) -> str:

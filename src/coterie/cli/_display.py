@@ -87,13 +87,13 @@ def _live(studies: Sequence[StudyConfig], console: Console) -> Iterator[Observer
 
 def _lines(console: Console, every: float = SECONDS) -> Observer:
     """A line for each run that has come to its end, and otherwise one every few seconds."""
-    started = told = time.monotonic()
+    started = shown = time.monotonic()
 
     def observe(step: Step) -> None:
-        nonlocal told
+        nonlocal shown
         now, number = time.monotonic(), step.round + 1
-        if number == step.rounds or now - told >= every:
-            told = now
+        if number == step.rounds or now - shown >= every:
+            shown = now
             parts = (f"{step.label}, seed {step.seed}: round {number}/{step.rounds}", _quality(step))
             text = ", ".join(filter(None, parts))
             console.print(f"{text} ({now - started:.0f} s)", highlight=False, markup=False)
@@ -118,8 +118,8 @@ def states(folder: Path, study: StudyConfig) -> Iterator[str]:
             done = checkpoint.rounds_done(run)
             state = "not begun" if done is None else f"at round {max(done, 0)} of {rounds}"
             seeds.setdefault("finished" if checkpoint.finished(run) else state, []).append(str(seed))
-        told = (f"seed{'s' * (len(own) > 1)} {', '.join(own)} {state}" for state, own in seeds.items())
-        yield f"  {entry.label}: {'; '.join(told)}"
+        parts = (f"seed{'s' * (len(own) > 1)} {', '.join(own)} {state}" for state, own in seeds.items())
+        yield f"  {entry.label}: {'; '.join(parts)}"
 
 
 def results(study: Study, console: Console) -> None:

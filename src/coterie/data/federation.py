@@ -17,7 +17,7 @@ from jaxtyping import Float, Int, Shaped
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from coterie._util.facts import Told, spread
+from coterie._util.facts import Described, spread
 from coterie._util.files import replacing
 from coterie.data.source import all_finite
 from coterie.errors import DataError
@@ -68,7 +68,7 @@ class TestSet:
 
 
 @dataclass(frozen=True, repr=False)
-class Federation(Told):
+class Federation(Described):
     """The data of a population of clients.
 
     Args:

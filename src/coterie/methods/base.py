@@ -130,7 +130,7 @@ class Round:
 
     @property
     def candidates(self) -> Bool[Tensor, "clients population"]:
-        """Whom each client may read: everybody reachable but itself."""
+        """Which members each client may pull from: all that are reachable but itself."""
         allowed = pages.copy(self.reachable.expand(len(self.ids), -1))
         return allowed.scatter_(1, self.ids[:, None], False)
 
@@ -148,7 +148,7 @@ class Method(Configurable, ABC):
         server: whether it needs a server.
         order: which comes first in a round when the run does not say.
         tracks: how many models each client trains in a round.
-        timed_against: the kind of method against whose best accuracy its speed is told.
+        timed_against: the kind of method against whose best accuracy the time to accuracy is measured.
         reports: the metrics of its own that its rounds report, beside those of the classes that it extends.
     """
 
@@ -229,7 +229,7 @@ class Method(Configurable, ABC):
             round: the number of the round, from 0.
 
         Raises:
-            ConfigError: when it cannot be told from the settings.
+            ConfigError: when the settings do not determine it.
         """
         if self.exchanges:
             raise ConfigError(f"no prediction of what {self.kind} costs; count what a run of it cost")
@@ -318,7 +318,7 @@ def drawn_uniformly(
     Args:
         rnd: the round.
         count: how many.
-        allowed: whom each client may choose.
+        allowed: which members each client may choose.
         purpose: names the stream.
     """
     parts = []

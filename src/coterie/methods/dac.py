@@ -222,11 +222,11 @@ class Acquaintance:
         for first in range(0, clients, ROWS):
             rows = slice(first, first + ROWS)
             mine = self.rows(rows)
-            told = mine.usable(drop_nonpositive=drop_nonpositive)
+            shared = mine.usable(drop_nonpositive=drop_nonpositive)
             if relay == "direct":
-                told &= mine.status == MEASURED
-            known[rows] = told
-            values[rows].copy_(mine.similarity).masked_fill_(~told, 0)
+                shared &= mine.status == MEASURED
+            known[rows] = shared
+            values[rows].copy_(mine.similarity).masked_fill_(~shared, 0)
         return {"similarity": values, "known": known}
 
     def with_estimates(

@@ -90,8 +90,8 @@ class Panm(PeerMethod):
     def message(self, task: Task, state: State) -> Message:
         """Publish the model and the extras that the score needs."""
         extras = {"update": state.memory.update, "origin": state.memory.origin}
-        told = {name: value for name, value in extras.items() if value.shape[1]}
-        return Message(state.params, {"samples": task.samples, **told})
+        sent = {name: value for name, value in extras.items() if value.shape[1]}
+        return Message(state.params, {"samples": task.samples, **sent})
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Pull and score peers, match neighbors, pull the neighbors not read yet, average."""

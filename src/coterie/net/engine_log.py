@@ -21,7 +21,7 @@ LEVELS = "error,zenoh_link_tls=warn,zenoh::net::routing::interceptor=trace"
 """What the engine is asked to say; RUST_LOG in the environment wins."""
 _PAUSE = 10.0  # seconds between two events of the same refusal: nobody fills the log from outside
 _SESSIONS = 4096  # sessions whose member is known by name
-_KINDS = 64  # refusals that are told apart
+_KINDS = 64  # kinds of refusals that are counted separately
 _LINE = re.compile(r"\S+\s+(ERROR|WARN|INFO|DEBUG|TRACE) .*?ThreadId\((\d+)\) ([\w:]+): (.*)")
 _RULING = re.compile(
     r"(Using cached result: )?([0-9a-f]+)(?: on .*CertCommonName\((.*?)\).*)? "
@@ -59,7 +59,7 @@ class EngineLog:
     ) -> None:
         self.times: Counter[str] = Counter()
         self._log, self._out, self._clock, self._everything = log, out, clock, everything
-        self._untold: Counter[_Kind] = Counter()
+        self._unreported: Counter[_Kind] = Counter()
         self._told: dict[_Kind, float] = {}
         self._newest: dict[_Kind, str] = {}
         self._denied: dict[str, tuple[str, str]] = {}  # by the engine's thread: whom it has just denied what
@@ -109,7 +109,7 @@ class EngineLog:
         kind, now = (reason, peer, re.sub(r"\d+", "0", text)), self._clock()
         if kind not in self._told and len(self._told) >= _KINDS:
             kind = (reason, "", "more")
-        self._untold[kind] += 1
+        self._unreported[kind] += 1
         self._newest[kind] = text[:300]
         if kind not in self._told or now - self._told[kind] >= _PAUSE:
             self._told[kind] = now
@@ -117,12 +117,12 @@ class EngineLog:
 
     def _tell(self, kind: _Kind) -> None:
         reason, peer, _ = kind
-        who, times = ({"peer": peer} if peer else {}), self._untold.pop(kind)
+        who, times = ({"peer": peer} if peer else {}), self._unreported.pop(kind)
         self._log("turned_away", level="warning", reason=reason, **who, text=self._newest[kind], times=times)
 
     def close(self) -> None:
         """Log the remaining events."""
-        for kind in list(self._untold):
+        for kind in list(self._unreported):
             self._tell(kind)
 
     def samples(self) -> list[Sample]:

@@ -127,8 +127,8 @@ def schema_hash(layout: Layout) -> str:
 def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """Name the settings in which two nodes differ, with both values; "" when there are none."""
     keys = [k for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k)]
-    told = [f"{k} is {theirs.get(k)!r} there and {mine.get(k)!r} here" for k in keys[:4]]
-    return "; ".join(told) + ("; and more" if len(keys) > 4 else "")
+    differ = [f"{k} is {theirs.get(k)!r} there and {mine.get(k)!r} here" for k in keys[:4]]
+    return "; ".join(differ) + ("; and more" if len(keys) > 4 else "")
 
 
 def check_study(roster: Roster, settings: Mapping[str, Any], schema: str, others: Mapping[str, Head]) -> list[str]:

@@ -158,7 +158,9 @@ def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
         with opened(file, insecure=insecure) as node:
             node.run()
     except (KeyboardInterrupt, SystemExit):
-        Log(name, level=file.log)("stopped", level="warning", text="told to end; started again it goes on from here")
+        Log(name, level=file.log)(
+            "stopped", level="warning", text="stopped by a signal; when started again, it continues from here"
+        )
         raise
     summary.write_summary(folder.parent.parent)
     return 0

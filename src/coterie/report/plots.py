@@ -262,10 +262,10 @@ def content_of(run: StoredRun, by: str) -> tuple[list[str], np.ndarray]:
     study = run.folder.parent.parent
     if by == "class":
         path = study / FEDERATION
-        told = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-        if "labels" not in told:
+        stored = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        if "labels" not in stored:
             raise DataError(f"{path} does not tell the classes of each client; run the study again to write it")
-        return [str(name) for name in told["classes"]], np.array(told["labels"])
+        return [str(name) for name in stored["classes"]], np.array(stored["labels"])
     cluster = run.clients.to_numpy()
     names = cluster_names(study, (int(c) for c in np.unique(cluster)))
     return list(names.values()), (cluster[:, None] == np.array(list(names))).astype(int)

@@ -16,7 +16,7 @@ def total(method: Method, setting: Setting, rounds: int) -> Cost:
     """Predict the cost of a whole run for one client.
 
     Raises:
-        ConfigError: for a method whose cost cannot be told from its settings.
+        ConfigError: for a method whose settings do not determine its cost.
     """
     return sum((method.cost(setting, round) for round in range(rounds)), Cost())
 
@@ -29,7 +29,7 @@ def between_machines(method: Method, setting: Setting, rounds: int) -> float:
     the measurement, where clients fetch what they measure: after each round, to validate it, and in the end, to test.
 
     Raises:
-        ConfigError: for a method whose cost cannot be told from its settings.
+        ConfigError: for a method whose settings do not determine its cost.
 
     Example:
         >>> from coterie.methods.random_gossip import Random

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coterie._util import pages
-from coterie._util.facts import Told
+from coterie._util.facts import Described
 from coterie._util.settings import brief
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
@@ -50,7 +50,7 @@ Observer = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, repr=False)
-class Run(Told):
+class Run(Described):
     """The result of a run.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Settings: how a run goes, whatever the method."""
+"""Settings: everything about a run that does not depend on its method."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ Schedule = Literal["synchronous", "sequential_exchange", "sequential"]
 
 @dataclass(frozen=True)
 class Settings(Configurable):
-    """How a run goes; the same for every method of a study unless a method overrides `local`.
+    """Everything about a run that does not depend on its method; a method of a study may override any of it.
 
     Args:
         rounds: rounds of exchange and training after the warm-up ($T$).
@@ -31,29 +31,28 @@ class Settings(Configurable):
         warmup_epochs: local epochs before the first exchange; `local.epochs` when None. Not for "train_first".
         participation: share of clients in (0, 1], or a count above 1, that takes part in a round.
         patience: rounds without a better validation loss after which a client stops; None for never.
-        stopped_broadcast: whether a stopped client publishes its "best" or its "last" model.
-        evaluate: the final test uses the "best_val" model of each client or its "final" one.
-        buffers: what a merge does with running statistics: "average", "local" or "reset".
+        stopped_broadcast: the model that a stopped client keeps publishing.
+        evaluate: the model of each client in the final test: the best on its validation data, or the last.
+        buffers: BatchNorm statistics after a merge: averaged like parameters, the client's own, or initial values.
         engine: "auto" or a name of `engine.ENGINES`.
-        block: clients trained at once; chosen when None.
+        block: number of clients trained at once; chosen when None.
         device: "cpu", "cuda", ...
         dtype: "float32" or "float64".
-        precision: of the products in training and measuring: "full", that of `dtype`; "tf32", on a CUDA device; "bf16",
-            bfloat16 beside parameters in float32. Optimizers, merges and losses keep `dtype`.
+        precision: of matrix products in training and evaluation: "full" is that of `dtype`; "tf32" needs a CUDA device;
+            "bf16" is bfloat16 with parameters in float32. Optimizers, merges and losses keep `dtype`.
         cuda_graphs: on a CUDA device: capture the steps of a block of clients and replay them (vmap engine).
-        validate_every: rounds between two measurements on the validation data, 1 or more.
+        validate_every: rounds between two evaluations on the validation data.
         eval_every: rounds between two evaluations on the test sets, a multiple of `validate_every`; 0 for the end only.
-        extra_metrics: further metrics of every evaluation on the test sets, for classes: "balanced_accuracy",
-            "train_prior_accuracy", and with a server "global_accuracy", of the model for everybody (or of the
-            client's cluster) on all test sets together; at the end "clusters" (how many, Rand, WAS, WADB; see
-            `outcome.cluster_metrics`), "maxima" over the evaluated rounds (see `outcome.maxima`) and "reductions" of
-            the final accuracy with other weights than one a client (see `metrics.federated`). Of every round, in
-            simulations with a server: "gradient_variance", the total variance of the last layer's updates over the
-            round's clients (see `metrics.total_variance`; of all endpoints of a simplex), "composed_gradient_variance",
-            that of the layer composed at the simplex's barycenter, and with FedGWC "interaction_change", the running
-            mean that decides when a client's cluster has settled.
-        checkpoint_seconds: least time between two checkpoints; 0 for one after every round. Where writing one takes
-            long, they come so seldom that it takes a twentieth of the time.
+        extra_metrics: further metrics of a classification run. At every test evaluation: "balanced_accuracy",
+            "train_prior_accuracy", and with a server "global_accuracy", of the global model (or that of the client's
+            cluster) on all test sets together. At the end: "clusters" (number of clusters, Rand, WAS, WADB), "maxima"
+            over the evaluated rounds, and "reductions" of the final accuracy, weighted by samples and by clusters. In
+            every round of a simulation with a server: "gradient_variance", the total variance of the last layer's
+            updates over the cohort (of all endpoints of a simplex); "composed_gradient_variance", that of the layer
+            composed at the simplex's barycenter; with FedGWC "interaction_change", the running mean that decides
+            whether a cluster is split.
+        checkpoint_seconds: shortest time between two checkpoints; 0 for one after every round. The interval grows where
+            writing takes long: at most a twentieth of the time is spent on it.
     """
 
     rounds: NonNegativeInt = 30
@@ -79,14 +78,14 @@ class Settings(Configurable):
     checkpoint_seconds: NonNegativeFloat = 30.0
 
     def check(self) -> None:
-        """Evaluations come with measurements; a state that is kept belongs to the synchronous schedule."""
+        """Test evaluations come with validation; optimizer states are kept in the synchronous schedule only."""
         every = self.validate_every
         require(self.eval_every % every == 0, "eval_every", self.eval_every, f"a multiple of validate_every ({every})")
         keeps = self.local.persistent_client_optimizer and self.schedule != "synchronous"
         require(not keeps, "local.persistent_client_optimizer", True, "schedule = 'synchronous' with it")
 
     def keeps_best(self, server: bool) -> bool:
-        """Return whether the best model of each client is needed: for the final test, or to go on being read.
+        """Return whether the best model of each client is needed: in the final test, or to be published when it stops.
 
         Args:
             server: whether the method has a server; then nobody stops early.

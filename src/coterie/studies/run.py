@@ -335,7 +335,7 @@ def _conclude(study: StudyConfig, folder: Path) -> Study:
 
 
 def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: bool) -> None:
-    """Refuse to touch what is there, unless told to and it is this study's."""
+    """Refuse to change an existing folder, unless asked to and the folder is of this study."""
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not (folder / CONFIG).exists():
