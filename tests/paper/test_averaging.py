@@ -183,6 +183,16 @@ def test_methods_see_the_same_participants_and_batches():
     assert len(cohorts.pop()) == 6
 
 
+@pytest.mark.parametrize("kind", ["fedavg", "fedavgm", "fedprox", "ditto", "cfl", "fedgwc", "sosicfl"])
+def test_a_cohort_of_two_trains(kind):
+    """Where a run asks for two clients a round, their two updates are averaged: the floor of three is for lost ones."""
+    options = (
+        {"participation": "partial"} if kind == "cfl" else {"endpoints": 3, "regions": 2} if kind == "sosicfl" else {}
+    )
+    before, after = (follow(METHODS[kind](**options), rounds=rounds, participation=2, local=SGD) for rounds in (0, 2))
+    assert not torch.equal(model(before), model(after))
+
+
 def test_too_few_updates_change_nothing():
     """Two of three clients answered: the privacy floor of three keeps the model; so does a cohort that diverged."""
     loop = follow(FedAvg(), rounds=0)

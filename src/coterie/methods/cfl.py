@@ -12,7 +12,7 @@ from coterie.engine.task import Task
 from coterie.exchange.base import Message
 from coterie.functional import clustering
 from coterie.functional.aggregation import weighted_mean
-from coterie.methods.server import MIN_UPDATES, Averaging, Clusters, ServerContext, ServerMethod, sizes
+from coterie.methods.server import Averaging, Clusters, ServerContext, ServerMethod, sizes
 from coterie.rng import Rng
 
 
@@ -87,7 +87,7 @@ class Cfl(ServerMethod):
             last = shared.last.index_copy(0, message.ids.to(shared.last.device), updates)
             shared = replace(shared, last=last, since=shared.since.index_fill(0, message.ids, context.index))
         members = sizes(shared.label, len(shared.models))
-        merged = self.averaging.step(shared, message, group, members.clamp(max=MIN_UPDATES))
+        merged = self.averaging.step(shared, message, group, members.clamp(max=context.least))
         for cluster in range(len(members)):
             rows = (group == cluster).nonzero().flatten()
             part = self._split(context, shared, cluster, message, rows, updates)

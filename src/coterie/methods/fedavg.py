@@ -9,7 +9,7 @@ from torch import Tensor
 from coterie._util.settings import PositiveFloat
 from coterie.exchange.base import Message
 from coterie.methods.base import variant
-from coterie.methods.server import MIN_UPDATES, Averaging, Momentum, ServerContext, ServerMethod, Weights
+from coterie.methods.server import Averaging, Momentum, ServerContext, ServerMethod, Weights
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class OneModel(ServerMethod):
     def merge(self, context: ServerContext, shared: Any, message: Message) -> Any:
         """Average."""
         everybody: Tensor = torch.zeros(len(message), dtype=torch.int64)
-        return self.averaging.step(shared, message, everybody, min(MIN_UPDATES, context.population))
+        return self.averaging.step(shared, message, everybody, context.least)
 
 
 @final

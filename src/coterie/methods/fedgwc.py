@@ -18,7 +18,7 @@ from coterie.exchange.base import Inbox, Message
 from coterie.functional import clustering, metrics, selection
 from coterie.functional.metrics import Metric
 from coterie.methods.base import Info, Round, cohort_noise
-from coterie.methods.server import MIN_UPDATES, Averaging, Clusters, Momentum, ServerContext, ServerMethod, sizes
+from coterie.methods.server import Averaging, Clusters, Momentum, ServerContext, ServerMethod, sizes
 from coterie.rng import Rng
 
 
@@ -198,7 +198,7 @@ class FedGwc(WithPresets, ServerMethod):
         """Average, reward and, where a cluster has settled, split."""
         assert message.ids is not None
         group, before = shared.label[message.ids], len(shared.models)
-        least = sizes(shared.label, before).clamp(max=MIN_UPDATES)
+        least = sizes(shared.label, before).clamp(max=context.least)
         shared = self.averaging.step(shared, message, group, least)
         for cluster in range(before):
             rows = message.rows((group == cluster).nonzero().flatten())

@@ -10,7 +10,7 @@ from torch import Tensor
 from coterie._util.settings import PositiveInt
 from coterie.exchange.base import Message
 from coterie.functional import aggregation, clustering
-from coterie.methods.server import MIN_UPDATES, Clusters, ServerContext, ServerMethod, sizes
+from coterie.methods.server import Clusters, ServerContext, ServerMethod, sizes
 from coterie.rng import Rng
 
 
@@ -53,5 +53,5 @@ class OneShot(ServerMethod):
             models = shared.models.expand(int(found.max()) + 1, -1)
             models = aggregation.grouped_mean(message.params, found, message.fields["samples"], models)
             return replace(shared, models=models, velocity=shared.velocity.expand(len(models), -1), label=label)
-        least = sizes(label, len(shared.models)).clamp(max=MIN_UPDATES)
+        least = sizes(label, len(shared.models)).clamp(max=context.least)
         return self.averaging.step(shared, message, label[message.ids], least)

@@ -27,7 +27,7 @@ from coterie.models.simplex_layers import composed_last_layer, last_layer
 from coterie.rng import Rng
 
 MIN_UPDATES = 3
-"""A cluster is not averaged over fewer clients (or over fewer than all its members, where it has fewer)."""
+"""A cluster is not averaged over fewer clients, unless it has fewer members or fewer are asked to take part."""
 
 Weights = Literal["samples", "uniform"]
 Momentum = Annotated[float, Ge(0), Lt(1)]
@@ -42,12 +42,19 @@ class ServerContext:
         rng: the random streams of the round.
         layout: how models lie in rows.
         population: how many clients there are.
+        cohort: how many of them take part in the round; all when None.
     """
 
     index: int
     rng: Rng
     layout: Layout
     population: int
+    cohort: int | None = None
+
+    @property
+    def least(self) -> int:
+        """The least number of updates that are averaged."""
+        return min(MIN_UPDATES, self.population if self.cohort is None else self.cohort)
 
 
 @dataclass(frozen=True)
@@ -166,7 +173,7 @@ class ServerMethod(Method):
 
     def ask(self, rnd: Round, rule: ServerRule, message: Message, shared: Any) -> tuple[Any, Inbox]:
         """Send a message to the server and return its new state (where it is) and its answer."""
-        context = ServerContext(rnd.index, rnd.rng, rnd.task.layout, rnd.task.population)
+        context = ServerContext(rnd.index, rnd.rng, rnd.task.layout, rnd.task.population, int(rnd.reachable.sum()))
         return rnd.exchange.serve(message, partial(rule, context), shared)
 
     def request(self, rnd: Round, state: State) -> Message:

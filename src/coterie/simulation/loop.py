@@ -52,6 +52,7 @@ class Tracker:
         measured: Bool[Tensor, " clients"],
         unknown: Bool[Tensor, " clients"],
         patience: int | None,
+        rounds: int = 1,
     ) -> "Tracker":
         """Take note of new models and their validation losses.
 
@@ -61,10 +62,11 @@ class Tracker:
             measured: which clients trained since the last call.
             unknown: which clients have no validation data; their newest model counts as the best.
             patience: see `Settings`.
+            rounds: rounds since the last call.
         """
         better = measured & ((loss < self.best_loss) | unknown)
         worse = measured & ~better
-        bad = torch.where(better, 0, self.bad + worse.to(torch.int64))
+        bad = torch.where(better, 0, self.bad + rounds * worse.to(torch.int64))
         stopped = self.stopped | (bad >= patience) if patience is not None else self.stopped
         best = self.best
         if len(best) and bool(better.any()):
@@ -233,7 +235,7 @@ class Loop:
         patience = None if self.method.server else self.settings.patience
         before = self.tracker.stopped
         loss = self.validation[metrics.LOSS.name]
-        self.tracker = self.tracker.observe(judged, loss, measured, unknown, patience)
+        self.tracker = self.tracker.observe(judged, loss, measured, unknown, patience, self.settings.validate_every)
         new = self.tracker.stopped & ~before
         if bool(new.any()):
             models = self.tracker.best if self.settings.stopped_broadcast == "best" else self.state.params

@@ -48,6 +48,29 @@ def test_a_client_stops_after_exactly_patience_rounds_without_improvement():
     assert float(tracker.best_loss) == 2.0
 
 
+def test_patience_counts_rounds_however_seldom_they_are_validated():
+    """An ever worse model, validated every fifth round: patience 4 ends at the first of them, 6 at the next."""
+    stops = []
+    for patience in (4, 6):
+        tracker = Tracker.start(torch.zeros(1, 1))
+        everyone, none = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
+        for number in range(5):
+            loss = torch.tensor([float(number)])
+            tracker = tracker.observe(torch.zeros(1, 1), loss, everyone, none, patience, rounds=5)
+            if bool(tracker.stopped):
+                break
+        stops.append(5 * number)
+    assert stops == [5, 10]
+    worse = LocalTraining(optimizer="sgd", lr=50.0)
+    table = run(rounds=25, validate_every=5, patience=4, local=worse).metrics
+    table = table[table["metric"] == "loss"]
+    for _, own in table.groupby("client"):
+        measured = own[own["split"] == "validation"].sort_values("round")
+        best = measured["value"].cummin().shift()
+        first = measured["round"][(measured["value"] >= best).to_numpy()].min()
+        assert own[own["split"] == "train"]["round"].max() == first
+
+
 def test_stopped_clients_rest_their_broadcast_never_changes_and_the_loop_ends_when_all_stopped():
     settings = tiny_settings(rounds=60, patience=2, local=LocalTraining(optimizer="sgd", lr=0.5))
     federation = tiny_federation()
