@@ -117,14 +117,3 @@ class Finder(importlib.machinery.PathFinder):
 
 assert "coterie" not in sys.modules, "the package was imported before its checks were in place"
 sys.meta_path.insert(0, Finder)
-
-
-def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Let both halves of the tests, which two workers begin with, start with files whose tests take long."""
-    files: dict[str, list[Any]] = {}
-    for item in items:
-        files.setdefault(str(item.path), []).append(item)
-    long = [name for name in files if {"e2e", "docs"} & set(name.split("/"))]
-    rest = [item for item in items if str(item.path) not in long]
-    parts = [[item for name in long[start::2] for item in files[name]] for start in (0, 1)]
-    items[:] = [*parts[0], *rest[: len(rest) // 2], *parts[1], *rest[len(rest) // 2 :]]
