@@ -1,16 +1,17 @@
 """A few facts about an object as text, for print, and as a table, for a notebook."""
 
 import html
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 
-class Described:
+class Described(ABC):
     """What is shown as a title and a few facts; subclasses say which in `facts`."""
 
+    @abstractmethod
     def facts(self) -> tuple[str, Mapping[str, Any]]:
         """Return the title, and each fact by its name."""
-        raise NotImplementedError
 
     def __str__(self) -> str:
         title, facts = self.facts()
