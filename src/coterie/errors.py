@@ -8,6 +8,8 @@
     │   └── PeerMismatch                     another node runs another method, model, study or protocol
     ├── TransportError    (ConnectionError)  the network, an identity or a message failed
     ├── RunExistsError    (FileExistsError)  the run folder exists already
+    ├── OutOfMemory       (MemoryError)      the machine or the device has no more memory
+    ├── FolderInUse       (RuntimeError)     another process works in the folder
     └── CheckpointError   (ValueError)       a checkpoint is damaged or belongs to another run
 
 Every message says what was found, what was expected and what to do. Expected failures during a run (a missing
@@ -16,6 +18,8 @@ peer, a diverged client) are values, not exceptions.
 
 import difflib
 from collections.abc import Iterable
+
+_NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
 
 
 class CoterieError(Exception):
@@ -48,6 +52,26 @@ class TransportError(CoterieError, ConnectionError):
 
 class RunExistsError(CoterieError, FileExistsError):
     """The run folder exists; it is overwritten only on request."""
+
+
+class OutOfMemory(CoterieError, MemoryError):
+    """The machine or the device has no more memory."""
+
+    @staticmethod
+    def is_said_by(error: BaseException) -> bool:
+        """Return whether an error of any library says so; torch says it in a RuntimeError.
+
+        Example:
+            >>> OutOfMemory.is_said_by(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."))
+            True
+        """
+        return isinstance(error, MemoryError) or (
+            isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _NO_MEMORY)
+        )
+
+
+class FolderInUse(CoterieError, RuntimeError):
+    """Another process works in the folder."""
 
 
 class CheckpointError(CoterieError, ValueError):

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
+from coterie._util import manifest
 from coterie.simulation.record import EDGE_COLUMNS, METRIC_COLUMNS
 
 
@@ -25,6 +26,13 @@ def write_run(folder: Path, *, kind, label, seed, metrics, edges=(), rounds=2, s
     packages = {"coterie": "0.1.0", "torch": "2.13.0"}
     provenance = {"done": done, "seed": seed, "config_hash": "0123456789abcdef", "packages": packages, "timing": timing}
     (folder / "provenance.json").write_text(json.dumps(provenance), "utf-8")
+    return listed(folder)
+
+
+def listed(folder: Path) -> Path:
+    """Take the files that are in a folder for whole: write its manifest anew."""
+    files = [path for path in folder.iterdir() if path.is_file() and path.name != manifest.FILE]
+    manifest.replace_files(folder, {path.name: path.read_bytes() for path in files})
     return folder
 
 
@@ -48,6 +56,12 @@ def loss_table():
 def write_run_fixture():
     """`write_run`, for tests that make a folder of their own."""
     return write_run
+
+
+@pytest.fixture(name="listed")
+def listed_fixture():
+    """`listed`, for tests that change the files of a run and mean it."""
+    return listed
 
 
 @pytest.fixture(name="final_rows")

@@ -250,6 +250,9 @@ def _run(
         )
     reports = [write_report(one.folder) for one in done]
     _show(done, as_json)
+    for one in done:
+        for job, who in one.elsewhere.items():
+            console.print(f"{job}: {who} works on it; not in these results yet", markup=False, highlight=False)
     if not as_json:
         for one, report in zip(done, reports, strict=True):
             typer.echo(f"Runs:   {one.folder}\nReport: {report}")
@@ -322,5 +325,8 @@ def main() -> NoReturn:
         sys.exit(2)
     except OSError as error:
         typer.echo(f"coterie: {_reason(error)}", err=True)
+        sys.exit(2)
+    except MemoryError:
+        typer.echo("coterie: this machine has no more memory; use fewer --workers, or a smaller model", err=True)
         sys.exit(2)
     sys.exit(status if isinstance(status, int) else 0)

@@ -11,7 +11,7 @@ from coterie.engine._vmap import VmapEngine
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.compiler import CompilerError
 from coterie.engine.native.stack import NotAStackError
-from coterie.errors import ConfigError, ModelError, unknown
+from coterie.errors import ConfigError, ModelError, OutOfMemory, unknown
 from coterie.models.layout import Layout
 
 ENGINES: dict[str, type[Engine]] = {"loop": LoopEngine, "vmap": VmapEngine, "compiled": CompiledEngine}
@@ -157,6 +157,8 @@ def _failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception] | No
         engine.gradients(rows, x2, y2, inputs)
         engine.forward(rows, x2, inputs)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
+        if OutOfMemory.is_said_by(error):  # of the machine at this moment, not of the module
+            raise
         return (trail[-1] if trail else type(layout.train_module).__name__), error
     finally:
         for handle in handles:

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from coterie._util.files import write_atomically
+from coterie._util import manifest
+from coterie._util.claims import claimed
 from coterie.errors import ConfigError, TransportError
 from coterie.net import nodefile
 from coterie.net import roster as rosters
@@ -76,10 +77,11 @@ def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
     clients = roster.member(own.name).clients
     federation = nodefile.own_rows(file, study, clients, roster.population)
     folder = run_folder(file, own.name)
-    _prepare(folder, config.dumps(study), json.dumps(describe(federation)))
-    if insecure:
-        log("insecure", level="warning", text=_GIVEN_UP)
     with ExitStack() as stack:
+        stack.enter_context(claimed(folder))
+        _prepare(folder, config.dumps(study), json.dumps(describe(federation)))
+        if insecure:
+            log("insecure", level="warning", text=_GIVEN_UP)
         with unbroken():  # threads start here: who starts them must come to own them
             engine = stack.enter_context(listening(log))
             transport: Transport = stack.enter_context(
@@ -124,14 +126,10 @@ def unbroken() -> Iterator[None]:
 
 def _prepare(folder: Path, study: str, described: str) -> None:
     """Write the files of a study that precede a run, for report, watch, compare and show."""
-    top = folder.parent.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    for path, text in (
-        (top / "config.toml", study),
-        (folder / "config.toml", study),
-        (top / summary.FEDERATION, described),
-    ):
-        write_atomically(path, text.encode())
+    top, text = folder.parent.parent, study.encode()
+    manifest.replace_files(folder, {summary.CONFIG: text})
+    with claimed(top, wait=summary.STUDY_WAIT):
+        manifest.replace_files(top, {summary.CONFIG: text, summary.FEDERATION: described.encode()})
 
 
 def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:

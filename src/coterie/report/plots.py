@@ -1,6 +1,5 @@
 """The kinds of figure, as functions: named runs and options to a figure and the table behind it."""
 
-import json
 import math
 import re
 import textwrap
@@ -19,7 +18,15 @@ from coterie.errors import ConfigError, DataError
 from coterie.functional.metrics import LABEL, Metric
 from coterie.report.data.packing import dense
 from coterie.results import graph
-from coterie.results.summary import FEDERATION, StoredRun, cluster_means, cluster_names, main_metric, metrics_of
+from coterie.results.summary import (
+    FEDERATION,
+    StoredRun,
+    cluster_means,
+    cluster_names,
+    description,
+    main_metric,
+    metrics_of,
+)
 
 Named = Sequence[tuple[str, StoredRun]]
 Drawn = tuple[Figure, pd.DataFrame]
@@ -261,9 +268,9 @@ def content_of(run: StoredRun, by: str) -> tuple[list[str], np.ndarray]:
     """What each client adds to its found cluster: itself, under its planted cluster, or its samples by class."""
     study = run.folder.parent.parent
     if by == "class":
-        path = study / FEDERATION
-        stored = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        stored = description(study)
         if "labels" not in stored:
+            path = study / FEDERATION
             raise DataError(f"{path} does not tell the classes of each client; run the study again to write it")
         return [str(name) for name in stored["classes"]], np.array(stored["labels"])
     cluster = run.clients.to_numpy()

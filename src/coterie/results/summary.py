@@ -20,17 +20,20 @@ import pyarrow.parquet as pq
 from jaxtyping import Int
 from scipy import stats
 
-from coterie._util.files import write_atomically
+from coterie._util import manifest
+from coterie._util.claims import claimed
 from coterie.errors import DataError
 from coterie.functional import metrics
 from coterie.functional.metrics import Metrics
 from coterie.methods import METHODS
 from coterie.methods.base import Method
-from coterie.simulation.record import EDGE_COLUMNS, METRIC_COLUMNS
+from coterie.simulation.checkpoint import PROVENANCE
+from coterie.simulation.record import EDGE_COLUMNS, EDGES, METRIC_COLUMNS, METRICS
 
-CONFIG, METRICS, EDGES, PROVENANCE = "config.toml", "metrics.parquet", "edges.parquet", "provenance.json"
-FEDERATION = "federation.json"
+CONFIG, FEDERATION, SUMMARY = "config.toml", "federation.json", "summary.json"
 CONFIDENCE = 0.95
+STUDY_WAIT = 60.0
+"""Seconds to wait for another process that writes the files of the same study: it takes milliseconds."""
 MEANS = {"all": "mean over clients", "clusters": "mean over clusters"}
 """What the means in a summary are over."""
 
@@ -224,6 +227,9 @@ def read_run(folder: Path) -> StoredRun | Problem:
     missing = [name for name in (CONFIG, METRICS) if not (folder / name).is_file()]
     if missing:
         return Problem(folder, f"{missing[0]} is not there (yet)")
+    for name in (CONFIG, METRICS, EDGES, PROVENANCE):
+        if fault := manifest.fault(folder, name):
+            return Problem(folder, fault)
     try:
         config = tomllib.loads((folder / CONFIG).read_text("utf-8"))
         provenance = json.loads((folder / PROVENANCE).read_text("utf-8")) if (folder / PROVENANCE).is_file() else {}
@@ -257,10 +263,22 @@ def metrics_of(runs: Iterable[StoredRun]) -> Metrics:
     return Metrics({name: one for run in runs for name, one in run.known.items()})
 
 
+def description(folder: str | Path) -> dict[str, Any]:
+    """Return what federation.json in a study's folder tells of the data; nothing where there never was one.
+
+    Raises:
+        DataError: when it is missing or damaged.
+    """
+    folder = Path(folder)
+    if (fault := manifest.fault(folder, FEDERATION)) and (folder / manifest.FILE).exists():
+        raise DataError(f"{folder}: {fault}; `coterie resume {folder}` writes it again")
+    path = folder / FEDERATION
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+
+
 def cluster_names(folder: str | Path, clusters: Iterable[int]) -> dict[int, str]:
     """The name of each planted cluster: from the study's federation.json where there is one, else its number."""
-    path = Path(folder) / FEDERATION
-    known = json.loads(path.read_text("utf-8"))["clusters"] if path.is_file() else []
+    known = description(folder).get("clusters", [])
     return {c: str(known[c]) if 0 <= c < len(known) else str(c) for c in sorted(set(clusters))}
 
 
@@ -420,11 +438,12 @@ def json_ready(value: Any) -> Any:
 
 
 def write_summary(study: str | Path) -> Path:
-    """Write summary.json into a study's folder, atomically, and return its path."""
-    path = Path(study) / "summary.json"
+    """Write summary.json into a study's folder, and return its path."""
+    folder = Path(study)
     text = json.dumps(json_ready(summarize(study)), indent=1, ensure_ascii=False)
-    write_atomically(path, text.encode())
-    return path
+    with claimed(folder, wait=STUDY_WAIT):
+        manifest.replace_files(folder, {SUMMARY: text.encode()})
+    return folder / SUMMARY
 
 
 TIMED = (metrics.ACCURACY.name, metrics.GLOBAL_ACCURACY.name)

@@ -1,11 +1,13 @@
 """Estimate the memory of a run before it starts, and refuse a run that cannot fit."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, OutOfMemory
 
 _COPIES = 3  # of the models: before a round's exchange, mixed, and while they are trained
 _ROWS = 4  # of a block, per client: parameters, gradients and two moments
@@ -108,6 +110,27 @@ def check(wanted: Forecast, device: str, limit: int | None) -> None:
             f"({_size(wanted.data)}): {_size(wanted.models)} for models, {_size(wanted.block)} for the clients trained "
             f"at once; found {_size(limit)}. Take fewer clients, a smaller model or a smaller block"
         )
+
+
+@contextmanager
+def told(device: str) -> Iterator[None]:
+    """Say in one line that the memory was used up during the block, whichever library said so.
+
+    Args:
+        device: the device of the run.
+
+    Raises:
+        OutOfMemory: in the place of the library's error.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not OutOfMemory.is_said_by(error):
+            raise
+        raise OutOfMemory(
+            f"{device} has no more memory: set a smaller block, use fewer workers, or take a smaller model; the run "
+            "goes on from its checkpoint"
+        ) from error
 
 
 def _size(number: int) -> str:

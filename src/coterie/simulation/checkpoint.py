@@ -1,6 +1,7 @@
-"""Checkpoints: everything that a later round depends on, in one safetensors file, written atomically.
+"""Checkpoints: everything that a later round depends on, in one safetensors file.
 
-A run that is killed at any moment continues from its last checkpoint and ends with the same bytes.
+A run that is killed at any moment continues from its last checkpoint and ends with the same bytes. The one before is
+kept: a checkpoint that is not what was written, by the digest in the folder's manifest, is never used.
 """
 
 import dataclasses
@@ -10,6 +11,8 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,24 +23,26 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from torch import Tensor
 
-from coterie._util.files import replacing, write_atomically
+from coterie._util import manifest
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError
 from coterie.functional.metrics import stored
 from coterie.methods.base import Method, State
+from coterie.simulation.record import EDGES, METRICS
 
 if TYPE_CHECKING:
     from coterie.simulation.loop import Loop
     from coterie.simulation.settings import Settings
 
-FILE = "checkpoint.safetensors"
+FILE, BEFORE = "checkpoint.safetensors", "checkpoint-before.safetensors"
+PROVENANCE = "provenance.json"
 _NOT_IDENTITY = ("rounds", "checkpoint_seconds", "block", "engine", "cuda_graphs")
 
 
 def exists(folder: Path) -> bool:
     """Return whether a folder holds a run."""
-    return (folder / FILE).exists() or (folder / "metrics.parquet").exists()
+    return any((folder / name).exists() for name in (FILE, BEFORE, METRICS))
 
 
 def identity(method: Method, settings: "Settings", seed: int, federation: Federation, task: Task) -> str:
@@ -70,46 +75,58 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
     tensors |= {f"exchange.{k}": v for k, v in getattr(loop.exchange, "snapshot", dict)().items()}
     record, names = loop.record.snapshot()
     tensors |= {f"record.{k}": v for k, v in record.items()}
-    meta = {"round": loop.next_round, "identity": run, "names": names, "samples": loop.train_samples}
-    _describe(folder, loop, run, timing, done=False)
-    _write(folder / FILE, {k: v.detach().cpu().clone() for k, v in tensors.items()}, meta)
+    meta = {
+        "round": loop.next_round,
+        "identity": run,
+        "names": names,
+        "samples": loop.train_samples,
+        "engine": _engine(loop),
+    }
+    files = {FILE: partial(_write, tensors, meta), **_described(loop, run, timing, done=False)}
+    manifest.replace_files(folder, files, rotate={FILE: BEFORE})
 
 
 def finish(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None:
     """Write the tables with the final evaluation, and mark the run as finished."""
-    _describe(folder, loop, run, timing, done=True)
+    manifest.replace_files(folder, _described(loop, run, timing, done=True))
 
 
-def _describe(folder: Path, loop: "Loop", run: str, timing: dict[str, float], *, done: bool) -> None:
-    loop.record.write(folder)
+def _described(loop: "Loop", run: str, timing: dict[str, float], *, done: bool) -> dict[str, bytes]:
     what = {"done": done, **provenance(loop, run, timing)}
-    write_atomically(folder / "provenance.json", json.dumps(what, indent=2).encode())
+    return {**loop.record.files(), PROVENANCE: json.dumps(what, indent=2).encode()}
 
 
 def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
-    """Restore a loop from the checkpoint in a folder; do nothing when there is none.
+    """Restore a loop from the newest whole checkpoint in a folder; do nothing when the run has not begun.
+
+    Damaged files are named in a warning: they are written again. What a killed process left half-written is removed.
 
     Returns:
         The timing so far.
 
     Raises:
-        CheckpointError: when the file is damaged or belongs to another run.
+        CheckpointError: when no checkpoint is whole, or it belongs to another run.
     """
-    path = folder / FILE
-    if not path.exists():
+    for unfinished in folder.glob(".*.tmp"):
+        unfinished.unlink()
+    if not exists(folder):
         return {}
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            meta = json.loads((file.metadata() or {})["coterie"])
-        tensors = load_file(str(path), device=loop.task.device)
-        earlier = json.loads((folder / "provenance.json").read_text())["timing"]
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); delete the run's folder to start again") from error
-    if meta["identity"] != run:
+    faults = {name: manifest.fault(folder, name) for name in (FILE, METRICS, EDGES, PROVENANCE)}
+    name, found = _newest(folder)
+    if found["identity"] != run:
         raise CheckpointError(
-            f"{path} belongs to a run with other settings or data (found {meta['identity']}, expected {run}); "
-            "choose another folder or overwrite it"
+            f"{folder / name} belongs to a run with other settings or data (found {found['identity']}, expected "
+            f"{run}); choose another folder or overwrite it"
         )
+    if found["round"] > loop.settings.rounds:
+        raise CheckpointError(
+            f"{folder / name} is that of round {found['round']}; expected at most rounds = {loop.settings.rounds}: "
+            "a run can be made longer, not shorter"
+        )
+    for fault in filter(None, faults.values()):
+        warnings.warn(f"{folder}: {fault}; the run goes on from {name}, round {found['round']}", stacklevel=3)
+    tensors = load_file(str(folder / name), device=loop.task.device)
+    earlier = {} if faults[PROVENANCE] else json.loads((folder / PROVENANCE).read_text("utf-8"))["timing"]
 
     def part(prefix: str) -> dict[str, Tensor]:
         return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
@@ -120,40 +137,61 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     loop.state = State(tensors["state.params"], memory, shared, moments)
     loop.tracker = _filled(loop.tracker, part("tracker."))
     loop.validation = part("validation.")
-    loop.record.restore({k: v.cpu() for k, v in part("record.").items()}, meta["names"])
+    loop.record.restore({k: v.cpu() for k, v in part("record.").items()}, found["names"])
     restore = getattr(loop.exchange, "restore", None)
     if restore is not None:
         restore(part("exchange."))
-    loop.next_round, loop.train_samples = meta["round"], meta["samples"]
+    loop.next_round, loop.train_samples = found["round"], found["samples"]
     return earlier
+
+
+def _newest(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The newest whole checkpoint in a folder, and what it says of itself."""
+    for name in (FILE, BEFORE):
+        if not manifest.fault(folder, name):
+            with safe_open(str(folder / name), framework="pt") as file:
+                return name, json.loads((file.metadata() or {})["coterie"])
+    raise CheckpointError(
+        f"{folder}: {manifest.fault(folder, FILE)}; {manifest.fault(folder, BEFORE)}; delete the folder to start again"
+    )
 
 
 def engine(folder: Path) -> dict[str, Any]:
     """Return the engine and the block of the run in a folder, as settings; nothing when there is no run to continue.
 
     Engines agree up to rounding only, so a run continues with the engine it began with.
+
+    Raises:
+        CheckpointError: when no checkpoint is whole.
     """
-    try:
-        found = json.loads((folder / "provenance.json").read_text())["engine"]
-        return {"engine": found["name"], "block": found["block"]}
-    except (KeyError, ValueError, OSError):
+    if not exists(folder):
         return {}
+    found = _newest(folder)[1]["engine"]
+    return {"engine": found["name"], "block": found["block"]}
+
+
+def faults(folder: Path) -> list[str]:
+    """Say what is wrong with the results in a folder: which of the files that make them are missing or damaged."""
+    return [fault for name in (METRICS, EDGES, PROVENANCE) if (fault := manifest.fault(folder, name))]
 
 
 def finished(folder: Path) -> bool:
-    """Return whether the run in a folder is finished."""
-    try:
-        return bool(json.loads((folder / "provenance.json").read_text())["done"])
-    except (KeyError, ValueError, OSError):
-        return False
+    """Return whether the run in a folder is finished, and its results are whole."""
+    return bool(_provenance(folder).get("done")) and not faults(folder)
 
 
 def rounds_done(folder: Path) -> int | None:
     """Return the number of stored rounds of the run in a folder; None when there are none."""
-    try:
-        return int(json.loads((folder / "provenance.json").read_text())["round"])
-    except (KeyError, ValueError, OSError):
-        return None
+    return _provenance(folder).get("round")
+
+
+def _provenance(folder: Path) -> dict[str, Any]:
+    """What a run noted of itself; nothing when that is missing or damaged."""
+    return {} if manifest.fault(folder, PROVENANCE) else json.loads((folder / PROVENANCE).read_text("utf-8"))
+
+
+def _engine(loop: "Loop") -> dict[str, Any]:
+    return {"name": loop.task.engine.name, "block": loop.task.block}
 
 
 def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, Any]:
@@ -171,11 +209,7 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "method": {"kind": loop.method.kind, **{k: str(v) for k, v in dataclasses.asdict(loop.method).items()}},
         "server": loop.method.server,
         "timed_against": loop.method.timed_against,
-        "engine": {
-            "name": loop.task.engine.name,
-            "block": loop.task.block,
-            "compile_s": round(loop.task.engine.compile_seconds, 3),
-        },
+        "engine": {**_engine(loop), "compile_s": round(loop.task.engine.compile_seconds, 3)},
         "device": loop.task.device,
         "python": sys.version.split()[0],
         "packages": packages,
@@ -214,11 +248,10 @@ def _filled(like: Any, tensors: dict[str, Tensor]) -> Any:
     return dataclasses.replace(like, **{f.name: tensors[f.name] for f in dataclasses.fields(like)})
 
 
-def _write(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+def _write(tensors: dict[str, Tensor], meta: dict[str, Any], path: Path) -> None:
     # safetensors' torch variant keeps a ctypes type for each size
-    arrays = {k: v.cpu().contiguous().numpy() for k, v in tensors.items()}
+    arrays = {k: v.detach().cpu().contiguous().numpy() for k, v in tensors.items()}
     try:
-        with replacing(path) as temporary:
-            save_file(arrays, temporary, metadata={"coterie": json.dumps(meta)})
+        save_file(arrays, path, metadata={"coterie": json.dumps(meta)})
     except SafetensorError as error:  # the library hides what the system said in its text
         raise OSError(f"{path}: {error}") from error

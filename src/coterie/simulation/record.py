@@ -7,7 +7,6 @@ Columns are kept as chunks of arrays, so that adding a round is cheap and a chec
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -17,8 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from coterie._util.files import write_atomically
-
+METRICS, EDGES = "metrics.parquet", "edges.parquet"
 METRIC_COLUMNS = ("round", "client", "cluster", "split", "model", "metric", "value")
 EDGE_COLUMNS = ("round", "reader", "read", "purpose", "weight", "bytes")
 _NAMES = ("split", "model", "metric", "purpose")
@@ -143,20 +141,22 @@ class Record:
             columns[name] = pd.Categorical.from_codes(values, categories=self.names) if name in _NAMES else values
         return pd.DataFrame(columns)
 
-    def write(self, folder: Path) -> None:
-        """Write metrics.parquet and edges.parquet, each atomically and with the same bytes for the same record."""
-        for file, table in (("metrics.parquet", self._metrics), ("edges.parquet", self._edges)):
+    def files(self) -> dict[str, bytes]:
+        """Return metrics.parquet and edges.parquet by name; the same bytes for the same record."""
+        files = {}
+        for name, table in ((METRICS, self._metrics), (EDGES, self._edges)):
             columns = {}
-            for name, values in table.arrays().items():
-                if name in _NAMES:
+            for column, values in table.arrays().items():
+                if column in _NAMES:
                     codes = pa.array(values, type=pa.int32())
-                    columns[name] = pa.DictionaryArray.from_arrays(codes, pa.array(self.names, type=pa.string()))
+                    columns[column] = pa.DictionaryArray.from_arrays(codes, pa.array(self.names, type=pa.string()))
                 else:
-                    columns[name] = pa.array(values)
+                    columns[column] = pa.array(values)
             buffer = io.BytesIO()
             pq.write_table(pa.table(columns), buffer, compression="zstd")
-            write_atomically(folder / file, buffer.getvalue())
+            files[name] = buffer.getvalue()
         pa.default_memory_pool().release_unused()  # it keeps two megabytes more whenever a table outgrows a size
+        return files
 
     def snapshot(self) -> tuple[dict[str, Tensor], list[str]]:
         """Return the record as tensors and the list of names, for a checkpoint."""

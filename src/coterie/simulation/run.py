@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coterie._util import pages
+from coterie._util.claims import claimed
 from coterie._util.facts import Described
 from coterie._util.settings import brief
 from coterie.data.federation import Federation
@@ -123,40 +125,45 @@ def simulate(
         exchange: an exchange other than `InMemory`, for example `Faulty`.
 
     Raises:
-        ConfigError: when the run does not fit into memory.
+        ConfigError: when the run cannot fit into memory.
+        OutOfMemory: when the memory was used up on the way.
         RunExistsError: when the folder holds a run and `resume` is False.
-        CheckpointError: when the checkpoint is damaged or belongs to another run.
+        FolderInUse: when another process runs in the folder.
+        CheckpointError: when no checkpoint in the folder is whole, or they belong to another run.
     """
     settings = settings or Settings()
     require(seed >= 0, "seed", seed, "0 or more")
     started = time.perf_counter()
     folder = None if folder is None else Path(folder)
-    if folder is not None and not resume and checkpoint.exists(folder):
-        raise RunExistsError(f"{folder} holds a run already; resume it, overwrite it, or choose another folder")
-    began = checkpoint.engine(folder) if folder is not None and resume and settings.engine == "auto" else {}
-    task = make_task(federation, method, model, dataclasses.replace(settings, **began))
-    _memory.check(_forecast(task, federation, method, settings), settings.device, _memory.available(settings.device))
-    loop = _loop(task, federation, method, settings, seed, exchange)
-    identity = checkpoint.identity(method, settings, seed, federation, task)
-    earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
-    written, pause = time.perf_counter(), settings.checkpoint_seconds
-    with pages.kept():
-        while not loop.finished:
-            loop.step()
-            if observer is not None:
-                observer(_progress(loop, label or method.kind, seed, started))
-            if folder is not None and time.perf_counter() - written >= pause and not loop.finished:
-                begun = time.perf_counter()
+    with _memory.told(settings.device), nullcontext() if folder is None else claimed(folder):
+        if folder is not None and not resume and checkpoint.exists(folder):
+            raise RunExistsError(f"{folder} holds a run already; resume it, overwrite it, or choose another folder")
+        began = checkpoint.engine(folder) if folder is not None and resume and settings.engine == "auto" else {}
+        task = make_task(federation, method, model, dataclasses.replace(settings, **began))
+        _memory.check(
+            _forecast(task, federation, method, settings), settings.device, _memory.available(settings.device)
+        )
+        loop = _loop(task, federation, method, settings, seed, exchange)
+        identity = checkpoint.identity(method, settings, seed, federation, task)
+        earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
+        written, pause = time.perf_counter(), settings.checkpoint_seconds
+        with pages.kept():
+            while not loop.finished:
+                loop.step()
+                if observer is not None:
+                    observer(_progress(loop, label or method.kind, seed, started))
+                if folder is not None and time.perf_counter() - written >= pause and not loop.finished:
+                    begun = time.perf_counter()
+                    checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
+                    written = time.perf_counter()
+                    if pause:  # a large population, or a slow disk: writing takes a twentieth of the time at most
+                        pause = max(settings.checkpoint_seconds, 20 * (written - begun))
+            if folder is not None:  # before the final evaluation, so that more rounds can follow
                 checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
-                written = time.perf_counter()
-                if pause:  # a large population, or a slow disk: writing takes a twentieth of the time at most
-                    pause = max(settings.checkpoint_seconds, 20 * (written - begun))
-        if folder is not None:  # before the final evaluation, so that more rounds can follow
-            checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
-        params = loop.final()
-    timing = _timing(loop, started, earlier)
-    if folder is not None:
-        checkpoint.finish(folder, loop, identity, timing)
+            params = loop.final()
+        timing = _timing(loop, started, earlier)
+        if folder is not None:
+            checkpoint.finish(folder, loop, identity, timing)
     metrics = loop.record.metrics
     lost = set(metrics.loc[metrics["metric"] == DIVERGED.name, "client"].tolist())
     return Run(
@@ -181,7 +188,7 @@ def reopen(
     Raises:
         CheckpointError: when the checkpoint is missing, damaged, or belongs to another run.
     """
-    if not (Path(folder) / checkpoint.FILE).exists():
+    if not checkpoint.exists(Path(folder)):
         raise CheckpointError(f"{folder} has no {checkpoint.FILE}; expected the folder of a run that has begun")
     task = make_task(federation, method, model, dataclasses.replace(settings, **checkpoint.engine(Path(folder))))
     loop = _loop(task, federation, method, settings, seed, None)

@@ -8,6 +8,7 @@ worker dies, the others are stopped; the files they have written stay, and their
 import multiprocessing
 import os
 import signal
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ def fan_out(work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> It
         emit: receives the values that jobs emit while they run.
 
     Raises:
-        CoterieError, OSError: the error of a job, after all workers have been stopped.
+        CoterieError, OSError, MemoryError: the error of a job, after all workers have been stopped.
         WorkerDied: when a worker ended without a result.
     """
     waiting = iter(jobs)
@@ -115,6 +116,8 @@ def _listen(worker: _Worker[J], waiting: Iterator[J], emit: Emit) -> Iterator[tu
         raise WorkerDied(f"the worker of {job} ended with status {worker.process.exitcode}; resume goes on") from None
     if kind == "progress":
         emit(value)
+    elif kind == "warning":
+        warnings.warn(value, stacklevel=3)
     elif kind == "failed":
         worker.job = None
         raise value
@@ -134,12 +137,16 @@ def _serve(connection: Connection, work: Work[J, Any], threads: int) -> None:
     def emit(message: object) -> None:
         connection.send(("progress", message))
 
+    def show(message: Warning | str, *_: object, **__: object) -> None:  # as one that was given in the main process
+        connection.send(("warning", message))
+
+    warnings.showwarning = show
     try:
         while True:
             job = connection.recv()
             try:
                 answer = ("done", work(job, emit))
-            except (CoterieError, OSError) as error:
+            except (CoterieError, OSError, MemoryError) as error:
                 answer = ("failed", error)
             connection.send(answer)
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -6,24 +6,27 @@
     runs/<study>/<method-label>/seed-<n>/          one run: config.toml, metrics, edges, checkpoint, provenance
 
 Runs are independent: they may go on in any order, in any number of processes, today or after an interruption, and
-leave the same bytes.
+leave the same bytes. Each is claimed by the process that works on it, so that several processes can share a study.
+Beside the files of each folder lies a manifest of their digests (`_util/manifest.py`).
 """
 
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from coterie._util.files import write_atomically
+from coterie._util import manifest
+from coterie._util.claims import LOCK, claimed, in_use
 from coterie.data.build import build_federation
 from coterie.data.federation import Federation
 from coterie.engine import ENGINES
-from coterie.errors import CheckpointError, ConfigError, RunExistsError, require, unknown
+from coterie.errors import CheckpointError, ConfigError, FolderInUse, RunExistsError, require, unknown
 from coterie.functional.metrics import DIVERGED
 from coterie.models.layout import ModelSource
 from coterie.results import summary
@@ -61,6 +64,7 @@ class Study:
         summary: the content of summary.json: `rows` and `timing`.
         diverged: for each run that lost clients to NaN or infinity: which clients.
         server: whether a method of it has a server.
+        elsewhere: the runs that other processes were working on, and who; they are not in the summary yet.
     """
 
     folder: Path
@@ -68,6 +72,7 @@ class Study:
     summary: Mapping[str, Any]
     diverged: Mapping[Job, tuple[int, ...]]
     server: bool = False
+    elsewhere: Mapping[Job, str] = field(default_factory=dict)
 
     @property
     def rows(self) -> pd.DataFrame:
@@ -100,26 +105,31 @@ class _Jobs:
     federation: FederationSource | None
     model: ModelSource | None
 
-    def __call__(self, given: _Given, emit: Callable[[object], None]) -> tuple[int, ...]:
-        job = given.job
+    def __call__(self, given: _Given, emit: Callable[[object], None]) -> bool:
+        """Do a job, if no other process has it; return whether that is so."""
+        job, folder = given.job, run_folder(self.folder, given.job)
         entry = self.config.scaled(job.label)
-        folder = run_folder(self.folder, job)
-        folder.mkdir(parents=True, exist_ok=True)
-        for unfinished in folder.glob(".*.tmp"):  # of a process that was killed while writing
-            unfinished.unlink()
-        write_atomically(folder / CONFIG, config.dumps(self.config.only(job.label, job.seed)).encode())
-        run = simulate(
-            given.federation or self.data(job.seed),
-            entry.method,
-            model=self.network,
-            settings=entry.settings,
-            seed=job.seed,
-            label=job.label,
-            folder=folder,
-            resume=True,
-            observer=emit,
-        )
-        return run.diverged
+        try:
+            with claimed(folder):
+                if _whole(folder):  # another process has done it since it was listed
+                    return False
+                own = self.config.only(job.label, job.seed)
+                _check_same(own, self.folder)
+                manifest.replace_files(folder, {CONFIG: config.dumps(own).encode()})
+                simulate(
+                    given.federation or self.data(job.seed),
+                    entry.method,
+                    model=self.network,
+                    settings=entry.settings,
+                    seed=job.seed,
+                    label=job.label,
+                    folder=folder,
+                    resume=True,
+                    observer=emit,
+                )
+        except FolderInUse:
+            return False
+        return True
 
     @property
     def network(self) -> ModelSource:
@@ -199,18 +209,34 @@ def run_study(
     _check_folder(study, folder, resume, overwrite)
     first = plan.data(study.seeds[0])
     plan.check(first)
-    _prepare(_with_stored_seeds(study, folder) if resume else study, folder, first, overwrite and not resume)
-    waiting = [job for job in jobs_of(study) if not checkpoint.finished(run_folder(folder, job))]
+    _prepare(study, folder, first, resume=resume, overwrite=overwrite and not resume)
 
     def emit(message: object) -> None:
         if observer is not None and isinstance(message, Progress):
             observer(message)
 
-    crew = min(workers, len(waiting))
-    given = (_Given(job, _shared(plan.data(job.seed)) if crew > 1 else None) for job in waiting)
-    for _ in fan_out(plan, given, crew, emit):
-        pass
-    return _conclude(study, folder)
+    tried: set[Job] = set()
+    while waiting := [job for job in jobs_of(study) if job not in tried and _open(run_folder(folder, job))]:
+        crew = min(workers, len(waiting))
+        given = (
+            _Given(job, _shared(plan.data(job.seed)) if crew > 1 else None)
+            for job in waiting
+            if _open(run_folder(folder, job))
+        )
+        tried |= {one.job for one, mine in fan_out(plan, given, crew, emit) if mine}
+    elsewhere = {job: who for job in jobs_of(study) if (who := in_use(run_folder(folder, job)))}
+    return replace(_conclude(study, folder), elsewhere=elsewhere)
+
+
+def _whole(folder: Path) -> bool:
+    """Whether a run is finished and nothing is damaged; its checkpoint may have been deleted."""
+    kept = [name for name in (CONFIG, checkpoint.FILE) if name == CONFIG or (folder / name).exists()]
+    return checkpoint.finished(folder) and not any(manifest.fault(folder, name) for name in kept)
+
+
+def _open(folder: Path) -> bool:
+    """Whether a run is still to be done, and no other process is doing it."""
+    return not _whole(folder) and not in_use(folder)
 
 
 def resume_study(
@@ -252,6 +278,8 @@ def stored(folder: str | Path, *, to_run: bool = False) -> tuple[StudyConfig, Pa
         path = path.parent.parent
     if not (path / CONFIG).exists():
         raise ConfigError(f"{folder} holds no study: no {CONFIG}; expected a folder that `coterie run` made")
+    if (path / manifest.FILE).exists() and (fault := manifest.fault(path, CONFIG)):
+        raise ConfigError(f"{path}: {fault}; `coterie run STUDY --resume` writes it again")
     study = config.loads((path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG), to_run=to_run)
     depth = len(Path(study.name).parts)
     if path.parts[-depth:] != Path(study.name).parts:
@@ -336,7 +364,7 @@ def _conclude(study: StudyConfig, folder: Path) -> Study:
 
 def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: bool) -> None:
     """Refuse to change an existing folder, unless asked to and the folder is of this study."""
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists() or all(path.name.startswith(".") for path in folder.iterdir()):
         return
     if not (folder / CONFIG).exists():
         raise RunExistsError(f"{folder} exists and is no study; choose another folder with --out")
@@ -353,7 +381,7 @@ def _check_same(study: StudyConfig, folder: Path) -> None:
     for entry in study.methods:
         for seed in study.seeds:
             path = run_folder(folder, Job(entry.label, seed)) / CONFIG
-            if not path.exists():
+            if manifest.fault(path.parent, CONFIG):  # missing, or damaged: it is written again
                 continue
             try:
                 found = config.loads(path.read_text(encoding="utf-8"), str(path), to_run=False)
@@ -369,16 +397,20 @@ def _check_same(study: StudyConfig, folder: Path) -> None:
 
 def _with_stored_seeds(study: StudyConfig, folder: Path) -> StudyConfig:
     """The study with the seeds that are there already: going on with other seeds adds to them."""
-    if not (folder / CONFIG).exists():
+    if manifest.fault(folder, CONFIG):  # there is none, or it is damaged: it is written again
         return study
     there = stored(folder)[0].seeds
     return replace(study, seeds=[*there, *(seed for seed in study.seeds if seed not in there)])
 
 
-def _prepare(study: StudyConfig, folder: Path, federation: Federation, overwrite: bool) -> None:
+def _prepare(study: StudyConfig, folder: Path, federation: Federation, *, resume: bool, overwrite: bool) -> None:
     """Make the study's folder: what is run, and on which data."""
     if overwrite and folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / CONFIG, config.dumps(study).encode())
-    write_atomically(folder / summary.FEDERATION, (json.dumps(describe(federation)) + "\n").encode())
+        with ExitStack() as all_of_it:
+            for lock in folder.rglob(LOCK):
+                all_of_it.enter_context(claimed(lock.parent))
+            shutil.rmtree(folder)
+    described = (json.dumps(describe(federation)) + "\n").encode()
+    with claimed(folder, wait=summary.STUDY_WAIT):
+        content = config.dumps(_with_stored_seeds(study, folder) if resume else study).encode()
+        manifest.replace_files(folder, {CONFIG: content, summary.FEDERATION: described})

@@ -16,16 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coterie._util.files import write_atomically
+from coterie._util import manifest
+from coterie._util.claims import claimed
 from coterie.errors import ConfigError, RunExistsError, unknown
 from coterie.models.layout import ModelSource
+from coterie.results.summary import STUDY_WAIT, SUMMARY
 from coterie.simulation.run import Observer
 from coterie.studies import config
 from coterie.studies.config import keys, put
 from coterie.studies.definition import StudyConfig
 from coterie.studies.run import CONFIG, FederationSource, Study, read_study, run_study, stored
 
-SUMMARY = "summary.json"
 _FEDERATED = ("data", "model")
 
 
@@ -119,9 +120,14 @@ def run_sweep(
     done = []
     for one in studies:
         done.append(run(one))
-        write_atomically(folder / CONFIG, config.dumps(study, decided=False).encode())
-    write_atomically(folder / SUMMARY, (json.dumps(joined(done), indent=1) + "\n").encode())
+        _write(folder, CONFIG, config.dumps(study, decided=False))
+    _write(folder, SUMMARY, json.dumps(joined(done), indent=1) + "\n")
     return tuple(done)
+
+
+def _write(folder: Path, name: str, text: str) -> None:
+    with claimed(folder, wait=STUDY_WAIT):
+        manifest.replace_files(folder, {name: text.encode()})
 
 
 def read_sweep(folder: str | Path) -> tuple[Study, ...]:

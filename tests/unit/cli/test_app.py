@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from coterie._util import manifest
 from coterie.cli import app
 from coterie.methods import METHODS
 from coterie.studies import config
@@ -173,12 +174,15 @@ def test_ctrl_c_leaves_a_study_that_the_printed_command_resumes(coterie, monkeyp
 
 
 def test_a_full_disk_is_one_line_that_says_how_to_go_on(coterie, monkeypatch):
-    from coterie.simulation import checkpoint
 
-    def full(*_):
+    replace_files = manifest.replace_files
+
+    def full(folder, contents, **options):
+        if "metrics.parquet" not in contents:
+            return replace_files(folder, contents, **options)
         raise OSError(errno.ENOSPC, "No space left on device", "runs/tiny/Gossip/seed-0/metrics.parquet")
 
-    monkeypatch.setattr(checkpoint, "write_atomically", full)
+    monkeypatch.setattr(manifest, "replace_files", full)
     status, _, err = run(coterie, "--quiet")
     assert status == 2
     assert err == (
@@ -192,7 +196,7 @@ def test_list_tells_how_far_each_run_came(coterie):
     run(coterie, "--quiet", "--seeds", "3")
     stored = Path("runs/tiny/Gossip/seed-1/provenance.json")
     told = json.loads(stored.read_text())
-    stored.write_text(json.dumps(told | {"done": False, "round": 1}))
+    manifest.replace_files(stored.parent, {stored.name: json.dumps(told | {"done": False, "round": 1}).encode()})
     shutil.rmtree("runs/tiny/Gossip/seed-2")
     lines = coterie("list")[1].splitlines()
     assert lines[0] == "runs/tiny  tiny: 4 of 6 runs finished"

@@ -153,7 +153,7 @@ def test_what_cannot_be_analyzed_is_told(study: Path, tmp_path: Path):
         with pytest.raises(kind, match=text):
             call()
     (study / "fedgwc/seed-0/checkpoint.safetensors").rename(tmp_path / "away")
-    with pytest.raises(CheckpointError, match=r"has no checkpoint\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.safetensors is missing"):
         analyze(study, "beta")
     (tmp_path / "away").rename(study / "fedgwc/seed-0/checkpoint.safetensors")
 

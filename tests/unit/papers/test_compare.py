@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
+from coterie._util import manifest
 from coterie._util.files import write_atomically
 from coterie.cli import _tables
 from coterie.cli.app import app
@@ -123,6 +124,7 @@ def write_run(folder, label, per_round, values, extra=0.0, served=(0, 0)):
     columns = ["round", "reader", "read", "purpose", "weight", "bytes"]
     pd.DataFrame(metrics).to_parquet(folder / "metrics.parquet")
     pd.DataFrame(edges, columns=columns).to_parquet(folder / "edges.parquet")
+    manifest.replace_files(folder, {path.name: path.read_bytes() for path in folder.iterdir()})
 
 
 def test_methods_are_ranked_when_they_have_received_the_same(tmp_path):

@@ -82,7 +82,7 @@ def test_points_of_a_simplex_have_a_panel_for_each_test_set(tmp_path, write_run,
 
 
 @pytest.fixture
-def swept(tmp_path, write_run, final_rows):
+def swept(tmp_path, write_run, final_rows, listed):
     """Sweeps over tau of three studies: two similarities, two ways of averaging, as a sweep labels them."""
     for name, lift in {"tau-cifar10-label-2": 0.1, "tau-cifar10-label-5": 0.2, "tau-domain-cnn": 0.3}.items():
         for tau in (1, 10):
@@ -93,6 +93,7 @@ def swept(tmp_path, write_run, final_rows):
                 write_run(folder, kind="dac", label=text, seed=0, metrics=rows, study=f"similarity/{name}")
                 path = folder / "config.toml"
                 path.write_text(path.read_text() + f'tau = {tau}\naggregation = "{way}"\n')
+                listed(folder)
     return tmp_path
 
 

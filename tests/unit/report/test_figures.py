@@ -58,7 +58,7 @@ def test_strips_hold_the_mean_over_seeds_of_each_client(small, tmp_path):
 
 
 @pytest.fixture
-def swept(tmp_path, write_run, final_rows):
+def swept(tmp_path, write_run, final_rows, listed):
     """Three points of a sweep over tau, each a study of its own with two seeds."""
     for tau in (1, 10, 100):
         for seed in (0, 1):
@@ -68,6 +68,7 @@ def swept(tmp_path, write_run, final_rows):
             (folder / "config.toml").write_text(
                 (folder / "config.toml").read_text() + f"tau = {tau}\nrho = {2 * tau}\n"
             )
+            listed(folder)
     return tmp_path / "sweep"
 
 
@@ -133,7 +134,7 @@ def test_curves_mark_the_rounds_in_which_clusters_split(tmp_path, write_run):
     assert table.loc[table["metric"] == "split", "round"].tolist() == [2]
 
 
-def test_a_topology_is_that_of_stage_two(tmp_path, write_run, final_rows):
+def test_a_topology_is_that_of_stage_two(tmp_path, write_run, final_rows, listed):
     """Client 0 reads 1 in round 0 and 2 in round 1; with a stage one of one round, only the second is drawn."""
     edges = [(0, 0, 1, "mix", 1.0, 8), (1, 0, 2, "mix", 1.0, 8)]
     folder = write_run(
@@ -142,6 +143,7 @@ def test_a_topology_is_that_of_stage_two(tmp_path, write_run, final_rows):
     )  # fmt: skip
     path = folder / "config.toml"
     path.write_text(path.read_text() + "stage_one_rounds = 1\n")
+    listed(folder)
     for figure, read in {"panm-4": [2], "graph": [1, 2]}.items():
         assert numbers(figures.plot([tmp_path / "s"], figure, out=tmp_path / "g.svg"))["read"].tolist() == read
 

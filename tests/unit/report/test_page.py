@@ -95,7 +95,7 @@ def test_a_broken_run_is_named_in_the_page(small):
     (small / "DAC" / "seed-0" / "metrics.parquet").write_bytes(b"PAR1 cut off")
     text = page.write_report(small).read_text()
     assert "Some run folders could not be read" in text
-    assert "<code>DAC/seed-0</code>: a file is damaged" in text
+    assert "<code>DAC/seed-0</code>: metrics.parquet is damaged" in text
     assert "63.75" not in text
 
 

@@ -110,9 +110,10 @@ def test_a_broken_run_is_reported_beside_the_good_ones(small):
     assert problems[1].reason == "metrics.parquet is not there (yet)"
 
 
-def test_a_table_of_something_else_is_not_taken_for_a_run(small):
+def test_a_table_of_something_else_is_not_taken_for_a_run(small, listed):
     """Another parquet file of that name is refused by its columns."""
     pd.DataFrame({"a": [1]}).to_parquet(small / "DAC" / "seed-0" / "metrics.parquet")
+    listed(small / "DAC" / "seed-0")
     _, (problem,) = summary.find_runs([small])
     assert problem.reason == "metrics.parquet has no column 'round'; it is not the table of a run"
 
@@ -149,7 +150,7 @@ def test_methods_come_in_the_order_of_the_study(small):
     assert [run.label for run in summary.find_runs([small])[0]] == ["Local", "Local", "DAC", "DAC"]
 
 
-def test_nodes_that_each_hosted_some_clients_are_one_run(tmp_path, write_run, final_rows):
+def test_nodes_that_each_hosted_some_clients_are_one_run(tmp_path, write_run, final_rows, listed):
     """Two nodes of one run, one of them still at work, then done: three clients together, times added up."""
     clusters = [0, 0, 1]
     rows = final_rows([0.2, 0.4, 0.9], clusters)
@@ -162,6 +163,7 @@ def test_nodes_that_each_hosted_some_clients_are_one_run(tmp_path, write_run, fi
     assert (run.finished, len(run.edges), run.population) == (False, 2, 3)
     path = tmp_path / "south/real/DAC/seed-3/provenance.json"
     path.write_text(path.read_text().replace('"done": false', '"done": true'))
+    listed(path.parent)
     (run,), _ = summary.find_runs([tmp_path])
     assert run.final("accuracy").to_dict() == {0: 0.2, 1: 0.4, 2: 0.9}
     assert run.provenance["timing"] == {"train_s": 3.0, "train_samples": 1920, "wall_s": 5.0}

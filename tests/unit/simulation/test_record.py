@@ -49,10 +49,10 @@ def test_checkpoints_of_growing_tables_leave_nothing_behind(tmp_path):
     def array_types() -> int:
         return sum(type(o) is kind for o in gc.get_objects())
 
-    checkpoint._write(tmp_path / "first.safetensors", {"value": torch.zeros(7)}, {})
+    checkpoint._write({"value": torch.zeros(7)}, {}, tmp_path / "first.safetensors")
     before = array_types()
     for size in range(1000, 1020):
         tensors = {"value": torch.arange(float(size)), "kept": torch.tensor([True, False])}
-        checkpoint._write(tmp_path / "run.safetensors", tensors, {"round": size})
+        checkpoint._write(tensors, {"round": size}, tmp_path / "run.safetensors")
     assert array_types() == before
     assert torch.equal(load_file(tmp_path / "run.safetensors")["value"], torch.arange(1019.0))

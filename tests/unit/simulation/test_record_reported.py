@@ -171,10 +171,11 @@ def test_a_name_that_means_something_else_is_refused(name):
         Wrong.recorded()
 
 
-def test_a_damaged_description_is_a_problem_of_that_run(small):
+def test_a_damaged_description_is_a_problem_of_that_run(small, listed):
     path = small / "DAC" / "seed-0" / "provenance.json"
     damaged = {"trust": {"name": "trust", "better": "up"}}
     path.write_text(json.dumps({**json.loads(path.read_text()), "metrics": damaged}))
+    listed(path.parent)
     runs, (problem,) = summary.find_runs([small])
     assert len(runs) == 3
     assert "trust: better is 'up'" in problem.reason

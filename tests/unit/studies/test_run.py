@@ -1,12 +1,17 @@
 """Studies: folders that are never overwritten unasked, and runs that go on to the same bytes."""
 
 import json
+import shutil
+import threading
+import warnings
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
-from coterie.errors import CheckpointError, ConfigError, RunExistsError
+from coterie._util.claims import claimed
+from coterie.errors import CheckpointError, ConfigError, FolderInUse, RunExistsError
+from coterie.results.summary import find_runs
 from coterie.simulation import checkpoint
 from coterie.simulation.workers import fan_out
 from coterie.studies import config
@@ -42,6 +47,10 @@ def contents(folder):
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.name in FILES}
 
 
+def shown(folder):
+    return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("runs")
@@ -55,11 +64,12 @@ class Interrupted(Exception):
 def test_a_study_leaves_the_agreed_files(finished):
     folder = finished.folder
     assert folder.name == "tiny"
-    assert {p.name for p in folder.iterdir()} == {"config.toml", "federation.json", "summary.json", "random", "Alone"}
+    files = {"config.toml", "federation.json", "summary.json", "B2SUMS"}
+    assert shown(folder) == {*files, "random", "Alone"}
     for label in ("random", "Alone"):
         for seed in (0, 1):
-            names = {p.name for p in (folder / label / f"seed-{seed}").iterdir()}
-            assert names == {*FILES, "config.toml", "provenance.json"}
+            names = shown(folder / label / f"seed-{seed}")
+            assert names == {*FILES, "checkpoint-before.safetensors", "config.toml", "provenance.json", "B2SUMS"}
 
 
 def test_the_config_of_a_run_is_a_study_of_that_run_alone(finished):
@@ -207,20 +217,104 @@ def test_resuming_with_other_settings_is_refused_and_names_the_setting(finished)
         run_study(small("rounds=4"), out=finished.folder.parent, federation=tiny_federation(), resume=True)
 
 
-@pytest.mark.parametrize("damage", [b"", b"not a checkpoint"])
-def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, damage):
-    federation = tiny_federation()
+def stopped(out):
+    """A run that was stopped in its second round."""
 
     def stop(step):
         if step.round == 1:
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        run_study(small("seeds=[0]"), out=tmp_path, federation=federation, observer=stop)
-    (run_folder(tmp_path / "tiny", Job("random", 0)) / checkpoint.FILE).write_bytes(damage)
-    with pytest.raises(CheckpointError, match="damaged") as caught:
-        resume_study(tmp_path / "tiny", federation=federation)
+        run_study(small("seeds=[0]"), out=out, federation=tiny_federation(seed=0), observer=stop)
+    return run_folder(out / "tiny", Job("random", 0))
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a checkpoint"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(finished, tmp_path, damage):
+    (stopped(tmp_path) / checkpoint.FILE).write_bytes(damage)
+    with pytest.warns(UserWarning, match=r"checkpoint\.safetensors is damaged.* goes on from checkpoint-before"):
+        resume_study(tmp_path / "tiny", federation=tiny_federation(seed=0))
+    for name in FILES:
+        path = f"random/seed-0/{name}"
+        assert (tmp_path / "tiny" / path).read_bytes() == (finished.folder / path).read_bytes()
+
+
+def test_two_damaged_checkpoints_are_one_clear_line(tmp_path):
+    folder = stopped(tmp_path)
+    (folder / checkpoint.FILE).write_bytes(b"not a checkpoint")
+    (folder / checkpoint.BEFORE).unlink()
+    text = r"checkpoint\.safetensors is damaged: .*; checkpoint-before\.safetensors is missing; delete the folder"
+    with pytest.raises(CheckpointError, match=text) as caught:
+        resume_study(tmp_path / "tiny", federation=tiny_federation(seed=0))
     assert "\n" not in str(caught.value)
+
+
+def test_a_flipped_bit_that_is_still_a_checkpoint_is_not_believed(tmp_path):
+    """The last byte belongs to a number: only its digest tells."""
+    folder = stopped(tmp_path)
+    data = bytearray((folder / checkpoint.FILE).read_bytes())
+    data[-1] ^= 1
+    (folder / checkpoint.FILE).write_bytes(data)
+    with pytest.warns(UserWarning, match="damaged"):
+        resume_study(tmp_path / "tiny", federation=tiny_federation(seed=0))
+
+
+@pytest.mark.parametrize("name", ["metrics.parquet", "edges.parquet", "provenance.json", "config.toml"])
+def test_a_damaged_file_of_a_finished_run_is_written_again(finished, tmp_path, name):
+    shutil.copytree(finished.folder, tmp_path / "tiny")
+    path = tmp_path / "tiny/random/seed-1" / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert not finished_runs(tmp_path / "tiny") >= {"random/seed-1"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        resume_study(tmp_path / "tiny", federation=lambda seed: tiny_federation(seed=seed))
+    assert len(finished_runs(tmp_path / "tiny")) == 4
+    assert contents(tmp_path / "tiny") == contents(finished.folder)
+    if name == "config.toml":
+        assert path.read_bytes() == whole
+
+
+def finished_runs(folder):
+    runs, _ = find_runs([folder])
+    return {run.folder.relative_to(folder).as_posix() for run in runs if run.finished}
+
+
+def test_a_run_that_another_process_works_on_is_left_to_it(tmp_path):
+    """It is named, not waited for; the others are done."""
+    federation = tiny_federation(seed=0)
+    run_study(small("seeds=[1]", "rounds=1"), out=tmp_path, federation=federation)
+    job, ready, over = Job("random", 0), threading.Event(), threading.Event()
+
+    def hold():
+        with claimed(run_folder(tmp_path / "tiny", job)):
+            ready.set()
+            over.wait(60)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    ready.wait(60)
+    done = run_study(small("seeds=[0]", "rounds=1"), out=tmp_path, federation=federation, resume=True)
+    assert [str(one) for one in done.elsewhere] == ["random, seed 0"]
+    assert finished_runs(tmp_path / "tiny") == {"random/seed-1", "Alone/seed-0", "Alone/seed-1"}
+    with pytest.raises(FolderInUse, match="random/seed-0 is in use by process"):
+        run_study(small("seeds=[0]", "rounds=1"), out=tmp_path, federation=federation, overwrite=True)
+    assert (tmp_path / "tiny/Alone/seed-0/metrics.parquet").exists(), "nothing is deleted while somebody works"
+    over.set()
+    other.join()
+    done = run_study(small("seeds=[0]", "rounds=1"), out=tmp_path, federation=federation, resume=True)
+    assert (done.elsewhere, len(finished_runs(tmp_path / "tiny"))) == ({}, 4)
+
+
+def test_a_damaged_study_file_is_named_and_written_again(finished, tmp_path):
+    shutil.copytree(finished.folder, tmp_path / "tiny")
+    path = tmp_path / "tiny" / "config.toml"
+    whole = path.read_text()
+    path.write_text(whole.replace("rounds = 3", "rounds = 2"))
+    with pytest.raises(ConfigError, match=r"config\.toml is damaged.*--resume` writes it again"):
+        resume_study(tmp_path / "tiny", federation=lambda seed: tiny_federation(seed=seed))
+    run_study(small(), out=tmp_path, federation=lambda seed: tiny_federation(seed=seed), resume=True)
+    assert path.read_text() == whole
 
 
 def test_a_run_is_found_from_its_own_folder_too(finished):

@@ -1,0 +1,98 @@
+"""Claims: one process at a time works in a folder, and others are told which.
+
+The system gives a claim back when its process ends, however it ends: no claim outlives its owner, on this machine or,
+where the file system passes locks on, on another.
+"""
+
+import errno
+import json
+import os
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from coterie._util.files import write_atomically
+from coterie.errors import FolderInUse
+
+LOCK, OWNER = ".lock", ".owner.json"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_mine: dict[tuple[str, int], int] = {}  # how often each thread of this process has claimed each folder
+
+
+@contextmanager
+def claimed(folder: Path, wait: float = 1.0) -> Iterator[None]:
+    """Claim a folder for the block; a thread that has the claim already may claim it again.
+
+    Args:
+        folder: the folder; it is made if missing.
+        wait: seconds to wait for another's claim to end.
+
+    Raises:
+        FolderInUse: when another process, or another thread, has the claim.
+        OSError: when the folder cannot be made or written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    key = str(folder.resolve()), threading.get_ident()
+    with _locked(folder, wait) if key not in _mine else _nothing():
+        _mine[key] = _mine.get(key, 0) + 1
+        try:
+            yield
+        finally:
+            _mine[key] -= 1
+            if not _mine[key]:
+                del _mine[key]
+
+
+def in_use(folder: Path) -> str:
+    """Return who has claimed a folder, as a text such as "process 17 on host since 10:31"; "" when nobody has."""
+    if not (folder / LOCK).exists():
+        return ""
+    lock = FileLock(folder / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        return _owner(folder)
+    except OSError:  # no locks here, or no right to write
+        return ""
+    lock.release()
+    return ""
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _locked(folder: Path, wait: float) -> Iterator[None]:
+    lock = FileLock(folder / LOCK, timeout=wait)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise FolderInUse(f"{folder} is in use by {_owner(folder)}; wait for it, or stop it first") from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        warnings.warn(f"{folder}: this file system has no locks; start one process at a time on it", stacklevel=4)
+    try:
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        what = {"process": os.getpid(), "host": socket.gethostname(), "since": now}
+        write_atomically(folder / OWNER, json.dumps(what).encode())
+        yield
+    finally:
+        (folder / OWNER).unlink(missing_ok=True)
+        lock.release()
+
+
+def _owner(folder: Path) -> str:
+    try:
+        found = json.loads((folder / OWNER).read_text("utf-8"))
+        return f"process {found['process']} on {found['host']} since {found['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # it has just begun, or ended
+        return "another process"

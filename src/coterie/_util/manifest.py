@@ -1,0 +1,96 @@
+"""Manifests: the digest of every file of a folder, kept beside them, so that no damage goes unseen.
+
+`B2SUMS` has a line "<BLAKE2b-256 in hexadecimal>  <name>" for each file, as `b2sum --check` reads it. The files of a
+folder are replaced together: first the manifest, with the old and the new digests, then the files, then the manifest
+with the new digests alone. So a folder is whole at every moment, also for a reader and after a kill.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from coterie._util.files import replacing, write_atomically
+
+FILE = "B2SUMS"
+Content = bytes | Callable[[Path], None]
+"""The bytes of a file, or a function that writes them to a path."""
+
+_LINE = re.compile(r"([0-9a-f]{64})  (\S.*)")
+_Digests = dict[str, frozenset[str]]
+
+
+def replace_files(folder: Path, contents: Mapping[str, Content], rotate: Mapping[str, str] | None = None) -> None:
+    """Replace files of a folder, and list their digests in its manifest.
+
+    One process at a time may do so: its caller has claimed the folder (`claims.claimed`).
+
+    Args:
+        folder: an existing folder.
+        contents: the new files, by name; they are put into place in this order.
+        rotate: other names for some of them, under which the file that was there before is kept, if it is whole.
+
+    Raises:
+        OSError: from the system; every file is then the old or the new one, and the manifest knows both.
+    """
+    before = _read(folder)
+    kept = {name: older for name, older in (rotate or {}).items() if not fault(folder, name)}
+    with ExitStack() as files:
+        fresh: _Digests = {}
+        for name, content in reversed(contents.items()):  # the last to be opened is the first in place
+            temporary = files.enter_context(replacing(folder / name))
+            temporary.write_bytes(content) if isinstance(content, bytes) else content(temporary)
+            fresh[name] = frozenset({_digest(temporary)})
+        fresh |= {older: before[name] for name, older in kept.items()}
+        nothing: frozenset[str] = frozenset()
+        _write(folder, before | {name: before.get(name, nothing) | digests for name, digests in fresh.items()})
+        for name, older in kept.items():
+            os.replace(folder / name, folder / older)
+    _write(folder, before | fresh)
+
+
+def fault(folder: Path, name: str) -> str:
+    """Say what is wrong with a file: that it is missing, is not listed, or is not what was written; "" if it is whole.
+
+    The manifest of a folder without one lists nothing.
+    """
+    listed, read = _read(folder), None
+    while listed != read:  # another process may be replacing the file: then the manifest has changed as well
+        read = listed
+        try:
+            found = _digest(folder / name)
+        except FileNotFoundError:
+            found = ""
+        if found in read.get(name, ()):
+            return ""
+        listed = _read(folder)
+    if not found:
+        return f"{name} is missing"
+    if not (folder / FILE).exists():
+        return f"{FILE} is missing, which tells whether {name} is whole"
+    return f"{name} is damaged: it is not what {FILE} lists"
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+
+
+def _read(folder: Path) -> _Digests:
+    """The digests of each file; there are two while it is being replaced."""
+    try:
+        text = (folder / FILE).read_bytes().decode(errors="replace")
+    except FileNotFoundError:
+        return {}
+    out: _Digests = {}
+    for line in map(_LINE.fullmatch, text.splitlines()):
+        if line:
+            out[line[2]] = out.get(line[2], frozenset()) | {line[1]}
+    return out
+
+
+def _write(folder: Path, listed: _Digests) -> None:
+    lines = [f"{digest}  {name}\n" for name in sorted(listed) for digest in sorted(listed[name])]
+    write_atomically(folder / FILE, "".join(lines).encode())

@@ -1,0 +1,77 @@
+"""Nothing goes wrong without a word: damage, kills, a refusing system, and several processes on one study.
+
+The experiments of benchmarks/reliability.py, with fewer trials and another seed than the stored ones.
+"""
+
+import collections
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import reliability
+
+from coterie.results.summary import find_runs
+
+STUDY = """
+name = "shared"
+rounds = 6
+seeds = [0]
+data = { dataset = "digits", num_clients = 4 }
+model = { kind = "linear" }
+
+[[methods]]
+kind = "random"
+num_peers = 2
+
+[[methods]]
+kind = "local"
+"""
+
+
+def test_every_damage_ends_in_the_right_bytes_or_in_one_clear_line():
+    rows = reliability.corruptions(40, seed=101)
+    bad = [row for row in rows if row["outcome"].isupper()]
+    assert not bad, bad[0]
+    happened = collections.Counter(row["outcome"] for row in rows)
+    assert min(happened["right"], happened["right, and said"], happened["refused"]) > 0, happened
+
+
+def test_a_run_that_was_killed_at_any_moment_goes_on_to_the_same_bytes():
+    rows = reliability.kills(16, seed=102)
+    assert all(row["killed"] and row["whole"] for row in rows)
+    assert {row["outcome"] for row in rows} <= {"right", "right, and said"}
+    assert {row["writing"] for row in rows} == {True, False}
+
+
+def test_a_full_or_failing_disk_and_the_end_of_memory_are_one_line_and_lose_nothing():
+    rows = reliability.faults(12, seed=103)
+    assert all(row["one_line"] for row in rows)
+    assert {row["outcome"] for row in rows} <= {"right", "right, and said"}
+
+
+def test_three_processes_share_a_study(tmp_path: Path):
+    """Each adds two seeds to one folder at the same time: no run is done twice, and none is lost."""
+    (tmp_path / "shared.toml").write_text(STUDY)
+    start = [sys.executable, "-m", "coterie", "run", "shared.toml", "--resume", "--workers", "1", "--seeds"]
+    crew = [
+        subprocess.Popen([*start, seeds], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for seeds in ("0,1", "1,2", "2,3")
+    ]
+    said = [process.communicate(timeout=300) for process in crew]
+    assert [process.returncode for process in crew] == [0, 0, 0], said
+    folder = tmp_path / "runs" / "shared"
+    assert sorted(tomllib.loads((folder / "config.toml").read_text())["seeds"]) == [0, 1, 2, 3]
+    runs, problems = find_runs([folder])
+    assert not problems
+    assert sorted((run.label, run.seed) for run in runs if run.finished) == [
+        (label, seed) for label in ("local", "random") for seed in range(4)
+    ]
+    again = tmp_path / "again"
+    again.mkdir()
+    shutil.copy(tmp_path / "shared.toml", again)
+    subprocess.run([*start, "4"], cwd=again, check=True, capture_output=True)
+    for path in (again / "runs/shared").rglob("*.parquet"):
+        there = folder / path.relative_to(again / "runs/shared")
+        assert there.read_bytes() == path.read_bytes(), f"{there} is not that of one process alone"
