@@ -10,7 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-import reliability
+from benchmarks import reliability
 
 from coterie.results.summary import find_runs
 

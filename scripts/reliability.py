@@ -1,0 +1,109 @@
+"""Write docs/reference/reliability.md: what was damaged, killed and starved, and what was lost.
+
+    python benchmarks/reliability.py kills   (or another; each writes its JSON into docs/reference/runs/reliability)
+    python scripts/reliability.py            (`--check` only says whether the page is up to date)
+
+No number of the page is typed.
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from _pages import REFERENCE, STORED, table, write
+
+HEAD = """<!-- made by scripts/reliability.py; do not edit -->
+# Reliability, measured
+
+Each experiment runs a small study (DAC and FedAvg, two seeds, a checkpoint after every round), does something to it at
+random, and compares every file it leaves, byte by byte, with those of a study that nothing happened to. *Right* means
+equal bytes; *right, and said* that a line told what had been damaged or which run is missing; *refused* that one clear
+line told what is wrong and what to do. [Resume a study](../how-to/resume.md) tells what stands behind it.
+"""
+Rows = list[dict[str, Any]]
+OUTCOMES = ("right", "right, and said", "refused", "WRONG", "RAW ERROR")
+TITLES = {"WRONG": "other bytes, no word", "RAW ERROR": "an error that is no clear line"}
+KINDS = {
+    "flip": "1 to 4 bits of a file flipped",
+    "truncate": "a file cut off",
+    "swap": "two files in each other's place",
+    "missing": "a file deleted",
+}
+
+
+def _table(rows: Rows, name: Callable[[dict[str, Any]], str], head: str) -> str:
+    counts = Counter((name(row), row["outcome"]) for row in rows)
+    names = list(dict.fromkeys(name(row) for row in rows))
+    cells = [(one, sum(counts[one, o] for o in OUTCOMES), *(counts[one, o] for o in OUTCOMES)) for one in names]
+    whole = ("all", *(sum(int(line[i]) for line in cells) for i in range(1, len(OUTCOMES) + 2)))
+    return table((head, "trials", *(TITLES.get(o, o) for o in OUTCOMES)), [*cells, whole])
+
+
+def corruptions(rows: Rows) -> str:
+    """Return the part on damaged files."""
+    then = {"read": "read as `coterie show` does", "go on": "gone on with"}
+
+    def name(row: dict[str, Any]) -> str:
+        return f"{KINDS[row['kind']]}, then {then[row['then']]}"
+
+    ordered = sorted(rows, key=lambda row: (row["then"], list(KINDS).index(row["kind"])))
+    return (
+        "One file of a finished study, or of one stopped in the middle, is damaged: tables, checkpoints, "
+        "configurations, summaries, manifests.\n\n" + _table(ordered, name, "damage")
+    )
+
+
+def kills(rows: Rows) -> str:
+    """Return the part on kills."""
+
+    def name(row: dict[str, Any]) -> str:
+        return "while files are written" if row["writing"] else "within rounds"
+
+    killed, whole = sum(row["killed"] for row in rows), sum(row["whole"] for row in rows)
+    return (
+        f"The process is killed with SIGKILL at a call of a function that is drawn from the {rows[0]['of']:,} of the "
+        f"whole study; then the study is gone on with. {killed} of {len(rows)} processes were killed; in {whole} of "
+        f"{len(rows)} folders every file was then whole by its digest. A line is said where a kill left a checkpoint "
+        "without its tables.\n\n" + _table(rows, name, "killed")
+    )
+
+
+def faults(rows: Rows) -> str:
+    """Return the part on a system that refuses."""
+    kinds = {
+        "full disk": "no space left (ENOSPC)",
+        "read-only": "read-only file system (EROFS)",
+        "failing disk": "input/output error (EIO)",
+        "out of memory": "no memory, anywhere in a round",
+    }
+    lines = sum(row["one_line"] for row in rows)
+    return (
+        "One call that changes files is refused by the system, or memory ends at a random call; when that is over, the "
+        f"study is gone on with. {lines} of {len(rows)} faults ended in one clear line.\n\n"
+        + _table(rows, lambda row: kinds[row["kind"]], "fault")
+    )
+
+
+SECTIONS = (("Damaged files", "corruptions", corruptions), ("Kills", "kills", kills), ("Faults", "faults", faults))
+
+
+def section(title: str, document: dict[str, Any], told: Callable[[Rows], str]) -> str:
+    """Return one part of the page."""
+    machine = document["machine"]
+    source = f"`{document['command']}`, {machine['processor']}, Python {machine['python']}, torch {machine['torch']}."
+    return f"## {title}\n\n{told(document['results'])}\n\n{source}\n"
+
+
+def page() -> str:
+    """Return the page, of all that has been stored."""
+    parts = [
+        section(title, json.loads((STORED / f"reliability/{name}.json").read_text("utf-8")), told)
+        for title, name, told in SECTIONS
+    ]
+    return "\n".join([HEAD, *parts])
+
+
+if __name__ == "__main__":
+    sys.exit(write({REFERENCE / "reliability.md": page()}))
