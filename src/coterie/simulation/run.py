@@ -77,10 +77,8 @@ class Run(Described):
         """Return a title, and what the run came to in a few words; `print` and notebooks show it."""
         table = self.metrics
         last = int(table["round"].to_numpy().max())
-        tests = table.loc[((table["split"] == "test") & (table["round"] == last)).to_numpy()]
-        best = tests.loc[(tests["model"] == "best").to_numpy()]
         known, final = Metrics({**REGISTRY, **self.method.recorded()}), {}
-        for name, rows in (tests if best.empty else best).groupby("metric", sort=False, observed=True):
+        for name, rows in final_tests(table).groupby("metric", sort=False, observed=True):
             metric, value = known[str(name)], rows["value"]
             spread = f"{metric.show(value.mean())} ± {metric.show(value.std(ddof=0))}"
             final[metric.heading("test")] = f"{spread} (mean ± std over clients)"

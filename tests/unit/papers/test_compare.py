@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
@@ -93,59 +92,9 @@ def test_studies_side_by_side_keep_their_gaps(tmp_path):
     a = compare.read(write_study(tmp_path / "a", Oracle=9, Random=100))
     b = compare.read(write_study(tmp_path / "b", Oracle=8))
     (sheet,) = _tables.side_by_side([a, b])
-    assert sheet.rows[0] == ("Oracle", "9.00 ± 1.00", "8.00 ± 1.00")
-    assert sheet.rows[2] == ("Random", "100.00 ± 1.00", "")
+    assert sheet.rows[0] == ("Oracle", "9.00 ± 1.00", "2", "8.00 ± 1.00", "2")
+    assert sheet.rows[2] == ("Random", "100.00 ± 1.00", "2", "", "")
     assert str(b.folder) in sheet.head, "two studies of one name are told apart by their folders"
-
-
-def write_run(folder, label, per_round, values, extra=0.0, served=(0, 0)):
-    """One run of two clients that each receive `per_round` bytes a round."""
-    folder = folder / label / "seed-0"
-    folder.mkdir(parents=True)
-    text = f'name = "bytes"\nseeds = [0]\n[data]\ndataset = "digits"\n[[methods]]\nkind = "random"\nlabel = "{label}"\n'
-    (folder / "config.toml").write_text(text)
-    (folder / "provenance.json").write_text(json.dumps({"done": True}))
-    metrics, edges = [], []
-    for number, value in enumerate(values):
-        for client in (0, 1):
-            row = {"round": number, "client": client, "cluster": 0, "split": "validation", "model": "current"}
-            metrics += [row | {"metric": "accuracy", "value": value}, row | {"metric": "loss", "value": 1 - value}]
-            if extra:
-                metrics.append(row | {"split": "train", "metric": "extra_bytes", "value": extra})
-            for name, size in zip(("bytes_down", "bytes_up"), served, strict=True):
-                if size:
-                    metrics.append(row | {"split": "train", "metric": name, "value": size})
-            if per_round:
-                edges.append(
-                    {"round": number, "reader": client, "read": 1 - client, "purpose": "mix", "weight": 0.5,
-                     "bytes": per_round}
-                )  # fmt: skip
-    columns = ["round", "reader", "read", "purpose", "weight", "bytes"]
-    pd.DataFrame(metrics).to_parquet(folder / "metrics.parquet")
-    pd.DataFrame(edges, columns=columns).to_parquet(folder / "edges.parquet")
-
-
-def test_methods_are_ranked_when_they_have_received_the_same(tmp_path):
-    """Thrifty has 4 x 10 bytes in all; by then the dear one, of 10 + 10 bytes a round, has had two rounds."""
-    write_run(tmp_path, "thrifty", 10, [0.1, 0.3, 0.2, 0.5])
-    write_run(tmp_path, "dear", 10, [0.2, 0.4, 0.8, 0.9], extra=10)
-    write_run(tmp_path, "alone", 0, [0.3, 0.6, 0.1, 0.1])
-    found = compare.at_equal_bytes(tmp_path)
-    assert (found.budget, found.split, found.metric) == (40, "validation", "accuracy")
-    assert [(row.label, row.rounds, row.used, row.value) for row in found.rows] == [
-        ("alone", 4, 0, pytest.approx(0.6)),  # its best model by validation loss
-        ("thrifty", 4, 40, pytest.approx(0.5)),
-        ("dear", 2, 40, pytest.approx(0.4)),
-    ]
-
-
-def test_what_goes_to_and_from_a_server_is_counted(tmp_path):
-    """A server's client receives 6 and sends 4 bytes a round: as much as one that reads 10 from peers."""
-    write_run(tmp_path, "peers", 10, [0.1, 0.3])
-    write_run(tmp_path, "server", 0, [0.2, 0.4, 0.8, 0.9], served=(6, 4))
-    found = compare.at_equal_bytes(tmp_path)
-    assert found.budget == 20
-    assert [(row.label, row.rounds, row.used) for row in found.rows] == [("server", 2, 20), ("peers", 2, 20)]
 
 
 def test_the_command_prints_tables_and_json(tmp_path):
