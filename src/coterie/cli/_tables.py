@@ -97,7 +97,7 @@ def _number(metric: Metric, value: float) -> str:
 
 
 def _spread(metric: Metric, mean: float, std: float | None) -> str:
-    return _number(metric, mean) + ("" if std is None else f" ± {_number(metric, std)}")
+    return _number(metric, mean) + ("" if std is None or not math.isfinite(std) else f" ± {_number(metric, std)}")
 
 
 def _signed(line: Line) -> str:

@@ -85,6 +85,15 @@ def lines(standings: Iterable[Standing]) -> list[str]:
     return [f"{', '.join(labels)}: {text}" for text, labels in together.items()]
 
 
+def incomplete(content: Mapping[str, Any]) -> list[str]:
+    """Write a line for each method of which runs are missing, damaged or not finished; see `notes`."""
+    return lines(one for one in _left_out(content) if one.state != "finished")
+
+
+def _left_out(content: Mapping[str, Any]) -> list[Standing]:
+    return [Standing(**one) for one in content.get("left_out", ())]
+
+
 def notes(content: Mapping[str, Any]) -> list[str]:
     """Write what must be known beside the tables of a summary; nothing where every run counts.
 
@@ -95,10 +104,9 @@ def notes(content: Mapping[str, Any]) -> list[str]:
     Returns:
         A line for each method that lacks runs, and one that says which seeds the means are over.
     """
-    out = [Standing(**one) for one in content.get("left_out", ())]
+    out, said = _left_out(content), incomplete(content)
     if not out:
         return []
-    said = lines(one for one in out if one.state != "finished")
     unused: dict[str, list[int]] = {}
     for one in out:
         if one.state == "finished":

@@ -74,16 +74,20 @@ class EqualBytes:
         }[self.model]
         return f"{metrics.REGISTRY[self.metric].heading(self.split)} of {which}"
 
+    @property
+    def caveat(self) -> str:
+        """Why it is not on test data; empty where it is."""
+        if self.split == "test":
+            return ""
+        return (
+            "The rounds were not tested, so the newest models are scored, on validation data; these are not the numbers "
+            "of the final test. With eval_every = 1 the best models are scored on test data."
+        )
+
     def notes(self) -> list[str]:
         """Return what must be known beside it: which runs are not in it, and why it is not on test data."""
-        rows = [asdict(row) for row in self.rows]
-        said = coverage.notes({"rows": rows, "seeds": self.seeds, "left_out": self.left_out})
-        if self.split == "validation":
-            said.append(
-                "The rounds were not tested, so the newest models are scored, on validation data; these are not the "
-                "numbers of the final test. With eval_every = 1 the best models are scored on test data."
-            )
-        return said
+        content = {"rows": [asdict(row) for row in self.rows], "seeds": self.seeds, "left_out": self.left_out}
+        return [*coverage.notes(content), *([self.caveat] if self.caveat else [])]
 
 
 def at_equal_bytes(folder: str | Path) -> EqualBytes:

@@ -8,7 +8,7 @@ import json
 import math
 import tomllib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -162,6 +162,12 @@ class Problem:
         """The seed, by the folder; 0 where it does not tell."""
         return _seed_of(self.folder) or 0
 
+    @property
+    def standing(self) -> Standing:
+        """How the run stands, with the first sentence of the reason."""
+        reason = self.reason.removeprefix("a file is damaged: ").partition(". ")[0]
+        return Standing(self.label, self.seed, self.state, reason)
+
 
 def find_runs(paths: Iterable[str | Path]) -> tuple[list[StoredRun], list[Problem]]:
     """Read the runs in some folders, each of them a run, a method of a study, a study, or a folder of studies.
@@ -264,18 +270,18 @@ def planned(folder: Path) -> list[tuple[str, int]]:
     return []
 
 
-def standings(runs: Sequence[StoredRun], problems: Sequence[Problem], folder: str | Path) -> list[Standing]:
+def standings(runs: Sequence[StoredRun], problems: Sequence[Problem], *folders: str | Path) -> list[Standing]:
     """Say how each run of a study stands: those that it should have, and others that are there.
 
     Args:
         runs: its runs, as `find_runs` returns them.
         problems: its folders that could not be read.
-        folder: the study's folder, whose file says which runs it should have.
+        folders: the study's folder, whose file says which runs it should have; or those of some methods or runs.
     """
     found = {(run.label, run.seed): _standing(run) for run in runs}
     for problem in problems:
-        found[problem.label, problem.seed] = Standing(problem.label, problem.seed, problem.state, problem.reason)
-    wanted = planned(Path(folder))
+        found[problem.label, problem.seed] = problem.standing
+    wanted = [key for folder in folders for key in planned(Path(folder))]
     missing = {key: Standing(*key, "missing") for key in wanted if key not in found}
     order = list(dict.fromkeys([*(label for label, _ in wanted), *(label for label, _ in found)]))
     whole = {**found, **missing}
@@ -285,15 +291,13 @@ def standings(runs: Sequence[StoredRun], problems: Sequence[Problem], folder: st
 def _standing(run: StoredRun) -> Standing:
     if run.finished:
         return Standing(run.label, run.seed, "finished")
+    if run.provenance.get("done"):
+        return Standing(run.label, run.seed, "unfinished", "it has no final test")
     known = run.provenance.get("round")
     rounds = run.rounds if known is None else max(int(known), 0)
-    of = f" of {run.config['rounds']}" if "rounds" in run.config and not _scaled(run) else ""
+    scaled = float(run.config.get("scale", 1.0)) != 1.0  # then the rounds in its file are not those that it has
+    of = f" of {run.config['rounds']}" if "rounds" in run.config and not scaled else ""
     return Standing(run.label, run.seed, "unfinished", f"round {rounds}{of}")
-
-
-def _scaled(run: StoredRun) -> bool:
-    """Whether the rounds of a run are not those in its file."""
-    return float(run.config.get("scale", 1.0)) != 1.0
 
 
 def compared(
@@ -318,6 +322,45 @@ def compared(
     if seeds is not None:
         chosen &= set(seeds)
     return [run for run in done if run.seed in chosen]
+
+
+def covered(
+    runs: Sequence[StoredRun],
+    problems: Sequence[Problem],
+    *folders: str | Path,
+    seeds: Iterable[int] | None = None,
+) -> dict[str, Any]:
+    """Return what `coverage.notes` tells about: the compared `seeds`, what is `left_out`, and the labels of `rows`.
+
+    The arguments are those of `standings` and of `compared`.
+    """
+    chosen = compared(runs, problems, seeds)
+    used = {(run.label, run.seed) for run in chosen}
+    left = [one for one in standings(runs, problems, *folders) if (one.label, one.seed) not in used]
+    rows = [{"label": label} for label in by_label(chosen)]
+    return {"seeds": sorted({seed for _, seed in used}), "left_out": coverage.as_json(left), "rows": rows}
+
+
+def studies_in(
+    folders: Sequence[str | Path], runs: Sequence[StoredRun], problems: Sequence[Problem]
+) -> Iterator[tuple[list[StoredRun], list[Problem], dict[str, Any]]]:
+    """Sort what `find_runs` read by studies, and say of each which runs there are.
+
+    Args:
+        folders: those that were asked for; of a study of which only some methods or runs were, no others are missing.
+        runs: the runs that were read.
+        problems: the folders that could not be read.
+
+    Yields:
+        The runs of a study, its folders that could not be read, and what is `covered`, with the name of its `study`.
+    """
+    for study in dict.fromkeys(one.folder.parent.parent for one in (*runs, *problems)):
+        own, broken = ([one for one in found if one.folder.parent.parent == study] for found in (runs, problems))
+        asked = [Path(folder) for folder in folders]
+        parts = [folder for folder in asked if study in folder.parents]
+        whole = any(folder in (study, *study.parents) for folder in asked)
+        name = own[0].study if own else study.name
+        yield own, broken, {"study": name, **covered(own, broken, *([study] if whole else parts))}
 
 
 def charted(runs: Sequence[StoredRun], problems: Sequence[Problem] = ()) -> list[StoredRun]:
@@ -422,11 +465,9 @@ def summary_of(
     seeds: Iterable[int] | None = None,
 ) -> dict[str, Any]:
     """As `summarize`, of runs that were read already, and of the folders that could not be read."""
-    names = cluster_names(study, (int(c) for run in runs for c in run.clients.unique() if c >= 0))
+    home = runs[0].folder.parent.parent if runs and runs[0].folder == Path(study) else study
+    names = cluster_names(home, (int(c) for run in runs for c in run.clients.unique() if c >= 0))
     chosen = compared(runs, problems, seeds)
-    over = sorted({run.seed for run in chosen})
-    used = {(run.label, run.seed) for run in chosen}
-    left = [one for one in standings(runs, problems, study) if (one.label, one.seed) not in used]
     rows: list[dict[str, Any]] = []
     for label, group in by_label(chosen).items():
         for metric in dict.fromkeys(name for run in group for name in run.results):
@@ -456,7 +497,7 @@ def summary_of(
         if (times := run.provenance.get("timing"))
     ]
     name = runs[0].study if runs else Path(study).name
-    content: dict[str, Any] = {"study": name, "seeds": over, "left_out": coverage.as_json(left)}
+    content: dict[str, Any] = {"study": name, **covered(runs, problems, study, seeds=seeds)}
     content |= {"rows": rows, "timing": timing}
     content |= {one.__name__: one(chosen) for one in (participation, time_to_accuracy, undefined)}
     if declared := metrics.stored(metrics_of(runs).values()):
