@@ -15,6 +15,9 @@ from coterie.results import coverage, summary
 from coterie.results.summary import Problem, StoredRun
 from coterie.results.traffic import traffic
 
+Split = Literal["test", "validation"]
+Model = Literal["best", "current", "either"]
+
 
 @dataclass(frozen=True)
 class AtBytes:
@@ -57,8 +60,8 @@ class EqualBytes:
 
     study: str
     metric: str
-    split: Literal["test", "validation"]
-    model: Literal["best", "current", "either"]
+    split: Split
+    model: Model
     budget: float
     rows: Sequence[AtBytes]
     seeds: Sequence[int]
@@ -80,8 +83,8 @@ class EqualBytes:
         if self.split == "test":
             return ""
         return (
-            "The rounds were not tested, so the newest models are scored, on validation data; these are not the numbers "
-            "of the final test. With eval_every = 1 the best models are scored on test data."
+            "The rounds were not tested, so the newest models are scored, on validation data; these are not the "
+            "numbers of the final test. With eval_every = 1 the best models are scored on test data."
         )
 
     def notes(self) -> list[str]:
@@ -94,8 +97,9 @@ def at_equal_bytes(folder: str | Path) -> EqualBytes:
     """Rank the methods of a stored study when each of their clients has used the same number of bytes.
 
     Bytes are those of all messages received and of those sent to a server (messages sent to peers are counted as
-    received by them). With `eval_every` the model of a client is chosen as in the final evaluation, among the rounds
-    by then that were tested: the best by validation loss, scored on test data.
+    received by them). With `eval_every` the model of a client is chosen as in the final evaluation, the best by
+    validation loss, and scored on test data. A method that has not used more in its whole run has its final result;
+    of another, the model is chosen among the rounds by then that were tested (a warm-up is not).
 
     Raises:
         DataError: when there is no run, or several studies.
@@ -110,7 +114,7 @@ def of_runs(runs: Sequence[StoredRun], problems: Sequence[Problem], folder: str 
     chosen = summary.compared(runs, problems)
     metric = summary.main_metric(chosen)
     tested = bool(chosen) and all(_tested(run, metric) for run in chosen)
-    models: set[Literal["best", "current"]] = {"best" if tested and _takes_best(run) else "current" for run in chosen}
+    best = {tested and _takes_best(run) for run in chosen}
     groups = summary.by_label(chosen)
     spent = [np.mean([bytes_per_client(run)[-1] for run in group]) for group in groups.values()]
     budget = float(min((one for one in spent if one > 0), default=0.0))
@@ -122,8 +126,8 @@ def of_runs(runs: Sequence[StoredRun], problems: Sequence[Problem], folder: str 
         rows.append(AtBytes(label, float(rounds.mean()), float(used.mean()), value, deviation, len(group)))
     sign = metrics.REGISTRY[metric].sign
     rows.sort(key=lambda row: (math.isnan(row.value), -sign * row.value))
-    model = "either" if len(models) > 1 else next(iter(models), "current")
-    split = "test" if tested else "validation"
+    model: Model = "either" if len(best) > 1 else "best" if True in best else "current"
+    split: Split = "test" if tested else "validation"
     return EqualBytes(whole["study"], metric, split, model, budget, rows, whole["seeds"], whole["left_out"])
 
 
@@ -158,6 +162,8 @@ def _at(run: StoredRun, metric: str, budget: float, *, tested: bool) -> tuple[fl
     cumulated = bytes_per_client(run)
     last = int(np.searchsorted(cumulated, budget * (1 + 1e-9), side="right")) - 1
     used = float(cumulated[last]) if last >= 0 else 0.0
+    if tested and last + 1 >= run.rounds:
+        return last + 1, used, float(run.final(metric).mean(skipna=False))
     loss = _table(run, "validation", metrics.LOSS.name)
     values = _table(run, "test", metric) if tested else _table(run, "validation", metric)
     if not tested:  # clients without validation data have no value in any round

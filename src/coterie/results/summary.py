@@ -355,7 +355,8 @@ def studies_in(
         The runs of a study, its folders that could not be read, and what is `covered`, with the name of its `study`.
     """
     for study in dict.fromkeys(one.folder.parent.parent for one in (*runs, *problems)):
-        own, broken = ([one for one in found if one.folder.parent.parent == study] for found in (runs, problems))
+        own = [run for run in runs if run.folder.parent.parent == study]
+        broken = [problem for problem in problems if problem.folder.parent.parent == study]
         asked = [Path(folder) for folder in folders]
         parts = [folder for folder in asked if study in folder.parents]
         whole = any(folder in (study, *study.parents) for folder in asked)

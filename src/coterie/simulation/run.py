@@ -25,6 +25,7 @@ from coterie.methods.base import Method
 from coterie.models.layout import ModelSource, source
 from coterie.rng import Rng
 from coterie.simulation import _memory, checkpoint
+from coterie.simulation.final_metrics import final_tests
 from coterie.simulation.loop import Loop
 from coterie.simulation.record import Record
 from coterie.simulation.settings import DTYPES, Settings
