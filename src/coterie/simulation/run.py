@@ -80,8 +80,8 @@ class Run(Described):
         last = int(table["round"].to_numpy().max())
         known, final = Metrics({**REGISTRY, **self.method.recorded()}), {}
         for name, rows in final_tests(table).groupby("metric", sort=False, observed=True):
-            metric, value = known[str(name)], rows["value"]
-            spread = f"{metric.show(value.mean())} ± {metric.show(value.std(ddof=0))}"
+            metric, value = known[str(name)], rows["value"].to_numpy(float)
+            spread = f"{metric.show(float(value.mean()))} ± {metric.show(float(value.std()))}"
             final[metric.heading("test")] = f"{spread} (mean ± std over clients)"
         lost = f"{len(self.diverged)} of {len(self.params)} clients" if self.diverged else "no client"
         return f"Run of {self.label!r} with seed {self.seed}", {
