@@ -109,7 +109,7 @@ def test_a_broken_run_is_named_in_the_page(small):
     text = page.write_report(small).read_text()
     data = data_of(text)
     damaged, seeds = data["notes"]
-    assert damaged.startswith("DAC: seed 0 damaged (Parquet file size is")
+    assert damaged.startswith("DAC: seed 0 damaged (")
     assert seeds == "Means are over the seeds that all have: 1; left out: Local 0."
     assert f"<li>{seeds}</li>" in text
     means = {
