@@ -20,7 +20,7 @@ from _pages import REFERENCE, STORED, markdown, table, write
 
 from coterie.cli import _tables
 from coterie.papers import compare
-from coterie.results import summary
+from coterie.results import coverage, summary
 from coterie.simulation import final_metrics
 
 HEAD = """# Reproduction of the papers
@@ -43,7 +43,7 @@ def store(run: Path, command: str, *, in_one_go: bool = True) -> Path:
     target.mkdir(parents=True, exist_ok=True)
     (target / "summary.json").write_text(json.dumps(summary.json_ready(content), indent=1, ensure_ascii=False) + "\n")
     shutil.copy(run / summary.CONFIG, target / summary.CONFIG)
-    runs, _ = summary.find_runs([run])
+    runs = _compared(run)
     first = runs[0].provenance
     origin = {
         "command": command,
@@ -64,11 +64,16 @@ def store(run: Path, command: str, *, in_one_go: bool = True) -> Path:
     return target
 
 
+def _compared(folder: Path) -> list[summary.StoredRun]:
+    """Return the runs that the summary is made of."""
+    return summary.compared(*summary.find_runs([folder]))
+
+
 def _left_out(folder: Path, known: list[dict]) -> list[dict]:
     """Return what the tables of the runs hold and was not asked for: scores of the clusters, and the best rounds."""
     there = {(row["label"], row["metric"]) for row in known}
     rows = []
-    for label, group in summary.by_label(summary.find_runs([folder])[0]).items():
+    for label, group in summary.by_label(_compared(folder)).items():
         found: dict[str, list[float]] = {}
         for run in group:
             for name, value in _outcome(run).items():
@@ -76,7 +81,7 @@ def _left_out(folder: Path, known: list[dict]) -> list[dict]:
         rows += [
             {
                 "method": group[0].method, "label": label, "cluster": "all", "metric": name,
-                "mean": float(np.mean(values)), "std": float(np.std(values)), "seeds": len(values),
+                **dict(zip(("mean", "std"), summary.over_seeds(np.array(values)), strict=True)), "seeds": len(values),
             }
             for name, values in found.items() if (label, name) not in there
         ]  # fmt: skip
@@ -134,6 +139,8 @@ def section(folder: Path) -> str:
         f"```console\n$ {origin['command']}\n```",
         cost,
     ]
+    missing = coverage.notes({"rows": result.rows, "seeds": result.seeds, "left_out": result.left_out})
+    parts += ["\n".join(f"* {note}" for note in missing)] if missing else []
     notes = folder / "notes.md"
     if notes.exists():
         parts.append(notes.read_text().strip())

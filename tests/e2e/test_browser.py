@@ -365,7 +365,9 @@ def test_a_broken_run_folder_gets_a_page_that_says_so(browser, study, tmp_path):
     path = copy / "random" / "seed-1" / "metrics.parquet"
     path.write_bytes(path.read_bytes()[:100])
     load(browser, write_report(copy).as_uri())
-    assert "random/seed-1: a file is damaged" in browser.find_element(By.CSS_SELECTOR, ".problem").text
+    said = browser.find_element(By.CSS_SELECTOR, ".problem").text
+    assert "random: seed 1 damaged" in said
+    assert "Means are over the seeds that all have: 0; left out: " in said
     assert logs(browser)[0] == []
 
 

@@ -79,7 +79,7 @@ def test_four_nodes_end_with_the_bytes_of_the_simulation(tmp_path, label, offset
         for name in files:
             nodes.start(name)
         assert nodes.wait(120) == dict.fromkeys(files, 0), (tmp_path / "logs" / "node-00.log").read_text()
-    assert "Not finished" in pages[0]["overview"]
+    assert "unfinished (round" in pages[0]["overview"]
     assert pages[0]["data"]["curves"][0]["rounds"][:2] == [-1, 0]
     assert len({page["signature"] for page in pages}) > 1
     joined = fleet.gather(tmp_path, study, list(files), "nodes")

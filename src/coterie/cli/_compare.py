@@ -36,21 +36,28 @@ def compare(
     """
     from coterie.cli import _tables
     from coterie.papers import compare as comparing
+    from coterie.results.equal_bytes import at_equal_bytes
 
+    notes: list[str] = []
+    missing: list[str] = []
     if paper:
         found = [comparing.with_paper(comparing.read(folder)) for folder in folders]
         shown = [table for one in found for table in _tables.against_paper(one)]
         notes = [note for one in found for note in (one.reference, *one.notes)]
+        missing = [note for one in found for note in one.missing]
     elif equal_bytes:
-        found = [comparing.at_equal_bytes(folder) for folder in folders]
-        shown, notes = [_tables.equal_bytes(one) for one in found], []
+        found = [at_equal_bytes(folder) for folder in folders]
+        shown = [_tables.equal_bytes(one) for one in found]
+        missing = [note for one in found for note in one.notes()]
     else:
-        found = [comparing.read(folder) for folder in folders]
-        shown, notes = _tables.side_by_side(found), []
+        found, missing = comparing.on_common_seeds([comparing.read(folder) for folder in folders])
+        shown = _tables.side_by_side(found)
     if json_:
         typer.echo(json.dumps([comparing.as_json(one) for one in found], indent=1, ensure_ascii=False))
         return
     console = Console()
+    for note in missing:
+        console.print(note, markup=False, highlight=False, style="yellow")
     for table in shown:
         _print(console, table)
     for note in notes:

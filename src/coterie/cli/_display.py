@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from coterie.functional.metrics import ACCURACY, DIVERGED, REGISTRY, Metric, Metrics
+from coterie.results.coverage import notes
 from coterie.results.summary import MEANS
-from coterie.simulation import checkpoint
 from coterie.simulation.run import Observer
 from coterie.simulation.run import Progress as Step
 from coterie.studies.definition import StudyConfig
-from coterie.studies.run import Job, Study, run_folder
+from coterie.studies.run import Study
 
 SECONDS = 10.0  # between two lines about a run that is not at its end, in a pipe
 
@@ -108,31 +107,20 @@ def _quality(step: Step) -> str:
     return "" if np.isnan(step.loss) else f"val. loss {step.loss:.4g}"
 
 
-def states(folder: Path, study: StudyConfig) -> Iterator[str]:
-    """The progress of a study's runs: a line per method, with its seeds grouped by state."""
-    for entry in study.methods:
-        rounds = study.scaled(entry.label).settings.rounds
-        seeds: dict[str, list[str]] = {}
-        for seed in study.seeds:
-            run = run_folder(folder, Job(entry.label, seed))
-            done = checkpoint.rounds_done(run)
-            state = "not begun" if done is None else f"at round {max(done, 0)} of {rounds}"
-            seeds.setdefault("finished" if checkpoint.finished(run) else state, []).append(str(seed))
-        parts = (f"seed{'s' * (len(own) > 1)} {', '.join(own)} {state}" for state, own in seeds.items())
-        yield f"  {entry.label}: {'; '.join(parts)}"
-
-
 def results(study: Study, console: Console) -> None:
-    """Print the tables of a study: test results, and the gains over training alone."""
-    names = [str(metric) for metric in study.rows["metric"].unique()]
-    known = metrics_of(study)
-    metric = known[known.main(names)]
-    labels = [entry.label for entry in study.config.methods]
-    rows = study.rows[study.rows["metric"] == metric.name]
-    console.print(_table_of(rows, metric, labels, console.width))
-    gains = study.gains()
-    if gains["rows"]:
-        console.print(_gain_table(gains, known[gains["metric"]], labels))
+    """Print the tables of a study: test results, and the gains over training alone; before them, what is missing."""
+    for note in notes(study.summary):
+        console.print(note, markup=False, highlight=False, style="yellow")
+    if study.summary["rows"]:
+        names = [str(metric) for metric in study.rows["metric"].unique()]
+        known = metrics_of(study)
+        metric = known[known.main(names)]
+        labels = [entry.label for entry in study.config.methods]
+        rows = study.rows[study.rows["metric"] == metric.name]
+        console.print(_table_of(rows, metric, labels, console.width))
+        gains = study.gains()
+        if gains["rows"]:
+            console.print(_gain_table(gains, known[gains["metric"]], labels))
     for job, clients in study.diverged.items():
         few = ", ".join(map(str, clients[:5])) + (", ..." if len(clients) > 5 else "")
         lost = f"{job}: {len(clients)} clients diverged (their loss became NaN or infinite): {few}"
@@ -154,6 +142,8 @@ def number(metric: Metric, value: float, *, signed: bool = False) -> str:
 def _table_of(rows: Any, metric: Metric, labels: Sequence[str], width: int) -> Group:
     """Methods x clusters, or clusters x methods where the clusters do not fit the width."""
     clusters = list(dict.fromkeys(rows["cluster"]))
+    labels = list(dict.fromkeys([*(label for label in labels if label in set(rows["label"])), *rows["label"]]))
+    count = dict(zip(rows["label"], rows["seeds"], strict=True))
     seeds = int(rows["seeds"].max())
     cells = {(r.label, r.cluster): (r.mean, r.std) for r in rows.itertuples()}
     best = {
@@ -168,19 +158,23 @@ def _table_of(rows: Any, metric: Metric, labels: Sequence[str], width: int) -> G
         if (label, cluster) not in cells:
             return "-"
         mean, std = cells[label, cluster]
-        text = number(metric, mean) + (f" ±{number(metric, std)}" if seeds > 1 else "")
+        text = number(metric, mean) + (f" ±{number(metric, std)}" if count[label] > 1 else "")
         return f"[bold]{text}[/bold]" if metric.sign * mean == best.get(cluster) else text
 
     title = metric.heading("test")
     title = title[0].upper() + title[1:] + (f": mean ± std over {seeds} seeds" if seeds > 1 else ": one seed")
-    across = 12 + 11 * len(clusters) <= width or len(labels) > len(clusters)
+    across = max(map(len, labels)) + 3 + 11 * len(clusters) <= width or len(labels) > len(clusters)
     table = Table(box=None, pad_edge=False, header_style="dim")
     heads, lines = (clusters, labels) if across else (labels, clusters)
     table.add_column("", overflow="fold")
+    if across:
+        table.add_column("n", justify="right")
     for head in heads:
         table.add_column(MEANS.get(head, head), justify="right")
+    if not across:
+        table.add_row("n", *(str(count[label]) for label in labels))
     for line in lines:
-        values = [cell(line, head) if across else cell(head, line) for head in heads]
+        values = [str(count[line]), *(cell(line, head) for head in heads)] if across else [cell(h, line) for h in heads]
         table.add_row(MEANS.get(line, line), *values)
     return Group(Text(title, style="italic"), table)  # a title of the table itself would wrap at the table's width
 
@@ -190,13 +184,12 @@ def _gain_table(gains: dict[str, Any], metric: Metric, labels: Sequence[str]) ->
     title = f"\nGain over {gains['baseline']} of each client, {metric.heading()}: above 0 is better"
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
-    for head in ("mean", "worst tenth", "share that lost"):
+    for head in ("n", "mean", "worst tenth", "share that lost"):
         table.add_column(head, justify="right")
-    for label in labels:
-        if label in by_label:
-            row = by_label[label]
-            mean, worst = (number(metric, row[name], signed=True) for name in ("mean", "worst_tenth"))
-            table.add_row(label, mean, worst, f"{100 * row['lost']:.0f} %")
+    for label in dict.fromkeys([*(label for label in labels if label in by_label), *by_label]):
+        row = by_label[label]
+        mean, worst = (number(metric, row[name], signed=True) for name in ("mean", "worst_tenth"))
+        table.add_row(label, str(row["seeds"]), mean, worst, f"{100 * row['lost']:.0f} %")
     return Group(Text(title, style="italic"), table)
 
 
@@ -232,11 +225,17 @@ def further(rows: Sequence[Mapping[str, Any]], console: Console, known: Metrics 
         part = names[first : first + 5]
         table = Table(box=None, pad_edge=False, header_style="dim")
         table.add_column("", overflow="fold")
+        table.add_column("n", justify="right")
         for name in part:
             table.add_column(shown[name].short + (f", {unit}" if (unit := shown[name].unit) else ""), justify="right")
         for label in dict.fromkeys(row["label"] for row in chosen):
-            cells = {row["metric"]: row["mean"] for row in chosen if row["label"] == label}
-            table.add_row(label, *(_cell(shown[name], cells[name]) if name in cells else "-" for name in part))
+            own = [row for row in chosen if row["label"] == label]
+            cells = {row["metric"]: row["mean"] for row in own}
+            table.add_row(
+                label,
+                str(own[0]["seeds"]),
+                *(_cell(shown[name], cells[name]) if name in cells else "-" for name in part),
+            )
         console.print("\nFurther metrics" if not first else "", style="italic")
         console.print(table)
 

@@ -29,11 +29,14 @@ def report(
       coterie report runs/rotated-digits --out page.html
     """
     from coterie.errors import require
-    from coterie.report.page import write_report
+    from coterie.report.page import write_with_notes
 
     require(out is None or len(runs) == 1, "--out", str(out), "to be given with one RUN only")
     for folder in runs:
-        typer.echo(f"Report: {write_report(folder, out)}")
+        path, notes = write_with_notes(folder, out)
+        for note in notes:
+            typer.echo(f"note: {note}", err=True)
+        typer.echo(f"Report: {path}")
 
 
 def watch(
@@ -115,9 +118,11 @@ def track(
       coterie track runs/rotated-digits --to tensorboard && tensorboard --logdir tracking
     """
     from coterie.report.trackers import export, opener
-    from coterie.results.summary import find_runs
+    from coterie.results.coverage import incomplete
+    from coterie.results.summary import find_runs, studies_in
 
     found, problems = find_runs(runs)
-    for problem in problems:
-        typer.echo(f"left out {problem.folder}: {problem.reason}", err=True)
+    for _, _, content in studies_in(runs, found, problems):
+        for note in incomplete(content):
+            typer.echo(f"note: {content['study']}: {note}", err=True)
     typer.echo(f"{export(found, opener(to, out))} runs written to {out}")

@@ -1,10 +1,13 @@
 """Tables: comparisons as tables of text, for the terminal and for pages."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from coterie.functional.metrics import REGISTRY, STD_OVER_CLUSTERS, Metric
-from coterie.papers.compare import Comparison, EqualBytes, Line, Ordering, Result, ranked
+from coterie.papers.compare import Comparison, Line, Ordering, Result, ranked
+from coterie.results.equal_bytes import EqualBytes
 from coterie.results.summary import MEANS
 
 
@@ -66,7 +69,8 @@ def _numbers(comparison: Comparison) -> TextTable:
             line.label,
             *([REGISTRY[line.metric].heading()] if several else []),
             MEANS.get(line.cluster, line.cluster) if line.metric != STD_OVER_CLUSTERS.name else STD_OVER_CLUSTERS.title,
-            _spread(REGISTRY[line.metric], line.ours, line.std if line.seeds > 1 else None),
+            _spread(REGISTRY[line.metric], line.ours, line.std),
+            str(line.seeds),
             _spread(REGISTRY[line.metric], line.paper, line.paper_std),
             _signed(line),
             "yes" if line.within else "no",
@@ -74,25 +78,26 @@ def _numbers(comparison: Comparison) -> TextTable:
         for line in comparison.lines
     ]
     inside = sum(line.within for line in comparison.lines)
-    seeds = max((line.seeds for line in comparison.lines), default=0)
     scaled = "" if comparison.scale == 1 else f" Rounds scaled by {comparison.scale:g}."
     foot = (
         f"{inside} of {len(comparison.lines)} numbers are within the rule: apart by at most twice the deviation of the "
-        f"difference, or one point of accuracy. {seeds} seed{'s' if seeds != 1 else ''}.{scaled}"
+        f"difference, or one point of accuracy; n is the number of seeds.{scaled}"
     )
     unit = "" if several or not rows else f" ({REGISTRY[REGISTRY.main(names)].heading('test')})"
     title = f"{comparison.study} beside the paper{unit}"
-    head = ("method", *(["metric"] if several else []), "cluster", "here", "paper", "difference", "within")
+    head = ("method", *(["metric"] if several else []), "cluster", "here", "n", "paper", "difference", "within")
     return TextTable(title, head, rows, foot)
 
 
 def _number(metric: Metric, value: float) -> str:
+    if not math.isfinite(value):
+        return "–"
     value *= metric.scale
     return f"{value:.2f}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def _spread(metric: Metric, mean: float, std: float | None) -> str:
-    return _number(metric, mean) + ("" if std is None else f" ± {_number(metric, std)}")
+    return _number(metric, mean) + ("" if std is None or not math.isfinite(std) else f" ± {_number(metric, std)}")
 
 
 def _signed(line: Line) -> str:
@@ -115,27 +120,32 @@ def side_by_side(results: Sequence[Result]) -> list[TextTable]:
 
 
 def _side_by_side(results: Sequence[Result], metric: Metric) -> TextTable:
-    labels = list(dict.fromkeys(entry.label for result in results for entry in result.study.methods))
+    labels = list(dict.fromkeys(label for result in results for label in result.labels))
     rows = []
     for label in labels:
-        found = [result.value(label, "all", metric.name) for result in results]
-        cells = [
-            "" if row is None or row["mean"] is None else _spread(metric, row["mean"], row["std"]) for row in found
-        ]
-        rows.append((label, *cells))
+        cells = [_cell(metric, result.value(label, "all", metric.name)) for result in results]
+        rows.append((label, *(part for cell in cells for part in cell)))
     names = [result.study.name for result in results]
-    heads = names if len(set(names)) == len(names) else [str(result.folder) for result in results]
+    unique = names if len(set(names)) == len(names) else [str(result.folder) for result in results]
+    heads = [head for name in unique for head in (name, "n")]
     title = metric.heading("test") + (f", {metric.better} is better" if metric.better else "")
     over = "" if metric.over == "run" else ", mean over clients"
     return TextTable(title[0].upper() + title[1:] + over, ("method", *heads), rows)
+
+
+def _cell(metric: Metric, row: Mapping[str, Any] | None) -> tuple[str, str]:
+    """A mean with its deviation, and over how many seeds; a single seed has no deviation."""
+    if row is None or row["mean"] is None:
+        return "", ""
+    return _spread(metric, row["mean"], row["std"] if row["seeds"] > 1 else None), str(row["seeds"])
 
 
 def equal_bytes(ranking: EqualBytes) -> TextTable:
     """Return a ranking at equal bytes."""
     metric = REGISTRY[ranking.metric]
     rows = [
-        (row.label, f"{row.rounds:.0f}", f"{row.used / 1e6:.2f}", _number(metric, row.value)) for row in ranking.rows
+        (row.label, f"{row.rounds:.0f}", f"{row.used / 1e6:.2f}", _spread(metric, row.value, row.std), str(row.seeds))
+        for row in ranking.rows
     ]
-    used = f"when a client has used {ranking.budget / 1e6:.2f} MB"
-    title = f"{ranking.study}: {metric.heading(ranking.split)} {used}"
-    return TextTable(title, ("method", "rounds", "MB used", metric.heading()), rows)
+    title = f"{ranking.study}: {ranking.heading}, when a client has used {ranking.budget / 1e6:.2f} MB"
+    return TextTable(title, ("method", "rounds", "MB used", metric.heading(), "n"), rows)

@@ -194,20 +194,20 @@ def list_(
     folder: Annotated[Path | None, typer.Argument(help="The folder to search; by default that of --out.")] = None,
     out: Out = Path("runs"),
 ) -> None:
-    """List the studies in a folder with the progress of their runs."""
-    from coterie.cli._display import states
-    from coterie.simulation import checkpoint
-    from coterie.studies.run import found_studies, run_folder
+    """List the studies in a folder with the state of their runs: finished, unfinished, damaged or missing."""
+    from coterie.results import coverage
+    from coterie.studies.run import found_studies, study_standings
 
     console = Console()
     out = folder or out
     known = found_studies(out)
     if not known:
         console.print(f"no study in {out}; `coterie run` makes one", markup=False, highlight=False)
-    for place, study, jobs in known:
-        done = sum(checkpoint.finished(run_folder(place, job)) for job in jobs)
-        state = "finished" if done == len(jobs) else f"{done} of {len(jobs)} runs finished"
-        for line in (f"{place}  {study.name}: {state}", *states(place, study)):
+    for place, study, _ in known:
+        runs = study_standings(place)
+        done = sum(run.state == "finished" for run in runs)
+        state = "finished" if done == len(runs) else f"{done} of {len(runs)} runs finished"
+        for line in (f"{place}  {study.name}: {state}", *(f"  {text}" for text in coverage.lines(runs))):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

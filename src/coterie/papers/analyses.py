@@ -13,6 +13,7 @@ Columns of beta: `beta`, `n_clusters` (1 where the whole population would not be
 """
 
 import io
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from coterie.methods import METHODS
 from coterie.methods.fedgwc import FedGwc
 from coterie.methods.sosicfl import SimplexMethod
 from coterie.models import simplex_layers
+from coterie.results.coverage import Incomplete, lines
 from coterie.results.summary import find_runs
 from coterie.simulation import final_metrics
 from coterie.simulation.loop import Loop
@@ -207,7 +209,10 @@ def analyze(folder: str | Path, what: str, options: Options | None = None, **sou
         raise ConfigError(unknown("analysis", what, ANALYSES))
     analysis = ANALYSES[what]
     kinds = _kinds(analysis.method)
-    runs, _ = find_runs([folder])
+    runs, problems = find_runs([folder])
+    for problem in problems:
+        (line,) = lines([problem.standing])
+        warnings.warn(line, Incomplete, stacklevel=2)
     chosen = [run for run in runs if run.kind in kinds]
     if not chosen:
         found = ", ".join(sorted({run.kind for run in runs})) or "no run that could be read"

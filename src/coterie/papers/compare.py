@@ -1,6 +1,6 @@
-"""Compare stored studies with each other, with the published numbers, and at equal bytes.
+"""Compare stored studies with each other, and with the published numbers.
 
-Only stored files are read: summary.json and config.toml, and for equal bytes the tables of the runs.
+Only stored files are read: config.toml and the tables of the runs; summary.json where the runs are not there.
 """
 
 import json
@@ -18,11 +18,12 @@ from coterie.functional import metrics
 from coterie.functional.metrics import REGISTRY, Metrics
 from coterie.papers import numbers
 from coterie.papers.numbers import PublishedNumber
-from coterie.results import summary
-from coterie.results.summary import StoredRun
-from coterie.results.traffic import traffic
+from coterie.results import coverage, summary
+from coterie.results.coverage import common, ranges
+from coterie.results.equal_bytes import EqualBytes
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
+from coterie.studies.sweep import SUMMARY, joined, read_sweep
 
 POINT = 0.01
 """The smallest difference of accuracies that counts."""
@@ -37,12 +38,18 @@ class Result:
         study: the study.
         rows: the rows of its summary.
         known: the metrics that are built in, and those that its methods declared.
+        seeds: the seeds that the rows are means over; None where a stored summary does not tell.
+        left_out: how each run stands that is not among them.
+        archived: whether the runs are not there, and all is as summary.json has it.
     """
 
     folder: Path
     study: StudyConfig
     rows: Sequence[Mapping[str, Any]]
     known: Metrics = field(default_factory=lambda: REGISTRY)
+    seeds: Sequence[int] | None = None
+    left_out: Sequence[Mapping[str, Any]] = ()
+    archived: bool = False
 
     @property
     def experiment(self) -> str | None:
@@ -53,6 +60,26 @@ class Result:
     def metric(self) -> str:
         """By which metric methods are compared."""
         return self.known.main(str(row["metric"]) for row in self.rows)
+
+    @property
+    def labels(self) -> list[str]:
+        """Its methods, and those of the points of a sweep."""
+        there = dict.fromkeys(str(row["label"]) for row in self.rows)
+        own = [] if self.study.sweep else [entry.label for entry in self.study.methods]
+        return list(dict.fromkeys([*own, *there]))
+
+    def notes(self) -> list[str]:
+        """Return what must be known beside its numbers: which runs are not in them."""
+        content = {"rows": self.rows, "seeds": self.seeds, "left_out": self.left_out}
+        said = []
+        if self.archived:
+            said.append("No run is there: the numbers are those that summary.json has kept.")
+        if self.archived and self.seeds is None and not self.study.sweep:
+            counts = {label: max((int(r["seeds"]) for r in self.rows if r["label"] == label), default=0)
+                      for label in self.labels}  # fmt: skip
+            wanted = len(self.study.seeds)
+            said += [f"{label}: {count} of {wanted} seeds." for label, count in counts.items() if count < wanted]
+        return [*said, *coverage.notes(content)]
 
     def value(self, label: str, cluster: str, metric: str) -> Mapping[str, Any] | None:
         """Return a row of the summary; None when there is none."""
@@ -70,7 +97,7 @@ class Line:
         cluster: "all" for the mean over clients, "clusters" for the mean over clusters.
         metric: its name; accuracies are from 0 to 1.
         ours: mean over seeds.
-        std: population standard deviation over seeds.
+        std: population standard deviation over seeds; None for a single seed.
         seeds: number of seeds.
         paper: the published mean.
         paper_std: its deviation; None when not given.
@@ -83,7 +110,7 @@ class Line:
     cluster: str
     metric: str
     ours: float
-    std: float
+    std: float | None
     seeds: int
     paper: float
     paper_std: float | None
@@ -123,6 +150,9 @@ class Comparison:
         chain: the orderings of `numbers.ROLES` that the paper shows.
         pairs: pairs of rows that are further apart in the paper than the rule allows.
         notes: notes on the published numbers.
+        seeds: the seeds that our means are over; None where a stored summary does not tell.
+        left_out: how each run stands that is not among them.
+        missing: which runs are not in the numbers, in words.
     """
 
     study: str
@@ -133,10 +163,15 @@ class Comparison:
     chain: Sequence[Ordering]
     pairs: Sequence[Ordering]
     notes: Sequence[str]
+    seeds: Sequence[int] | None = None
+    left_out: Sequence[Mapping[str, Any]] = ()
+    missing: Sequence[str] = ()
 
 
 def read(folder: str | Path) -> Result:
-    """Read a study from its folder (or that of one of its runs).
+    """Read a study, or a sweep, from its folder (or that of one of its runs).
+
+    The runs are read, since summary.json may be older than they are; where none is there, summary.json.
 
     Raises:
         DataError: when no study is there, or it has no finished run.
@@ -146,12 +181,53 @@ def read(folder: str | Path) -> Result:
         path = path.parent.parent
     if not (path / summary.CONFIG).is_file():
         raise DataError(f"{folder} holds no study: no {summary.CONFIG}; give a folder that `coterie run` made")
-    stored = path / "summary.json"
-    content = json.loads(stored.read_text("utf-8")) if stored.is_file() else summary.summarize(path)
-    if not content["rows"]:
-        raise DataError(f"{folder} has no finished run; `coterie resume {folder}` goes on with it")
     study = config.loads((path / summary.CONFIG).read_text("utf-8"), str(path / summary.CONFIG), to_run=False)
-    return Result(path, study, content["rows"], REGISTRY.with_stored(content.get("metrics") or {}))
+    archived = not summary.holds_runs(path) and (path / SUMMARY).is_file()
+    if archived:
+        content = json.loads((path / SUMMARY).read_text("utf-8"))
+    elif study.sweep:
+        content = joined(read_sweep(path))
+    else:
+        content = summary.summarize(path)
+    result = _result(path, study, content, archived=archived)
+    if not result.rows:
+        said = "; ".join(note.removesuffix(".") for note in result.notes())
+        why = f" ({said})" if said else ""
+        raise DataError(f"{folder} has no finished run to compare{why}; `coterie resume {folder}` goes on with it")
+    return result
+
+
+def _result(path: Path, study: StudyConfig, content: Mapping[str, Any], *, archived: bool) -> Result:
+    known = REGISTRY.with_stored(content.get("metrics") or {})
+    return Result(path, study, content["rows"], known, content.get("seeds"), content.get("left_out", ()), archived)
+
+
+def on_common_seeds(results: Sequence[Result]) -> tuple[list[Result], list[str]]:
+    """Return studies averaged over the seeds that all of them have, and what must be known beside their numbers.
+
+    Where they have none in common, or a summary without its runs has other seeds, each keeps its own, and that is said.
+    """
+    notes = [f"{_name(one, results)}: {note}" if len(results) > 1 else note for one in results for note in one.notes()]
+    known = {_name(one, results): one.seeds for one in results}
+    if len({None if seeds is None else tuple(seeds) for seeds in known.values()}) < 2:
+        return list(results), notes
+    own = "; ".join(f"{name} {'unknown' if seeds is None else ranges(seeds)}" for name, seeds in known.items())
+    shared = common({name: seeds or () for name, seeds in known.items()})
+    fixed = any(list(one.seeds or ()) != shared and (one.archived or one.study.sweep) for one in results)
+    if not shared or fixed:
+        return list(results), [*notes, f"Each study is averaged over seeds of its own: {own}."]
+    out = [
+        _result(one.folder, one.study, summary.summarize(one.folder, shared), archived=False)
+        if list(one.seeds or ()) != shared
+        else one
+        for one in results
+    ]
+    return out, [*notes, f"Means are over the seeds that all studies have: {ranges(shared)}; they have: {own}."]
+
+
+def _name(one: Result, results: Sequence[Result]) -> str:
+    """The name of a study, or its folder where several have that name."""
+    return one.study.name if sum(one.study.name == other.study.name for other in results) < 2 else str(one.folder)
 
 
 def ranked(lines: Sequence[Line]) -> str | None:
@@ -160,14 +236,16 @@ def ranked(lines: Sequence[Line]) -> str | None:
     return next((one.name for one in metrics.MAIN if one.name in printed), None)
 
 
-def allowed(metric: str, std: float, paper_std: float | None) -> float:
+def allowed(metric: str, std: float | None, paper_std: float | None) -> float:
     """Return the allowed difference of two means: twice its standard deviation, at least one point of accuracy.
+
+    A deviation that is not known counts as zero.
 
     Example:
         >>> round(allowed("accuracy", 0.006, 0.008), 3), allowed("accuracy", 0.0, None), allowed("mse", 3.0, 4.0)
         (0.02, 0.01, 10.0)
     """
-    spread = 2 * math.hypot(std, paper_std or 0.0)
+    spread = 2 * math.hypot(std or 0.0, paper_std or 0.0)
     return max(spread, POINT) if REGISTRY[metric].unit == "%" else spread
 
 
@@ -194,7 +272,10 @@ def with_paper(result: Result) -> Comparison:
     chain, pairs = _orderings(lines)
     reference = numbers.SOURCES[experiment.partition("/")[0]]
     notes = numbers.notes(experiment)
-    return Comparison(result.study.name, experiment, reference, result.study.scale, lines, chain, pairs, notes)
+    return Comparison(
+        result.study.name, experiment, reference, result.study.scale, lines, chain, pairs, notes, result.seeds,
+        result.left_out, result.notes(),
+    )  # fmt: skip
 
 
 def _line(result: Result, label: str, one: PublishedNumber) -> Line | None:
@@ -203,12 +284,14 @@ def _line(result: Result, label: str, one: PublishedNumber) -> Line | None:
         means = _cluster_means(result, label)
         if not means:
             return None
-        mean, std, seeds = float(np.std(means)), 0.0, 0
+        row = next(r for r in result.rows if r["label"] == label and r["metric"] == metrics.ACCURACY.name)
+        mean, std, seeds = float(np.std(means)), None, int(row["seeds"])
     else:
         row = result.value(label, one.cluster, one.metric)
         if row is None or row["mean"] is None:
             return None
-        mean, std, seeds = float(row["mean"]), float(row["std"]), int(row["seeds"])
+        mean, seeds = float(row["mean"]), int(row["seeds"])
+        std = float(row["std"]) if seeds > 1 else None
     difference = mean - one.mean
     within = abs(difference) <= allowed(one.metric, std, one.std)
     return Line(
@@ -256,104 +339,13 @@ def _best(means: Mapping[str, Line], methods: Sequence[str], sign: int) -> tuple
     return sign * max(sign * line.paper for line in lines), sign * max(sign * line.ours for line in lines)
 
 
-@dataclass(frozen=True)
-class AtBytes:
-    """A method at the point where every method has used the same number of bytes.
-
-    Args:
-        label: the method.
-        rounds: its rounds by then.
-        used: bytes of a client, received and sent to a server, mean over clients and seeds.
-        value: the metric then, mean over clients and seeds.
-    """
-
-    label: str
-    rounds: float
-    used: float
-    value: float
-
-
-@dataclass(frozen=True)
-class EqualBytes:
-    """A ranking at equal bytes.
-
-    Args:
-        study: its name.
-        metric: accuracy or loss.
-        split: "test" where that was measured during the runs (`eval_every`), else "validation".
-        budget: bytes per client: the total of the communicating method that uses the fewest.
-        rows: best first.
-    """
-
-    study: str
-    metric: str
-    split: str
-    budget: float
-    rows: Sequence[AtBytes]
-
-
-def at_equal_bytes(folder: str | Path) -> EqualBytes:
-    """Rank the methods of a stored study when each of their clients has used the same number of bytes.
-
-    Bytes are those of all messages received and of those sent to a server (messages sent to peers are counted as
-    received by them). The model of a client is its best so far by validation loss, or with `eval_every` its current
-    one on the test set.
-
-    Raises:
-        DataError: when there is no run.
-    """
-    runs, _ = summary.find_runs([folder])
-    metric = summary.main_metric(runs)
-    split = "test" if all(_rounds_measured(run, metric) > 1 for run in runs) else "validation"
-    totals = {label: [bytes_per_client(run)[-1] for run in group] for label, group in summary.by_label(runs).items()}
-    spent = [float(np.mean(values)) for values in totals.values() if np.mean(values) > 0]
-    budget = min(spent, default=0.0)
-    rows = []
-    for label, group in summary.by_label(runs).items():
-        points = [_at(run, metric, split, budget) for run in group]
-        rounds, used, value = (float(np.mean(part)) for part in zip(*points, strict=True))
-        rows.append(AtBytes(label, rounds, used, value))
-    rows.sort(key=lambda row: -REGISTRY[metric].sign * row.value)
-    return EqualBytes(runs[0].study, metric, split, budget, rows)
-
-
-def bytes_per_client(run: StoredRun) -> np.ndarray:
-    """Return the bytes of a client after each round from the first: received, and sent to a server.
-
-    They are means over clients, cumulated over rounds.
-    """
-    rounds, clients = max(1, run.rounds), len(run.clients)
-    received, sent = traffic(run.metrics, run.edges, rounds)
-    return np.cumsum(received + sent) / clients
-
-
-def _rounds_measured(run: StoredRun, metric: str) -> int:
-    rows = run.metrics
-    tests = ((rows["split"] == "test") & (rows["metric"] == metric) & (rows["model"] == "current")).to_numpy()
-    return int(rows.loc[tests, "round"].nunique())
-
-
-def _at(run: StoredRun, metric: str, split: str, budget: float) -> tuple[float, float, float]:
-    """Return rounds, bytes and metric of a run at a budget; all of it where it stays below."""
-    cumulated = bytes_per_client(run)
-    last = int(np.searchsorted(cumulated, budget * (1 + 1e-9), side="right")) - 1
-    used = float(cumulated[last]) if last >= 0 else 0.0
-    rows = run.metrics
-    keep = ((rows["split"] == split) & (rows["model"] == "current") & (rows["round"] <= last)).to_numpy()
-    table = rows.loc[keep]
-    wanted = table.loc[(table["metric"] == metric).to_numpy()].pivot(index="round", columns="client", values="value")
-    if split == "test":
-        return last + 1, used, float(wanted.iloc[-1].mean())
-    loss = table.loc[(table["metric"] == metrics.LOSS.name).to_numpy()].pivot(
-        index="round", columns="client", values="value"
-    )
-    best = loss.ffill().fillna(np.inf).to_numpy().argmin(0)
-    values = wanted.ffill().to_numpy()[best, np.arange(len(best))]
-    return last + 1, used, float(np.nanmean(values))
-
-
 def as_json(value: Comparison | EqualBytes | Result) -> dict[str, Any]:
     """Return plain values, for JSON."""
     if isinstance(value, Result):
-        return summary.json_ready({"study": value.study.name, "rows": list(value.rows)})
+        return summary.json_ready(
+            {
+                "study": value.study.name, "folder": str(value.folder), "archived": value.archived,
+                "seeds": value.seeds, "left_out": list(value.left_out), "rows": list(value.rows),
+            }
+        )  # fmt: skip
     return summary.json_ready(asdict(value))

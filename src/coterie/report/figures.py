@@ -5,6 +5,7 @@ chosen for contrast and for every kind of color blindness; every line has a dash
 that a figure survives a gray copy.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,7 +18,8 @@ from matplotlib.figure import Figure
 
 from coterie.errors import ConfigError, DataError, unknown
 from coterie.report import plots
-from coterie.results.summary import StoredRun, find_runs
+from coterie.results.coverage import Incomplete, notes
+from coterie.results.summary import StoredRun, charted, find_runs, studies_in
 
 FORMATS = ("pdf", "svg", "png")
 STYLE: dict[Any, Any] = {
@@ -118,6 +120,10 @@ def plot(
     Returns:
         The path of the figure; the CSV file lies beside it under the same name.
 
+    Warns:
+        Incomplete: a line for each method of which runs are missing, damaged or not finished, and which seeds are
+            drawn: of each study those that all its methods finished.
+
     Raises:
         ConfigError: for an unknown figure or format, or a published figure that stored runs cannot give.
         DataError: when the runs do not hold what the figure shows.
@@ -132,9 +138,7 @@ def plot(
     path = Path(out) if out is not None else Path(f"{figure}.{format}")
     if path.suffix.removeprefix(".") not in FORMATS:
         raise ConfigError(unknown("format", path.suffix.removeprefix(".") or str(path), FORMATS))
-    found, problems = find_runs(runs)
-    if not found:
-        raise DataError(f"no run could be read: {problems[0].folder}: {problems[0].reason}")
+    found = _found(runs)
     found = _shown(found, chosen.pop("methods", ()), asked="methods" in options)
     with mpl.rc_context(STYLE):
         try:
@@ -148,6 +152,19 @@ def plot(
         drawn.savefig(path, bbox_inches="tight", metadata=stamp)
     table.to_csv(path.with_suffix(".csv"), index=False)
     return path
+
+
+def _found(folders: Sequence[str | Path]) -> list[StoredRun]:
+    """The runs that are drawn: of each study those over which its methods are compared, else what there is of them."""
+    found, problems = find_runs(folders)
+    if not found:
+        raise DataError(f"no run could be read: {problems[0].folder}: {problems[0].reason}")
+    drawn = []
+    for own, broken, content in studies_in(folders, found, problems):
+        for note in notes(content):
+            warnings.warn(f"{content['study']}: {note}", Incomplete, stacklevel=3)
+        drawn += charted(own, broken)
+    return drawn
 
 
 def _shown(runs: Sequence[StoredRun], methods: str | Sequence[str], *, asked: bool) -> list[StoredRun]:

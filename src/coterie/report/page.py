@@ -16,7 +16,7 @@ from typing import Any
 
 from coterie._util.files import write_atomically
 from coterie.functional.metrics import Metric
-from coterie.report.data import payload
+from coterie.report.data import blank, payload
 from coterie.results.summary import MEANS, Problem, StoredRun, find_runs, metrics_of
 
 SHARE = Metric("lost", unit="%", scale=100.0, digits=2)
@@ -34,18 +34,29 @@ def write_report(study: str | Path, out: str | Path | None = None) -> Path:
         The path of the page.
 
     Raises:
-        DataError: when the folder holds no run. A run that is damaged or half-written is named in the page instead.
+        DataError: when the folder holds no run, or several studies. Runs of the study that are missing, damaged or not
+            finished are named in the page instead.
     """
+    return write_with_notes(study, out)[0]
+
+
+def write_with_notes(study: str | Path, out: str | Path | None = None) -> tuple[Path, list[str]]:
+    """As `write_report`; with the lines that the page begins with where not every run is in its tables."""
     path = Path(out) if out is not None else Path(study) / "report.html"
     runs, problems = find_runs([study])
-    write_atomically(path, page(runs, problems, Path(study)).encode())
-    return path
+    data = _data(runs, problems, Path(study))
+    write_atomically(path, render(data, overview(data, runs)).encode())
+    return path, data["notes"]
+
+
+def _data(runs: Sequence[StoredRun], problems: Sequence[Problem], folder: Path) -> dict[str, Any]:
+    return payload(runs, problems, folder) if runs else blank(folder, problems)
 
 
 def page(runs: Sequence[StoredRun], problems: Sequence[Problem], folder: Path) -> str:
     """Return the report of some runs of one study as text."""
-    data = payload(runs, problems, folder) if runs else {"study": folder.name, "methods": [], "problems": []}
-    return render(data, overview(data, runs, problems))
+    data = _data(runs, problems, folder)
+    return render(data, overview(data, runs))
 
 
 def render(data: Mapping[str, Any], first: str, *, connect: str = "'none'") -> str:
@@ -87,11 +98,13 @@ def subtitle(data: Mapping[str, Any]) -> str:
     """One line under the title: what was compared, on how many clients."""
     if not data["methods"]:
         return "No run could be read."
-    seeds = max(len(method["runs"]) for method in data["methods"])
+    compared, results = len(data["results"]["seeds"]), data["results"]
+    seeds = len({*results["seeds"], *(one["seed"] for one in results["left_out"])})
     parts = [_many(len(data["cluster"]), "client")]
     if len(data["clusters"]) > 1:
         parts.append(f"{len(data['clusters'])} planted clusters")
-    parts += [_many(len(data["methods"]), "method"), _many(seeds, "seed")]
+    known = f"{compared} of {_many(seeds, 'seed')}" if 0 < compared < seeds else _many(seeds, "seed")
+    parts += [_many(len(data["methods"]), "method"), known]
     return ", ".join(parts)
 
 
@@ -99,15 +112,11 @@ def _many(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
-def overview(data: Mapping[str, Any], runs: Sequence[StoredRun], problems: Sequence[Problem]) -> str:
-    """The first view as HTML: unreadable folders, the study in words, the results, the gains."""
-    parts = [problem_notes(problems)]
+def overview(data: Mapping[str, Any], runs: Sequence[StoredRun]) -> str:
+    """The first view as HTML: what is not in the tables, the study in words, the results, the gains."""
+    parts = [note_list(data["notes"])]
     if not runs:
         return "".join([*parts, "<p>Nothing to show yet: no run of this study has finished a round.</p>"])
-    late = [run for run in runs if not run.finished]
-    if late:
-        named = ", ".join(f"{escape(run.label)} seed {run.seed} (round {run.rounds})" for run in late)
-        parts.append(f'<div class="problem"><p>Not finished, and not in the tables: {named}.</p></div>')
     parts.append("<h2>The study</h2>" + words(runs[0].config, data))
     known, names = metrics_of(runs), dict.fromkeys(row["metric"] for row in data["results"]["rows"])
     shown = sorted((known[name] for name in names), key=lambda one: one.name != data["metric"])
@@ -121,15 +130,12 @@ def overview(data: Mapping[str, Any], runs: Sequence[StoredRun], problems: Seque
     return "\n".join(parts)
 
 
-def problem_notes(problems: Sequence[Problem]) -> str:
-    """Name the folders that could not be read."""
-    if not problems:
+def note_list(notes: Sequence[str]) -> str:
+    """Name the runs that are not in the tables, and the seeds that are."""
+    if not notes:
         return ""
-    lines = "".join(
-        f"<li><code>{escape('/'.join(problem.folder.parts[-2:]))}</code>: {escape(problem.reason)}</li>"
-        for problem in problems
-    )
-    return f'<div class="problem" role="alert"><p>Some run folders could not be read:</p><ul>{lines}</ul></div>'
+    lines = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return f'<div class="problem" role="alert"><p>Not every run is in the tables:</p><ul>{lines}</ul></div>'
 
 
 def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
@@ -149,7 +155,8 @@ def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
         "Training": _training(config, local),
         "Evaluated": _evaluated(config),
         "Averaged": "per client on the test set of its own cluster; then over the clients of a cluster, over all "
-        "clients, or over clusters with equal weight; then mean ± population standard deviation over seeds",
+        "clients, or over clusters with equal weight; then mean ± population standard deviation over the n seeds that "
+        "all methods finished",
     }
     rows = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in entries.items() if text)
     return f'<dl class="words">{rows}</dl>'
@@ -200,6 +207,7 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
     columns = list(dict.fromkeys(row["cluster"] for row in rows))
     found = {(row["label"], row["cluster"]): row for row in rows}
     kinds = {row["label"]: row["method"] for row in rows}
+    count = {row["label"]: row["seeds"] for row in rows}
     names = {"all": "whole run"} if whole else MEANS
     head = "".join(f'<th scope="col">{escape(names.get(column) or column)}</th>' for column in columns)
     best = {}
@@ -210,7 +218,7 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
         best[column] = max((metric.sign * row["mean"] for row in fair if metric.sign), default=None)
     body = []
     for label, kind in kinds.items():
-        line = [f'<th scope="row">{escape(label)}</th>']
+        line = [f'<th scope="row">{escape(label)}</th><td>{count[label]}</td>']
         for column in columns:
             row = found.get((label, column))
             if row is None:
@@ -228,7 +236,8 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
     return (
         f'<div class="scroll"><table class="results" data-metric="{escape(metric.name)}">'
         f"<caption>{escape(caption)}</caption>"
-        f'<thead><tr><th scope="col">Method</th>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
+        f'<thead><tr><th scope="col">Method</th><th scope="col">n</th>{head}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
     )
 
 
@@ -239,7 +248,7 @@ def gain_table(data: Mapping[str, Any], metric: Metric) -> str:
         return "<p>No gains: the study has no finished run of Local, against which they are measured.</p>"
     body = []
     for row in gains["rows"]:
-        line = [f'<th scope="row">{escape(row["label"])}</th>']
+        line = [f'<th scope="row">{escape(row["label"])}</th><td>{row["seeds"]}</td>']
         for name in ("mean", "worst_tenth", "lost"):
             kind, signed = (SHARE, False) if name == "lost" else (metric, True)
             text = kind.show(row[name], signed=signed)
@@ -250,18 +259,17 @@ def gain_table(data: Mapping[str, Any], metric: Metric) -> str:
                 text += f" <small>[{kind.show(low, signed=signed)}, {kind.show(high, signed=signed)}]</small>"
             bad = row[name] > 0 if name == "lost" else row[name] < 0
             line.append(cell(row[name], text, "" if row[name] == 0 else "worse" if bad else "better"))
-        body.append(f'<tr data-label="{escape(row["label"])}">{"".join(line)}<td>{row["seeds"]}</td></tr>')
+        body.append(f'<tr data-label="{escape(row["label"])}">{"".join(line)}</tr>')
     points = f"percentage points of test {metric.title}"
     unit = points if metric.unit == "%" else f"{metric.heading('test')}, signed so that + is better"
     caption = (
         f"Gain of each client over the same client under {gains['baseline']} with the same seed, in {unit}; in "
-        f"brackets Student's t interval over seeds ({round(100 * gains['confidence'])} % confidence)."
+        f"brackets Student's t interval over the n seeds ({round(100 * gains['confidence'])} % confidence)."
     )
     return (
         f'<div class="scroll"><table class="gains" data-metric="{escape(metric.name)}">'
         f"<caption>{escape(caption)}</caption>"
-        '<thead><tr><th scope="col">Method</th><th scope="col">mean gain</th>'
-        '<th scope="col">worst tenth of clients</th><th scope="col">clients that lost, %</th>'
-        '<th scope="col">seeds</th></tr></thead>'
+        '<thead><tr><th scope="col">Method</th><th scope="col">n</th><th scope="col">mean gain</th>'
+        '<th scope="col">worst tenth of clients</th><th scope="col">clients that lost, %</th></tr></thead>'
         f"<tbody>{''.join(body)}</tbody></table></div>"
     )

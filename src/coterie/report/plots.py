@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 
 from coterie.errors import ConfigError, DataError
 from coterie.functional.metrics import LABEL, Metric
-from coterie.report.data.packing import dense
-from coterie.results import graph
+from coterie.report.data.packing import dense, over_seeds, together
+from coterie.results import graph, summary
 from coterie.results.summary import (
     FEDERATION,
     StoredRun,
@@ -78,32 +78,30 @@ def curves(
         for place, (name, group) in enumerate(groups_of(runs).items()):
             for index in _splits(group[0]):
                 panels[0].axvline(index, color=look(place)["color"], lw=0.7, ls=":", zorder=0)
-                rows.append((name, "split", index, np.nan, np.nan))
+                rows.append((name, "split", index, np.nan, np.nan, 1))
     if len(panels) == 1:
         legend_of(panels[0])
     else:
         shared_legend(panels)
-    return figure, pd.DataFrame(rows, columns=["method", "metric", "round", "mean", "std"])
+    return figure, pd.DataFrame(rows, columns=["method", "metric", "round", "mean", "std", "seeds"])
 
 
 def _curve(
     axes: Axes, name: str, group: Sequence[StoredRun], place: int, what: tuple[str, Metric, str]
-) -> list[tuple[int, float, float]]:
-    """Draw the curve of a method; its rounds, means and deviations."""
+) -> list[tuple[int, float, float, int]]:
+    """Draw the curve of a method; its rounds, means and deviations, and the number of seeds."""
     split, metric, cluster = what
-    tables = []
-    for run in group:
-        rounds, values = dense(run, split, metric.name)
-        tables.append(pd.Series(_over_clients(run, values, cluster), index=rounds))
-    if not any(len(table) for table in tables):
+    recorded = [run for run in group if len(dense(run, split, metric.name)[0])]
+    x, tables = together(recorded, split, metric.name)
+    if not len(x):
         return []
-    whole = pd.concat(tables, axis=1).sort_index().ffill()
-    mean, spread = whole.mean(axis=1).to_numpy(), whole.std(axis=1, ddof=0).to_numpy()
-    x, scale = whole.index.to_numpy(), metric.scale
-    seen = look(place)
+    values = np.array([_over_clients(run, own, cluster) for run, own in zip(recorded, tables, strict=True)])
+    mean, spread = over_seeds(values)
+    seen, scale = look(place), metric.scale
     axes.plot(x, scale * mean, label=name, color=seen["color"], linestyle=seen["linestyle"])
-    axes.fill_between(x, scale * (mean - spread), scale * (mean + spread), color=seen["color"], alpha=0.18, lw=0)
-    return [(int(r), float(m), float(s)) for r, m, s in zip(x, mean, spread, strict=True)]
+    if len(recorded) > 1:
+        axes.fill_between(x, scale * (mean - spread), scale * (mean + spread), color=seen["color"], alpha=0.18, lw=0)
+    return [(int(r), float(m), float(s), len(recorded)) for r, m, s in zip(x, mean, spread, strict=True)]
 
 
 def _splits(run: StoredRun) -> list[int]:
@@ -151,12 +149,12 @@ def bars(runs: Named, *, metric: str | None = None, cluster: str = "all") -> Dra
     scale = shown.scale
     for place, name in enumerate(others):
         mean, spread = values[name]
-        seen = look(place)
-        axes.errorbar(place, scale * mean, yerr=scale * spread, fmt=seen["marker"], color=seen["color"], capsize=3)
+        seen, bar = look(place), _drawn(scale, spread)
+        axes.errorbar(place, scale * mean, yerr=bar, fmt=seen["marker"], color=seen["color"], capsize=3)
     for name in bands:
         mean, spread = values[name]
         color, hatch = (COLORS[2], "///") if kinds[name] == "oracle" else (COLORS[4], "...")
-        low, high = scale * (mean - spread), scale * (mean + spread)
+        low, high = (scale * mean + sign * (_drawn(scale, spread) or 0.0) for sign in (-1, 1))
         axes.axhspan(low, high, facecolor=color, edgecolor=color, hatch=hatch, alpha=0.22, lw=0, label=name)
         axes.axhline(scale * mean, color=color, lw=0.8)
     fit_scale(axes, shown, [mean for mean, _ in values.values()])
@@ -314,12 +312,12 @@ def metric_of(runs: Named, name: str | None = None) -> Metric:
 
 
 def _final(runs: Named, metric: str, cluster: str) -> pd.DataFrame:
-    """Final test value of each method, mean and population deviation over seeds."""
+    """Final test value of each method, mean and deviation over seeds."""
     rows = []
     for name, group in groups_of(runs).items():
         values = np.array([value_of(run, metric, cluster) for run in group if run.finished])
         if len(values):
-            rows.append((name, float(values.mean()), float(values.std()), len(values)))
+            rows.append((name, *summary.over_seeds(values), len(values)))
     if not rows:
         raise DataError("no run here has come to its final evaluation")
     return pd.DataFrame(rows, columns=["method", "mean", "std", "seeds"])
@@ -333,6 +331,11 @@ def value_of(run: StoredRun, metric: str, cluster: str) -> float:
     if cluster not in found:
         raise ConfigError(f"cluster is {cluster!r}; expected one of: {', '.join(map(str, found))}")
     return found[cluster]
+
+
+def _drawn(scale: float, spread: float | None) -> float | None:
+    """A deviation as it is drawn; a single seed has none."""
+    return None if spread is None or math.isnan(spread) else scale * spread
 
 
 def _over_clients(run: StoredRun, values: np.ndarray, cluster: str) -> np.ndarray:
@@ -457,7 +460,7 @@ def lines_of(axes: Axes, table: pd.DataFrame, setting: str, metric: Metric, orde
         place = (order or methods).index(name)
         own = table.loc[(table["method"] == name).to_numpy()]
         x, scale = own[setting].to_numpy(float), metric.scale
-        mean, spread = scale * own["mean"].to_numpy(), scale * own["std"].to_numpy()
+        mean, spread = scale * own["mean"].to_numpy(), scale * own["std"].fillna(0.0).to_numpy()
         axes.errorbar(x, mean, yerr=spread, label=name, capsize=2, **look(place))
     fit_scale(axes, metric, table["mean"].tolist())
     values = np.unique(table[setting].to_numpy(float))
@@ -517,4 +520,10 @@ def _reduced(table: pd.DataFrame, first: str, others: Sequence[str]) -> pd.DataF
         if column in ("panel", "method"):
             table[column] = pd.Categorical(table[column], list(dict.fromkeys(table[column])))
     grouped = table.groupby([first, *others], sort=True, observed=True)["value"]
-    return grouped.agg(mean="mean", std=lambda values: values.std(ddof=0), seeds="count").reset_index()
+    return grouped.agg(mean="mean", std=_deviation, seeds="count").reset_index()
+
+
+def _deviation(values: pd.Series) -> float:
+    """The deviation over seeds; NaN for a single one."""
+    deviation = summary.over_seeds(values.to_numpy(float))[1]
+    return math.nan if deviation is None else deviation

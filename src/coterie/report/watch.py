@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from coterie.errors import ConfigError, DataError
-from coterie.report.data import payload
+from coterie.report.data import blank, payload
 from coterie.report.page import embed, overview, render, subtitle
 from coterie.results.summary import CONFIG, EDGES, FEDERATION, METRICS, PROVENANCE, find_runs
 
@@ -65,12 +65,11 @@ class Follower:
             runs, problems = find_runs([self.folder])
         except DataError:
             runs, problems = [], []
-        if runs:
-            study = self.folder if runs[0].folder != self.folder else self.folder.parent.parent
-            data = payload(runs, problems, study)
-        else:
-            data = {"study": self.folder.name, "methods": [], "problems": []}
-        return {"subtitle": subtitle(data), "overview": overview(data, runs, problems), "data": data}
+        try:
+            data = payload(runs, problems, self.folder) if runs else blank(self.folder, problems)
+        except DataError as error:  # a folder of several studies
+            runs, data = [], {**blank(self.folder), "notes": [str(error)]}
+        return {"subtitle": subtitle(data), "overview": overview(data, runs), "data": data}
 
 
 class Watch:

@@ -8,7 +8,7 @@ import json
 import math
 import tomllib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from scipy import stats
 
 from coterie._util import manifest
@@ -27,7 +27,11 @@ from coterie.functional import metrics
 from coterie.functional.metrics import Metrics
 from coterie.methods import METHODS
 from coterie.methods.base import Method
+from coterie.results import coverage
+from coterie.results.coverage import Standing, State
+from coterie.simulation import checkpoint
 from coterie.simulation.checkpoint import PROVENANCE
+from coterie.simulation.final_metrics import final_tests
 from coterie.simulation.record import EDGE_COLUMNS, EDGES, METRIC_COLUMNS, METRICS
 
 CONFIG, FEDERATION, SUMMARY = "config.toml", "federation.json", "summary.json"
@@ -85,8 +89,8 @@ class StoredRun:
     @property
     def seed(self) -> int:
         """The seed, from the folder's name or the configuration."""
-        text = self.folder.name.removeprefix("seed-")
-        return int(text) if text.isdigit() else int((self.config.get("seeds") or [0])[0])
+        seed = _seed_of(self.folder)
+        return int((self.config.get("seeds") or [0])[0]) if seed is None else seed
 
     @cached_property
     def clients(self) -> pd.Series:
@@ -118,10 +122,7 @@ class StoredRun:
     @cached_property
     def final_rows(self) -> pd.DataFrame:
         """The rows of the final test evaluation, of the best models where those were kept, else of the last."""
-        table = self.metrics
-        tests = table.loc[((table["split"] == "test") & (table["round"] == table["round"].max())).to_numpy()]
-        best = tests.loc[(tests["model"] == "best").to_numpy()]
-        return tests if best.empty else best
+        return final_tests(self.metrics)
 
     @property
     def results(self) -> list[str]:
@@ -142,10 +143,33 @@ class StoredRun:
 
 @dataclass(frozen=True)
 class Problem:
-    """A folder that could not be read, and why, in one line."""
+    """A folder of a run that holds no results that can be read.
+
+    Args:
+        folder: the folder, `<study>/<label>/seed-<n>`.
+        reason: why, in one line.
+        state: "unfinished" where the run has begun and measured nothing yet, else "damaged".
+    """
 
     folder: Path
     reason: str
+    state: State = "damaged"
+
+    @property
+    def label(self) -> str:
+        """The name of the method, by the folder."""
+        return self.folder.parent.name
+
+    @property
+    def seed(self) -> int:
+        """The seed, by the folder; 0 where it does not tell."""
+        return _seed_of(self.folder) or 0
+
+    @property
+    def standing(self) -> Standing:
+        """How the run stands, with the first sentence of the reason."""
+        reason = self.reason.removeprefix("a file is damaged: ").partition(". ")[0]
+        return Standing(self.label, self.seed, self.state, reason)
 
 
 def find_runs(paths: Iterable[str | Path]) -> tuple[list[StoredRun], list[Problem]]:
@@ -169,6 +193,11 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[StoredRun], list[Proble
             run = read_run(folder)
             (runs if isinstance(run, StoredRun) else problems).append(run)
     return _joined(runs), problems
+
+
+def holds_runs(path: str | Path) -> bool:
+    """Whether there are run folders in a folder, readable or not."""
+    return bool(_run_folders(Path(path)))
 
 
 def _joined(runs: Sequence[StoredRun]) -> list[StoredRun]:
@@ -213,20 +242,164 @@ def _run_folders(path: Path) -> list[Path]:
     return sorted(folders, key=order)
 
 
+def _seed_of(folder: Path) -> int | None:
+    """The seed that the name of a run's folder tells."""
+    text = folder.name.removeprefix("seed-")
+    return int(text) if text.isdigit() else None
+
+
 def _places(study: Path) -> dict[str, int]:
     """The place of each method in the study's own configuration; nothing where there is none."""
-    try:
-        methods = tomllib.loads((study / CONFIG).read_text("utf-8")).get("methods", [])
-    except (OSError, ValueError):
-        return {}
-    return {str(method.get("label", method.get("kind"))): place for place, method in enumerate(methods)}
+    return {label: place for place, label in enumerate(dict.fromkeys(label for label, _ in planned(study)))}
+
+
+def planned(folder: Path) -> list[tuple[str, int]]:
+    """Return the runs that a folder should hold, by label and seed: method by method, as its study's file has them.
+
+    Args:
+        folder: of a study, of a run, or of a method of a study. Of any other, such as one of several studies, nothing
+            is known.
+    """
+    for place, only in ((folder, None), (folder.parent, folder.name)):
+        try:
+            content = tomllib.loads((place / CONFIG).read_text("utf-8"))
+        except (OSError, ValueError):
+            continue
+        if content.get("sweep"):  # its points are studies of their own
+            return []
+        seeds, methods = content.get("seeds", [0]), content.get("methods", [])
+        labels = [str(method.get("label", method.get("kind"))) for method in methods]
+        return [(label, int(seed)) for label in labels for seed in seeds if only in (None, label)]
+    return []
+
+
+def standings(runs: Sequence[StoredRun], problems: Sequence[Problem], *folders: str | Path) -> list[Standing]:
+    """Say how each run of a study stands: those that it should have, and others that are there.
+
+    Args:
+        runs: its runs, as `find_runs` returns them.
+        problems: its folders that could not be read.
+        folders: the study's folder, whose file says which runs it should have; or those of some methods or runs.
+    """
+    found = {(run.label, run.seed): _standing(run) for run in runs}
+    for problem in problems:
+        found[problem.label, problem.seed] = problem.standing
+    wanted = [key for folder in folders for key in planned(Path(folder))]
+    missing = {key: Standing(*key, "missing") for key in wanted if key not in found}
+    order = list(dict.fromkeys([*(label for label, _ in wanted), *(label for label, _ in found)]))
+    whole = {**found, **missing}
+    return [whole[key] for key in sorted(whole, key=lambda key: (order.index(key[0]), key[1]))]
+
+
+def _standing(run: StoredRun) -> Standing:
+    if run.finished:
+        return Standing(run.label, run.seed, "finished")
+    if run.provenance.get("done"):
+        return Standing(run.label, run.seed, "unfinished", "it has no final test")
+    known = run.provenance.get("round")
+    rounds = run.rounds if known is None else max(int(known), 0)
+    scaled = float(run.config.get("scale", 1.0)) != 1.0  # then the rounds in its file are not those that it has
+    of = f" of {run.config['rounds']}" if "rounds" in run.config and not scaled else ""
+    return Standing(run.label, run.seed, "unfinished", f"round {rounds}{of}")
+
+
+def compared(
+    runs: Sequence[StoredRun], problems: Sequence[Problem] = (), seeds: Iterable[int] | None = None
+) -> list[StoredRun]:
+    """Return the runs over which methods are averaged: finished ones, of the seeds that all methods finished.
+
+    A method that finished none does not count. This is the one place that decides what a mean over seeds is over.
+
+    Args:
+        runs: the runs of one study.
+        problems: its folders that could not be read; a run of which a part could not be read does not count.
+        seeds: only these, where given.
+
+    Raises:
+        DataError: when they are not of one study.
+    """
+    one_study(runs)
+    broken = {(problem.label, problem.seed) for problem in problems}
+    done = [run for run in runs if run.finished and (run.label, run.seed) not in broken]
+    chosen = set(coverage.common({label: [run.seed for run in group] for label, group in by_label(done).items()}))
+    if seeds is not None:
+        chosen &= set(seeds)
+    return [run for run in done if run.seed in chosen]
+
+
+def covered(
+    runs: Sequence[StoredRun],
+    problems: Sequence[Problem],
+    *folders: str | Path,
+    seeds: Iterable[int] | None = None,
+) -> dict[str, Any]:
+    """Return what `coverage.notes` tells about: the compared `seeds`, what is `left_out`, and the labels of `rows`.
+
+    The arguments are those of `standings` and of `compared`.
+    """
+    chosen = compared(runs, problems, seeds)
+    used = {(run.label, run.seed) for run in chosen}
+    left = [one for one in standings(runs, problems, *folders) if (one.label, one.seed) not in used]
+    rows = [{"label": label} for label in by_label(chosen)]
+    return {"seeds": sorted({seed for _, seed in used}), "left_out": coverage.as_json(left), "rows": rows}
+
+
+def studies_in(
+    folders: Sequence[str | Path], runs: Sequence[StoredRun], problems: Sequence[Problem]
+) -> Iterator[tuple[list[StoredRun], list[Problem], dict[str, Any]]]:
+    """Sort what `find_runs` read by studies, and say of each which runs there are.
+
+    Args:
+        folders: those that were asked for; of a study of which only some methods or runs were, no others are missing.
+        runs: the runs that were read.
+        problems: the folders that could not be read.
+
+    Yields:
+        The runs of a study, its folders that could not be read, and what is `covered`, with the name of its `study`.
+    """
+    for study in dict.fromkeys(one.folder.parent.parent for one in (*runs, *problems)):
+        own = [run for run in runs if run.folder.parent.parent == study]
+        broken = [problem for problem in problems if problem.folder.parent.parent == study]
+        asked = [Path(folder) for folder in folders]
+        parts = [folder for folder in asked if study in folder.parents]
+        whole = any(folder in (study, *study.parents) for folder in asked)
+        name = own[0].study if own else study.name
+        yield own, broken, {"study": name, **covered(own, broken, *([study] if whole else parts))}
+
+
+def charted(runs: Sequence[StoredRun], problems: Sequence[Problem] = ()) -> list[StoredRun]:
+    """Return the runs whose rounds are drawn: the compared seeds, also of methods that have not finished one yet.
+
+    While no seed is compared these are all runs.
+    """
+    seeds = {run.seed for run in compared(runs, problems)}
+    return [run for run in runs if run.seed in seeds] or list(runs)
+
+
+def one_study(runs: Iterable[StoredRun]) -> None:
+    """Refuse runs that are of several studies: their methods have the same names, and would be averaged together.
+
+    Raises:
+        DataError: when they are.
+    """
+    places: dict[tuple[str, int], Path] = {}
+    studies: dict[tuple[str, Path], None] = {}
+    for run in runs:
+        place = run.folder.parent.parent
+        studies[run.study, place] = None
+        several = len({name for name, _ in studies}) > 1 and len({folder for _, folder in studies}) > 1
+        if several or (run.label, run.seed) in places:
+            other = places.get((run.label, run.seed)) or next(folder for _, folder in studies if folder != place)
+            raise DataError(f"these runs are of several studies, such as {other} and {place}; give the folder of one")
+        places[run.label, run.seed] = place
 
 
 def read_run(folder: Path) -> StoredRun | Problem:
     """Read one run folder, or say in one line what is missing or damaged."""
     missing = [name for name in (CONFIG, METRICS) if not (folder / name).is_file()]
     if missing:
-        return Problem(folder, f"{missing[0]} is not there (yet)")
+        begun = missing[0] == METRICS and not checkpoint.done(folder)
+        return Problem(folder, f"{missing[0]} is not there (yet)", "unfinished" if begun else "damaged")
     for name in (CONFIG, METRICS, EDGES, PROVENANCE):
         if fault := manifest.fault(folder, name):
             return Problem(folder, fault)
@@ -245,7 +418,7 @@ def read_run(folder: Path) -> StoredRun | Problem:
         if lacking:
             return Problem(folder, f"{name} has no column {lacking[0]!r}; it is not the table of a run")
     if not len(measured):
-        return Problem(folder, f"{METRICS} is empty: no round has ended yet")
+        return Problem(folder, f"{METRICS} is empty: no round has ended yet", "unfinished")
     return StoredRun(folder, config, provenance, measured, edges)
 
 
@@ -282,45 +455,53 @@ def cluster_names(folder: str | Path, clusters: Iterable[int]) -> dict[int, str]
     return {c: str(known[c]) if 0 <= c < len(known) else str(c) for c in sorted(set(clusters))}
 
 
-def summarize(study: str | Path) -> dict[str, Any]:
+def summarize(study: str | Path, seeds: Iterable[int] | None = None) -> dict[str, Any]:
     """Reduce the finished runs of a study to the content of summary.json.
 
     Args:
         study: the study's folder.
+        seeds: average over no others than these.
 
     Returns:
-        `study`, `rows` and `timing`. A row is the final test value of one metric of one method: the mean over the
-        clients of one planted cluster, over all clients ("all"), or the unweighted mean over clusters ("clusters");
-        then mean and population standard deviation over the seeds. `participation`, `time_to_accuracy` and `undefined`
-        are those of the functions below. `metrics` is there when methods declared some, and `scale` when the rounds
-        were scaled.
+        `study`, `seeds`, `left_out`, `rows` and `timing`. A row is the final test value of one metric of one method:
+        the mean over the clients of one planted cluster, over all clients ("all"), or the unweighted mean over clusters
+        ("clusters"); then mean and population standard deviation over seeds, the same `seeds` for every method (see
+        `compared`); a single seed has no deviation. `left_out` tells how each run stands that is not among them.
+        `participation`, `time_to_accuracy` and `undefined` are those of the functions below. `metrics` is there when
+        methods declared some, and `scale` when the rounds were scaled.
 
     Raises:
-        DataError: when the folder holds no run.
+        DataError: when the folder holds no run, or several studies.
     """
-    runs, _ = find_runs([study])
-    return summary_of(runs, study)
+    runs, problems = find_runs([study])
+    return summary_of(runs, study, problems, seeds)
 
 
-def summary_of(runs: Sequence[StoredRun], study: str | Path) -> dict[str, Any]:
-    """As `summarize`, of runs that were read already."""
-    names = cluster_names(study, (int(c) for run in runs for c in run.clients.unique() if c >= 0))
+def summary_of(
+    runs: Sequence[StoredRun],
+    study: str | Path,
+    problems: Sequence[Problem] = (),
+    seeds: Iterable[int] | None = None,
+) -> dict[str, Any]:
+    """As `summarize`, of runs that were read already, and of the folders that could not be read."""
+    home = runs[0].folder.parent.parent if runs and runs[0].folder == Path(study) else study
+    names = cluster_names(home, (int(c) for run in runs for c in run.clients.unique() if c >= 0))
+    chosen = compared(runs, problems, seeds)
     rows: list[dict[str, Any]] = []
-    for label, group in by_label(runs).items():
-        done = [run for run in group if run.finished]
-        for metric in dict.fromkeys(name for run in done for name in run.results):
-            reduced = pd.DataFrame([cluster_means(run, metric) for run in done])
+    for label, group in by_label(chosen).items():
+        for metric in dict.fromkeys(name for run in group for name in run.results):
+            reduced = pd.DataFrame([cluster_means(run, metric) for run in group])
             for cluster in reduced.columns:
-                values = reduced[cluster].to_numpy(float)
+                mean, deviation = over_seeds(reduced[cluster].to_numpy(float))
                 rows.append(
                     {
                         "method": group[0].kind,
                         "label": label,
                         "cluster": names.get(cluster, str(cluster)),
                         "metric": metric,
-                        "mean": float(values.mean()),
-                        "std": float(values.std()),
-                        "seeds": len(values),
+                        "mean": mean,
+                        "std": deviation,
+                        "seeds": len(reduced),
                     }
                 )
     timing = [
@@ -334,13 +515,24 @@ def summary_of(runs: Sequence[StoredRun], study: str | Path) -> dict[str, Any]:
         for run in runs
         if (times := run.provenance.get("timing"))
     ]
-    content: dict[str, Any] = {"study": runs[0].study if runs else Path(study).name, "rows": rows, "timing": timing}
-    finished = [run for run in runs if run.finished]
-    content |= {one.__name__: one(finished) for one in (participation, time_to_accuracy, undefined)}
+    name = runs[0].study if runs else Path(study).name
+    content: dict[str, Any] = {"study": name, **covered(runs, problems, study, seeds=seeds)}
+    content |= {"rows": rows, "timing": timing}
+    content |= {one.__name__: one(chosen) for one in (participation, time_to_accuracy, undefined)}
     if declared := metrics.stored(metrics_of(runs).values()):
         content["metrics"] = declared
     scales = {float(run.config.get("scale", 1.0)) for run in runs} - {1.0}
     return {**content, "scale": min(scales)} if scales else content
+
+
+def over_seeds(values: Float[np.ndarray, " seeds"]) -> tuple[float, float | None]:
+    """Return mean and population standard deviation over seeds; None for the deviation of a single seed.
+
+    Example:
+        >>> over_seeds(np.array([0.25, 0.75])), over_seeds(np.array([0.5]))
+        ((0.5, 0.25), (0.5, None))
+    """
+    return float(values.mean()), float(values.std()) if len(values) > 1 else None
 
 
 def cluster_means(run: StoredRun, metric: str) -> dict[int | str, float]:
@@ -376,21 +568,21 @@ def gains(study: str | Path) -> dict[str, Any]:
 
     Returns:
         `baseline` (the label, or None when the study has no such method: then there are no rows), `metric`,
-        `confidence`, and a row for each other method: `label`, `seeds` (how many pairs), and for each of `mean`
-        (over clients), `worst_tenth` (mean over the tenth of the clients that gained least, at least one client) and
-        `lost` (share of clients with a gain below zero) the mean over the seeds with the ends of Student's interval,
-        `<name>_low` and `<name>_high`; None with a single seed.
+        `confidence`, and a row for each other method: `label`, `seeds` (the number of those that are `compared`), and
+        for each of `mean` (over clients), `worst_tenth` (mean over the tenth of the clients that gained least, rounded
+        up to whole clients) and `lost` (share of clients with a gain below zero) the mean over the seeds with the ends
+        of Student's interval, `<name>_low` and `<name>_high`; None with a single seed.
 
     Raises:
         DataError: when the folder holds no run.
     """
-    runs, _ = find_runs([study])
-    return gains_of(runs)
+    runs, problems = find_runs([study])
+    return gains_of(runs, problems)
 
 
-def gains_of(runs: Sequence[StoredRun]) -> dict[str, Any]:
-    """As `gains`, of runs that were read already."""
-    done = [run for run in runs if run.finished]
+def gains_of(runs: Sequence[StoredRun], problems: Sequence[Problem] = ()) -> dict[str, Any]:
+    """As `gains`, of runs that were read already, and of the folders that could not be read."""
+    done = compared(runs, problems)
     metric = main_metric(runs)
     baseline = next((run.label for run in runs if run.kind == "local"), None)
     out: dict[str, Any] = {"baseline": baseline, "metric": metric, "confidence": CONFIDENCE, "rows": []}
@@ -509,13 +701,8 @@ def time_to_accuracy(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     for (label, name, metric), entries in found.items():
         ratios = np.array([ratio for ratio, _, _ in entries])
         times = [time for _, time, _ in entries if math.isfinite(time)]
-        row = {
-            "label": label,
-            "base": name,
-            "metric": metric,
-            "ratio": float(ratios.mean()),
-            "std": float(ratios.std()),
-        }
+        mean, deviation = over_seeds(ratios)
+        row = {"label": label, "base": name, "metric": metric, "ratio": mean, "std": deviation}
         more = {"seeds": len(entries), "reached": len(times), "tta": float(np.mean(times)) if times else math.inf}
         rows.append({**row, **more, "reason": next((reason for _, _, reason in entries if reason), "")})
     return rows

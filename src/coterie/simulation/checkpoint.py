@@ -175,9 +175,14 @@ def faults(folder: Path) -> list[str]:
     return [fault for name in (METRICS, EDGES, PROVENANCE) if (fault := manifest.fault(folder, name))]
 
 
+def done(folder: Path) -> bool:
+    """Return whether the run in a folder has come to its end, whatever happened to its files since."""
+    return bool(_provenance(folder).get("done"))
+
+
 def finished(folder: Path) -> bool:
-    """Return whether the run in a folder is finished, and its results are whole."""
-    return bool(_provenance(folder).get("done")) and not faults(folder)
+    """Return whether the run in a folder has come to its end, and its results are whole."""
+    return done(folder) and not faults(folder)
 
 
 def rounds_done(folder: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""Metrics of a whole run: found clusters compared with planted ones, and the best round."""
+"""Metrics of a whole run: its final test, found clusters compared with planted ones, and the best round."""
 
 import math
 import warnings
@@ -11,6 +11,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie.functional import metrics
+
+
+def final_tests(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of the final test evaluation: of the best models where those were kept, else of the last.
+
+    Args:
+        table: the metrics table of a run.
+    """
+    tests = table.loc[((table["split"] == "test") & (table["round"] == table["round"].max())).to_numpy()]
+    best = tests.loc[(tests["model"] == "best").to_numpy()]
+    return tests if best.empty else best
 
 
 def cluster_metrics(

@@ -27,6 +27,7 @@ from coterie.methods.base import Method
 from coterie.models.layout import ModelSource, source
 from coterie.rng import Rng
 from coterie.simulation import _memory, checkpoint
+from coterie.simulation.final_metrics import final_tests
 from coterie.simulation.loop import Loop
 from coterie.simulation.record import Record
 from coterie.simulation.settings import DTYPES, Settings
@@ -79,12 +80,10 @@ class Run(Described):
         """Return a title, and what the run came to in a few words; `print` and notebooks show it."""
         table = self.metrics
         last = int(table["round"].to_numpy().max())
-        tests = table.loc[((table["split"] == "test") & (table["round"] == last)).to_numpy()]
-        best = tests.loc[(tests["model"] == "best").to_numpy()]
         known, final = Metrics({**REGISTRY, **self.method.recorded()}), {}
-        for name, rows in (tests if best.empty else best).groupby("metric", sort=False, observed=True):
-            metric, value = known[str(name)], rows["value"]
-            spread = f"{metric.show(value.mean())} ± {metric.show(value.std(ddof=0))}"
+        for name, rows in final_tests(table).groupby("metric", sort=False, observed=True):
+            metric, value = known[str(name)], rows["value"].to_numpy(float)
+            spread = f"{metric.show(float(value.mean()))} ± {metric.show(float(value.std()))}"
             final[metric.heading("test")] = f"{spread} (mean ± std over clients)"
         lost = f"{len(self.diverged)} of {len(self.params)} clients" if self.diverged else "no client"
         return f"Run of {self.label!r} with seed {self.seed}", {

@@ -30,6 +30,7 @@ from coterie.errors import CheckpointError, ConfigError, FolderInUse, RunExistsE
 from coterie.functional.metrics import DIVERGED
 from coterie.models.layout import ModelSource
 from coterie.results import summary
+from coterie.results.coverage import Standing
 from coterie.simulation import checkpoint
 from coterie.simulation.loop import Loop
 from coterie.simulation.run import Observer, Progress, make_task, reopen, simulate
@@ -61,7 +62,8 @@ class Study:
     Args:
         folder: where everything is.
         config: what was run.
-        summary: the content of summary.json: `rows` and `timing`.
+        summary: the content of summary.json: `rows` and `timing`, the `seeds` that rows are means over, and how each
+            run stands that is `left_out`.
         diverged: for each run that lost clients to NaN or infinity: which clients.
         server: whether a method of it has a server.
         elsewhere: the runs that other processes were working on, and who; they are not in the summary yet.
@@ -225,7 +227,8 @@ def run_study(
         )
         tried |= {one.job for one, mine in fan_out(plan, given, crew, emit) if mine}
     elsewhere = {job: who for job in jobs_of(study) if (who := in_use(run_folder(folder, job)))}
-    return replace(_conclude(study, folder), elsewhere=elsewhere)
+    summary.write_summary(folder)
+    return replace(_read(study, folder), elsewhere=elsewhere)
 
 
 def _whole(folder: Path) -> bool:
@@ -318,16 +321,17 @@ def reopen_run(
 
 
 def read_study(folder: str | Path) -> Study:
-    """Read the finished runs of a study again.
+    """Read the finished runs of a study again; nothing is written.
 
     Args:
         folder: of a study, or of one of its runs.
 
     Raises:
         ConfigError: when there is no study in the folder.
+        DataError: when no run of it is there.
     """
     study, out = stored(folder)
-    return _conclude(study, out / study.name)
+    return _read(study, out / study.name)
 
 
 def found_studies(out: str | Path) -> list[tuple[Path, StudyConfig, list[Job]]]:
@@ -340,6 +344,12 @@ def found_studies(out: str | Path) -> list[tuple[Path, StudyConfig, list[Job]]]:
     return known
 
 
+def study_standings(folder: Path) -> list[Standing]:
+    """Say how each run of the study in a folder stands; every file of them is read."""
+    runs, problems = summary.find_runs([folder]) if summary.holds_runs(folder) else ([], [])
+    return summary.standings(runs, problems, folder)
+
+
 def jobs_of(study: StudyConfig) -> list[Job]:
     """Return the runs of a study, seed by seed."""
     return [Job(entry.label, seed) for seed in study.seeds for entry in study.methods]
@@ -350,10 +360,10 @@ def run_folder(folder: Path, job: Job) -> Path:
     return folder / job.label / f"seed-{job.seed}"
 
 
-def _conclude(study: StudyConfig, folder: Path) -> Study:
-    """Write summary.json and return what the study came to."""
-    content = json.loads(summary.write_summary(folder).read_text(encoding="utf-8"))
-    runs, _ = summary.find_runs([folder])
+def _read(study: StudyConfig, folder: Path) -> Study:
+    """Return what a study came to."""
+    runs, problems = summary.find_runs([folder])
+    content = summary.json_ready(summary.summary_of(runs, folder, problems))
     diverged = {}
     for run in runs:
         lost = run.metrics.loc[(run.metrics["metric"] == DIVERGED.name).to_numpy(), "client"].unique()

@@ -20,7 +20,8 @@ from coterie._util import manifest
 from coterie._util.claims import claimed
 from coterie.errors import ConfigError, RunExistsError, unknown
 from coterie.models.layout import ModelSource
-from coterie.results.summary import STUDY_WAIT, SUMMARY
+from coterie.results.coverage import Standing, as_json, common
+from coterie.results.summary import STUDY_WAIT, SUMMARY, holds_runs, json_ready, summarize
 from coterie.simulation.run import Observer
 from coterie.studies import config
 from coterie.studies.config import keys, put
@@ -131,29 +132,48 @@ def _write(folder: Path, name: str, text: str) -> None:
 
 
 def read_sweep(folder: str | Path) -> tuple[Study, ...]:
-    """Read the finished runs of a sweep, or of a study, again.
+    """Read the finished runs of a sweep, or of a study, again; nothing is written.
 
     Args:
         folder: of a sweep, of a study, or of one of its runs.
 
     Raises:
         ConfigError: when there is none in the folder.
+        DataError: when no run of it is there.
     """
     study, out = stored(folder)
-    return tuple(read_study(out / one.name) for one in expand(study, to_run=False))
+    points = expand(study, to_run=False)
+    begun = [(one, (out / one.name / CONFIG).is_file() and holds_runs(out / one.name)) for one in points]
+    if not any(there for _, there in begun):
+        return tuple(read_study(out / one.name) for one in points)
+    return tuple(read_study(out / one.name) if there else _missing(one, out / one.name) for one, there in begun)
+
+
+def _missing(study: StudyConfig, folder: Path) -> Study:
+    """A point of a sweep of which no run is there."""
+    absent = as_json([Standing(entry.label, seed, "missing") for entry in study.methods for seed in study.seeds])
+    content = {"study": study.name, "seeds": [], "left_out": absent, "rows": [], "timing": []}
+    return Study(folder, study, content, {})
 
 
 def joined(studies: Sequence[Study]) -> dict[str, Any]:
-    """Return the content of one summary.json for several studies of a sweep: their points are part of the labels."""
+    """Return the content of one summary.json for several studies of a sweep: their points are part of the labels.
+
+    All means are over the same seeds: those that every study has.
+    """
     if len(studies) == 1:
         return dict(studies[0].summary)
     name = studies[0].config.name.rpartition("/")[0]
-    content: dict[str, Any] = {"study": name, "rows": [], "timing": []}
+    seeds = common({one.config.name: one.summary["seeds"] for one in studies})
+    content: dict[str, Any] = {"study": name, "seeds": seeds, "left_out": [], "rows": [], "timing": []}
     for one in studies:
         point = one.config.name.removeprefix(f"{name}/")
-        for part in ("rows", "timing"):
-            content[part] += [{**row, "label": f"{row['label']}, {point}"} for row in one.summary[part]]
-        if declared := one.summary.get("metrics"):
+        found = one.summary
+        if found["rows"] and list(found["seeds"]) != seeds:
+            found = json_ready(summarize(one.folder, seeds))
+        for part in ("left_out", "rows", "timing"):
+            content[part] += [{**row, "label": f"{row['label']}, {point}"} for row in found[part]]
+        if declared := found.get("metrics"):
             content["metrics"] = {**content.get("metrics", {}), **declared}
     return content
 

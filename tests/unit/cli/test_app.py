@@ -2,16 +2,21 @@
 
 import errno
 import json
+import re
 import shutil
 import sys
+import warnings
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from coterie._util import manifest
 from coterie.cli import app
 from coterie.methods import METHODS
+from coterie.results.coverage import Incomplete
 from coterie.studies import config
+from coterie.studies.run import run_study
 
 STUDY = """
 name = "tiny"
@@ -191,22 +196,172 @@ def test_a_full_disk_is_one_line_that_says_how_to_go_on(coterie, monkeypatch):
     )
 
 
-def test_list_tells_how_far_each_run_came(coterie):
-    """One seed over, one at round 1 of 2 and one not begun."""
-    run(coterie, "--quiet", "--seeds", "3")
-    stored = Path("runs/tiny/Gossip/seed-1/provenance.json")
+@pytest.fixture(scope="module")
+def three_seeds(tmp_path_factory):
+    """The study with three seeds and every round tested; tests copy it."""
+    study = config.loads(STUDY.replace("seeds = [0]", "seeds = 3\neval_every = 1"))
+    return run_study(study, out=tmp_path_factory.mktemp("runs")).folder
+
+
+@pytest.fixture
+def lacking(coterie, three_seeds):
+    """A copy that lacks seed 1 of Gossip, with a truncated table of local's seed 2; seed 0 is common."""
+    folder = Path(shutil.copytree(three_seeds, "runs/tiny"))
+    shutil.rmtree(folder / "Gossip" / "seed-1")
+    table = folder / "local" / "seed-2" / "metrics.parquet"
+    table.write_bytes(table.read_bytes()[:-200])
+    return folder
+
+
+MISSING = "Gossip: seed 1 missing"
+DAMAGED = "local: seed 2 damaged ("
+COMPARED = "Means are over the seeds that all have: 0; left out: Gossip 2; local 1."
+
+
+def accuracy(study, label, seed):
+    """The mean over clients of the final test accuracy of a run, from its table."""
+    table = pd.read_parquet(study / label / f"seed-{seed}" / "metrics.parquet")
+    final = (table["split"] == "test") & (table["model"] == "best") & (table["metric"] == "accuracy")
+    return float(table.loc[final, "value"].mean())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("show",),
+        ("compare",),
+        ("compare", "--equal-bytes"),
+        ("report",),
+        ("plot", "--figure", "bars", "--format", "svg"),
+        ("plot", "--figure", "curves", "--format", "svg"),
+    ],
+    ids=" ".join,
+)
+def test_commands_say_which_runs_are_missing_or_damaged_and_which_seeds_are_compared(coterie, lacking, command):
+    """On one screen of 80 columns, with status 0: the rest of the study is shown."""
+    with warnings.catch_warnings(record=True) as warned:  # outside of tests they are notes on standard error
+        warnings.simplefilter("always", Incomplete)
+        status, out, err = coterie(command[0], str(lacking), *command[1:])
+    said = " ".join((out + err).split()) + " ".join(str(one.message) for one in warned)
+    assert status == 0
+    for line in (MISSING, DAMAGED, COMPARED):
+        assert said.count(line) == 1, line
+    assert max(len(line) for line in out.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("command", [("show",), ("compare",)])
+def test_the_numbers_shown_are_those_of_the_common_seeds(coterie, lacking, command):
+    """Seed 0 alone, without a deviation; n stands at each method."""
+    out = coterie(command[0], str(lacking))[1]
+    for label in ("Gossip", "local"):
+        row = next(line.split() for line in out.splitlines() if line.startswith(label) and ":" not in line)
+        mean = 100 * accuracy(lacking, label, 0)
+        assert "1" in row[1:3], "n"
+        assert (f"{mean:.1f}" if command == ("show",) else f"{mean:.2f}") in row
+    assert "±" not in out
+
+
+def test_json_says_what_is_left_out(coterie, lacking):
+    """Every run that is not in the means, with its state, and the seeds that are."""
+    found = json.loads(coterie("show", str(lacking), "--json")[1])
+    assert found["seeds"] == [0]
+    assert [(one["label"], one["seed"], one["state"]) for one in found["left_out"]] == [
+        ("Gossip", 1, "missing"), ("Gossip", 2, "finished"), ("local", 1, "finished"), ("local", 2, "damaged"),
+    ]  # fmt: skip
+    for row in found["rows"]:
+        if (row["cluster"], row["metric"]) == ("all", "accuracy"):
+            assert row["mean"] == pytest.approx(accuracy(lacking, row["label"], 0))
+            assert (row["std"], row["seeds"]) == (None, 1)
+    for option in ((), ("--equal-bytes",)):
+        (compared,) = json.loads(coterie("compare", str(lacking), "--json", *option)[1])
+        assert (compared["seeds"], compared["left_out"]) == (found["seeds"], found["left_out"])
+
+
+def test_the_page_says_it_in_its_data_and_in_words(coterie, lacking):
+    """Without a browser: what the scripts of the page read, and what stands above its tables."""
+    assert coterie("report", str(lacking))[0] == 0
+    text = (lacking / "report.html").read_text()
+    data = json.loads(re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0])
+    assert data["notes"][0] == MISSING
+    assert data["notes"][1].startswith(DAMAGED)
+    assert data["notes"][2] == COMPARED
+    assert all(f"<li>{note}</li>" in text for note in data["notes"] if "'" not in note)
+    assert data["results"]["seeds"] == [0]
+    assert {curve["seeds"] for curve in data["curves"]} == {1}
+
+
+def test_trackers_are_told_what_is_missing_too(coterie, lacking):
+    """Every run that can be read is copied, so nothing is said of common seeds."""
+    pytest.importorskip("tensorboard")
+    status, out, err = coterie("track", str(lacking), "--to", "tensorboard")
+    assert (status, out) == (0, "4 runs written to tracking\n")
+    assert err.splitlines()[0] == f"note: tiny: {MISSING}"
+    assert err.splitlines()[1].startswith(f"note: tiny: {DAMAGED}")
+    assert len(err.splitlines()) == 2
+
+
+def test_to_look_at_a_study_writes_nothing_into_it(coterie, lacking):
+    """What it once came to stays in summary.json, though runs were deleted since."""
+    before = {path: path.read_bytes() for path in lacking.rglob("*") if path.is_file()}
+    for command in ("show", "compare", "list"):
+        assert coterie(command, str(lacking))[0] == 0
+    assert {path: path.read_bytes() for path in lacking.rglob("*") if path.is_file()} == before
+
+
+def test_a_study_of_which_nothing_can_be_read_is_shown_as_such(coterie, lacking):
+    """Status 0 where run folders are there; where none is, status 2."""
+    for path in lacking.rglob("metrics.parquet"):
+        path.write_bytes(b"PAR1 cut off")
+    status, out, _ = coterie("show", str(lacking))
+    assert status == 0
+    assert "No run is finished: there is nothing to compare." in " ".join(out.split())
+    for command in ("compare", "plot"):
+        status, _, err = coterie(command, str(lacking), *(["--figure", "bars"] if command == "plot" else []))
+        assert (status, len(err.splitlines())) == (2, 1), err
+    for label in ("Gossip", "local"):
+        shutil.rmtree(lacking / label)
+    status, out, err = coterie("show", str(lacking))
+    assert (status, out) == (2, "")
+    assert "holds no run" in err
+
+
+def test_two_studies_are_compared_over_the_seeds_that_both_have(coterie, lacking, three_seeds):
+    """The whole study has seeds 0 to 2, the other seed 0: both show seed 0."""
+    out = coterie("compare", str(lacking), str(three_seeds))[1]
+    assert "Means are over the seeds that all studies have: 0; they have:" in " ".join(out.split())
+    row = next(line.split() for line in out.splitlines() if line.startswith("Gossip") and ":" not in line)
+    assert row == ["Gossip", f"{100 * accuracy(three_seeds, 'Gossip', 0):.2f}", "1", row[1], "1"]
+
+
+def test_a_whole_study_has_its_best_models_test_accuracy_at_equal_bytes(coterie, three_seeds):
+    """local uses no bytes and Gossip all of its own: both rows are those of `show`, mean and deviation."""
+    (ranking,) = json.loads(coterie("compare", str(three_seeds), "--equal-bytes", "--json")[1])
+    assert (ranking["split"], ranking["model"]) == ("test", "best")
+    rows = json.loads(coterie("show", str(three_seeds), "--json")[1])["rows"]
+    final = {row["label"]: row for row in rows if (row["cluster"], row["metric"]) == ("all", "accuracy")}
+    for row in ranking["rows"]:
+        assert row["value"] == pytest.approx(final[row["label"]]["mean"])
+        assert row["std"] == pytest.approx(final[row["label"]]["std"])
+        assert row["seeds"] == 3
+    assert coterie("show", str(three_seeds))[1].startswith("Test accuracy in %: mean ± std over 3 seeds")
+
+
+def test_list_tells_how_each_run_stands(coterie, lacking):
+    """Finished, at round 1 of 2, missing, damaged: a line for each method."""
+    stored = lacking / "Gossip/seed-2/provenance.json"
     told = json.loads(stored.read_text())
     manifest.replace_files(stored.parent, {stored.name: json.dumps(told | {"done": False, "round": 1}).encode()})
-    shutil.rmtree("runs/tiny/Gossip/seed-2")
     lines = coterie("list")[1].splitlines()
-    assert lines[0] == "runs/tiny  tiny: 4 of 6 runs finished"
-    assert lines[1] == f"  Gossip: seed 0 finished; seed 1 at round 1 of {told['round']}; seed 2 not begun"
+    assert lines[0] == "runs/tiny  tiny: 3 of 6 runs finished"
+    assert lines[1] == "  Gossip: seed 0 finished; seed 1 missing; seed 2 unfinished (round 1 of 2)"
+    assert lines[2].startswith("  local: seeds 0, 1 finished; seed 2 damaged (")
+    assert len(lines) == 3
 
 
 def test_list_and_show_tell_of_what_was_run(coterie):
     assert "no study in runs" in coterie("list")[1]
     run(coterie, "--quiet")
-    assert coterie("list")[1] == "runs/tiny  tiny: finished\n  Gossip: seed 0 finished\n  local: seed 0 finished\n"
+    assert coterie("list")[1] == "runs/tiny  tiny: finished\n  Gossip, local: seed 0 finished\n"
     assert coterie("list", "runs/tiny")[1] == coterie("list")[1]
     shown = coterie("show", "runs/tiny")
     assert shown[0] == 0

@@ -1,13 +1,12 @@
 """Comparisons of stored studies: beside the paper, beside each other, at equal bytes."""
 
 import json
+import shutil
 
 import numpy as np
-import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from coterie._util import manifest
 from coterie._util.files import write_atomically
 from coterie.cli import _tables
 from coterie.cli.app import app
@@ -94,60 +93,98 @@ def test_studies_side_by_side_keep_their_gaps(tmp_path):
     a = compare.read(write_study(tmp_path / "a", Oracle=9, Random=100))
     b = compare.read(write_study(tmp_path / "b", Oracle=8))
     (sheet,) = _tables.side_by_side([a, b])
-    assert sheet.rows[0] == ("Oracle", "9.00 ± 1.00", "8.00 ± 1.00")
-    assert sheet.rows[2] == ("Random", "100.00 ± 1.00", "")
+    assert sheet.rows[0] == ("Oracle", "9.00 ± 1.00", "2", "8.00 ± 1.00", "2")
+    assert sheet.rows[2] == ("Random", "100.00 ± 1.00", "2", "", "")
     assert str(b.folder) in sheet.head, "two studies of one name are told apart by their folders"
 
 
-def write_run(folder, label, per_round, values, extra=0.0, served=(0, 0)):
-    """One run of two clients that each receive `per_round` bytes a round."""
-    folder = folder / label / "seed-0"
-    folder.mkdir(parents=True)
-    text = f'name = "bytes"\nseeds = [0]\n[data]\ndataset = "digits"\n[[methods]]\nkind = "random"\nlabel = "{label}"\n'
-    (folder / "config.toml").write_text(text)
-    (folder / "provenance.json").write_text(json.dumps({"done": True}))
-    metrics, edges = [], []
-    for number, value in enumerate(values):
-        for client in (0, 1):
-            row = {"round": number, "client": client, "cluster": 0, "split": "validation", "model": "current"}
-            metrics += [row | {"metric": "accuracy", "value": value}, row | {"metric": "loss", "value": 1 - value}]
-            if extra:
-                metrics.append(row | {"split": "train", "metric": "extra_bytes", "value": extra})
-            for name, size in zip(("bytes_down", "bytes_up"), served, strict=True):
-                if size:
-                    metrics.append(row | {"split": "train", "metric": name, "value": size})
-            if per_round:
-                edges.append(
-                    {"round": number, "reader": client, "read": 1 - client, "purpose": "mix", "weight": 0.5,
-                     "bytes": per_round}
-                )  # fmt: skip
-    columns = ["round", "reader", "read", "purpose", "weight", "bytes"]
-    pd.DataFrame(metrics).to_parquet(folder / "metrics.parquet")
-    pd.DataFrame(edges, columns=columns).to_parquet(folder / "edges.parquet")
-    manifest.replace_files(folder, {path.name: path.read_bytes() for path in folder.iterdir()})
-
-
-def test_methods_are_ranked_when_they_have_received_the_same(tmp_path):
-    """Thrifty has 4 x 10 bytes in all; by then the dear one, of 10 + 10 bytes a round, has had two rounds."""
-    write_run(tmp_path, "thrifty", 10, [0.1, 0.3, 0.2, 0.5])
-    write_run(tmp_path, "dear", 10, [0.2, 0.4, 0.8, 0.9], extra=10)
-    write_run(tmp_path, "alone", 0, [0.3, 0.6, 0.1, 0.1])
-    found = compare.at_equal_bytes(tmp_path)
-    assert (found.budget, found.split, found.metric) == (40, "validation", "accuracy")
-    assert [(row.label, row.rounds, row.used, row.value) for row in found.rows] == [
-        ("alone", 4, 0, pytest.approx(0.6)),  # its best model by validation loss
-        ("thrifty", 4, 40, pytest.approx(0.5)),
-        ("dear", 2, 40, pytest.approx(0.4)),
+def values(label, folder):
+    return [
+        row["mean"]
+        for row in folder.rows
+        if (row["label"], row["cluster"], row["metric"]) == (label, "all", "accuracy")
     ]
 
 
-def test_what_goes_to_and_from_a_server_is_counted(tmp_path):
-    """A server's client receives 6 and sends 4 bytes a round: as much as one that reads 10 from peers."""
-    write_run(tmp_path, "peers", 10, [0.1, 0.3])
-    write_run(tmp_path, "server", 0, [0.2, 0.4, 0.8, 0.9], served=(6, 4))
-    found = compare.at_equal_bytes(tmp_path)
-    assert found.budget == 20
-    assert [(row.label, row.rounds, row.used) for row in found.rows] == [("server", 2, 20), ("peers", 2, 20)]
+def of_methods(folder, *labels, seeds=(0, 1)):
+    """Write the study's file of a folder of made-up runs."""
+    study = config.loads(
+        f"name = {json.dumps(folder.name)}\nseeds = {list(seeds)}\n[data]\ndataset = 'digits'\n"
+        + "".join(f'[[methods]]\nkind = "{label.lower()}"\nlabel = "{label}"\n' for label in labels)
+    )
+    write_atomically(folder / "config.toml", config.dumps(study).encode())
+    return folder
+
+
+def test_an_old_summary_is_not_believed_where_the_runs_are(small):
+    """It says 0.9 of three seeds; DAC has seed 1 alone, .65, and Local's seed 0 is left out beside it."""
+    of_methods(small, "DAC", "Local", seeds=(0, 1, 2))
+    old = {"method": "dac", "label": "DAC", "cluster": "all", "metric": "accuracy", "mean": 0.9, "std": 0.1, "seeds": 3}
+    (small / "summary.json").write_text(json.dumps({"study": "small", "rows": [old], "timing": []}))
+    shutil.rmtree(small / "DAC" / "seed-0")
+    found = compare.read(small)
+    assert values("DAC", found) == [pytest.approx(0.65)]
+    assert found.notes() == [
+        "DAC: seeds 0, 2 missing",
+        "Local: seed 2 missing",
+        "Means are over the seeds that all have: 1; left out: Local 0.",
+    ]
+    (sheet,) = _tables.side_by_side([found])
+    assert sheet.rows == [("DAC", "65.00", "1"), ("Local", "50.00", "1")]
+
+
+def test_a_summary_without_its_runs_is_compared_and_called_so(tmp_path):
+    """Two seeds of two were stored for Oracle; Alone and Random have no numbers."""
+    found = compare.read(write_study(tmp_path / "mine", Oracle=9))
+    assert found.notes() == [
+        "No run is there: the numbers are those that summary.json has kept.",
+        "Alone: 0 of 2 seeds.",
+        "Random: 0 of 2 seeds.",
+    ]
+    assert compare.as_json(found)["archived"] is True
+
+
+def test_studies_are_compared_over_the_seeds_that_both_have(small, write_run, final_rows):
+    """DAC has .625 and .65 in seeds 0 and 1 of one study; the other has seeds 1 and 2: seed 1 stands beside seed 1."""
+    other = small.parent / "other"
+    for seed, value in ((1, 0.5), (2, 0.9)):
+        rows = final_rows([value] * 4, [0, 0, 0, 1])
+        write_run(other / "DAC" / f"seed-{seed}", kind="dac", label="DAC", seed=seed, metrics=rows, study="other")
+    results = [of_methods(small, "DAC", "Local"), of_methods(other, "DAC", seeds=(1, 2))]
+    found, notes = compare.on_common_seeds([compare.read(folder) for folder in results])
+    assert notes == ["Means are over the seeds that all studies have: 1; they have: small 0, 1; other 1, 2."]
+    assert [values("DAC", one) for one in found] == [[pytest.approx(0.65)], [pytest.approx(0.5)]]
+    (sheet,) = _tables.side_by_side(found)
+    assert sheet.rows == [("DAC", "65.00", "1", "50.00", "1"), ("Local", "50.00", "1", "", "")]
+
+
+def test_studies_without_a_common_seed_keep_their_own_and_it_is_said(small, write_run, final_rows):
+    """Seeds 0 and 1 against seed 7; and a summary without runs whose seeds nobody knows."""
+    other = small.parent / "other"
+    write_run(
+        other / "DAC" / "seed-7", kind="dac", label="DAC", seed=7, metrics=final_rows([0.5] * 4, [0] * 4), study="other"
+    )
+    results = [compare.read(of_methods(small, "DAC", "Local")), compare.read(of_methods(other, "DAC", seeds=(7,)))]
+    found, notes = compare.on_common_seeds(results)
+    assert found == results
+    assert notes == ["Each study is averaged over seeds of its own: small 0, 1; other 7."]
+    stored = compare.read(write_study(small.parent / "mine", Oracle=9, Alone=9, Random=9))
+    _, notes = compare.on_common_seeds([results[0], stored])
+    assert notes[-1] == "Each study is averaged over seeds of its own: small 0, 1; mine unknown."
+
+
+def test_n_stands_beside_the_paper_and_one_seed_has_no_deviation(tmp_path):
+    """± 1 over two seeds; of a single seed the deviation that was stored is none."""
+    folder = write_study(tmp_path / "mine", Oracle=9.5)
+    (sheet,) = _tables.against_paper(compare.with_paper(compare.read(folder)))
+    place = sheet.head.index("n")
+    assert (sheet.rows[0][place - 1], sheet.rows[0][place]) == ("9.50 ± 1.00", "2")
+    text = (folder / "summary.json").read_text().replace('"seeds": 2', '"seeds": 1')
+    (folder / "summary.json").write_text(text)
+    comparison = compare.with_paper(compare.read(folder))
+    (sheet,) = _tables.against_paper(comparison)
+    assert (sheet.rows[0][place - 1], sheet.rows[0][place]) == ("9.50", "1")
+    assert comparison.missing[0].startswith("No run is there")
 
 
 def test_the_command_prints_tables_and_json(tmp_path):

@@ -16,7 +16,7 @@ def numbers(path):
 
 
 @pytest.fixture
-def gwc(tmp_path, write_run):
+def gwc(tmp_path, write_run, final_rows):
     """FedGWC with two found clusters of two clients; its matrix, classes and change per round are known."""
     rows = []
     for number in range(3):
@@ -27,6 +27,7 @@ def gwc(tmp_path, write_run):
                 ("gradient_variance", 2.0),
             ):
                 rows.append((number, client, 0, "train", "current", metric, float(value)))
+    rows += final_rows([0.5] * 4, [0] * 4, round=2, model="current")
     folder = write_run(tmp_path / "gwc" / "FedGWC" / "seed-0", kind="fedgwc", label="FedGWC", seed=0, metrics=rows)
     pairs = pd.DataFrame([(i, j, i % 2, j % 2) for i in range(4) for j in range(4)])
     pairs.columns = ["client", "other", "label", "other_label"]

@@ -1,6 +1,7 @@
 import base64
 import json
 import zlib
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from coterie.report.data import payload
 from coterie.report.data.packing import dense, pack, thin
 from coterie.report.data.reads import cells
+from coterie.results.equal_bytes import at_equal_bytes
 from coterie.results.summary import find_runs
 
 
@@ -115,6 +117,87 @@ def test_gain_of_a_client_is_its_mean_over_seeds(small):
 def test_a_study_without_any_read_has_no_heatmaps(small):
     """Local alone never reads."""
     assert payload(*find_runs([small]))["reads"] is None
+
+
+def test_the_peers_of_a_client_are_those_that_it_read_most(write_run, tmp_path):
+    """Client 0 reads 2 three times and 1 once; nobody reads 0, and 2 reads nobody. Lost messages do not count."""
+    metrics = [(0, c, 0, "validation", "current", "loss", 1.0) for c in range(4)]
+    times = {(0, 2): 3, (0, 1): 1, (1, 2): 1, (3, 1): 2}
+    edges = [(0, i, j, "mix", 0.5, 8) for (i, j), count in times.items() for _ in range(count)]
+    edges += [(0, 0, 3, "missing", 0.0, 0)] * 9
+    write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=metrics, edges=edges)
+    (reads,) = payload(*find_runs([tmp_path]))["reads"]["methods"]
+    peers, read = unpack(reads["peers"]), unpack(reads["times"])
+    most = [{int(j): int(n) for j, n in zip(*row, strict=True) if n} for row in zip(peers, read, strict=True)]
+    assert most == [{2: 3, 1: 1}, {2: 1}, {}, {1: 2}]
+    assert (peers[0, 0], peers[3, 0]) == (2, 1), "the one that is read most comes first"
+
+
+def test_a_window_holds_its_own_reads_alone(write_run, tmp_path):
+    """Eight clients in clusters of four: in round 0 they read five times those of their own parity, in round 1 once
+    those of their cluster.
+
+    Groups by parity hold two clients of each cluster: 4 pairs agree, of 12 in each grouping and 28 in all, so the
+    adjusted Rand index is (4 - 144/28) / (12 - 144/28) = -1/6. Were round 0 counted in the second window, its reads
+    would outweigh those of round 1.
+    """
+    cluster = [0] * 4 + [1] * 4
+    metrics = [(r, c, cluster[c], "validation", "current", "loss", 1.0) for r in (0, 1) for c in range(8)]
+    pairs = [(i, j) for i in range(8) for j in range(8) if i != j]
+    edges = [(0, i, j, "mix", 0.5, 8) for i, j in pairs if i % 2 == j % 2] * 5
+    edges += [(1, i, j, "mix", 0.5, 8) for i, j in pairs if cluster[i] == cluster[j]]
+    write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=metrics, edges=edges)
+    (reads,) = payload(*find_runs([tmp_path]))["reads"]["methods"]
+    windows = [(one["round"], one["groups"], pytest.approx(one["ari"])) for one in reads["windows"]]
+    assert windows == [(0, 2, -1 / 6), (1, 2, 1.0)]
+
+
+def curve_of(data, label):
+    (found,) = [c for c in data["curves"] if data["methods"][c["method"]]["label"] == label]
+    return found["rounds"], unpack(found["mean"])[0].tolist(), unpack(found["std"])[0].tolist(), found["seeds"]
+
+
+def losses(values, last):
+    """The validation losses of one client by round, and the final test of a finished run."""
+    rows = [(r, 0, 0, "validation", "current", "loss", value) for r, value in enumerate(values)]
+    return [*rows, (len(values) - 1, 0, 0, "test", "best", "loss", last)]
+
+
+def test_every_round_of_a_curve_is_a_mean_over_the_same_seeds(write_run, tmp_path):
+    """Seed 1 stopped after two rounds with 2.0 and keeps it: (4 + 6) / 2, (3 + 2) / 2, (1 + 2) / 2.
+
+    Where B has finished seed 0 alone, A's curve beside it is that of seed 0 as well.
+    """
+    for seed, values in enumerate([[4.0, 3.0, 1.0], [6.0, 2.0]]):
+        rows = losses(values, 1.0)
+        write_run(tmp_path / "s" / "A" / f"seed-{seed}", kind="dac", label="A", seed=seed, metrics=rows, rounds=3)
+    rounds, mean, deviation, seeds = curve_of(payload(*find_runs([tmp_path])), "A")
+    assert (rounds, seeds) == ([0, 1, 2], 2)
+    assert mean == pytest.approx([5.0, 2.5, 1.5], abs=1e-3)
+    assert deviation == pytest.approx([1.0, 0.5, 0.5], abs=1e-3)
+    rows = losses([7.0, 7.0, 7.0], 1.0)
+    write_run(tmp_path / "s" / "B" / "seed-0", kind="dac", label="B", seed=0, metrics=rows, rounds=3)
+    data = payload(*find_runs([tmp_path]))
+    rounds, mean, deviation, seeds = curve_of(data, "A")
+    assert (mean, seeds) == (pytest.approx([4.0, 3.0, 1.0], abs=1e-3), 1)
+    assert np.isnan(deviation).all(), "a single seed has no deviation"
+    assert [one["seeds"] for one in data["cost"]] == [1, 1]
+
+
+def test_while_runs_go_on_a_curve_ends_where_all_seeds_have_come(write_run, tmp_path):
+    """Seed 0 has three rounds and seed 1 two, neither is over: (4 + 6) / 2 and (3 + 2) / 2, and no third round."""
+    for seed, values in enumerate([[4.0, 3.0, 1.0], [6.0, 2.0]]):
+        rows, folder = losses(values, 1.0)[:-1], tmp_path / "s" / "A" / f"seed-{seed}"
+        write_run(folder, kind="dac", label="A", seed=seed, metrics=rows, rounds=9, done=False)
+    rounds, mean, _, _ = curve_of(payload(*find_runs([tmp_path])), "A")
+    assert (rounds, mean) == ([0, 1], pytest.approx([5.0, 2.5], abs=1e-3))
+
+
+def test_the_page_ranks_at_equal_bytes_as_the_command_does(population):
+    """The same rows, metric and split, from the same definition."""
+    found, ranking = payload(*find_runs([population]))["equal_bytes"], at_equal_bytes(population)
+    assert found["rows"] == json.loads(json.dumps([asdict(row) for row in ranking.rows]))
+    assert (found["metric"], found["split"], found["heading"]) == (ranking.metric, ranking.split, ranking.heading)
 
 
 def test_the_payload_is_json_without_nan(data):

@@ -159,10 +159,11 @@ def test_losses_that_lie_far_apart_have_a_logarithmic_axis(tmp_path, write_run, 
         assert drawn.axes[0].get_yscale() == scale
 
 
-def test_found_clusters_are_set_against_planted_ones(tmp_path, write_run):
+def test_found_clusters_are_set_against_planted_ones(tmp_path, write_run, final_rows):
     """Labels of the last round: cluster 5 holds clients 0 and 1 of planted 0, cluster 2 one of each."""
     labels = [5, 5, 2, 2]
     metrics = [(0, c, planted, "train", "current", "label", float(labels[c])) for c, planted in enumerate([0, 0, 0, 1])]
+    metrics += final_rows([0.5] * 4, [0, 0, 0, 1], round=0)
     write_run(tmp_path / "s" / "A" / "seed-0", kind="ifca", label="A", seed=0, metrics=metrics)
     table = numbers(figures.plot([tmp_path / "s"], "fedgwc-8", out=tmp_path / "l.svg"))
     assert table[["found", "of", "count"]].to_numpy().tolist() == [[2, 0, 1], [5, 0, 2], [2, 1, 1], [5, 1, 0]]

@@ -90,13 +90,38 @@ def test_the_page_asks_for_nothing_from_outside(small):
     assert "connect-src 'none'" in markup
 
 
+def data_of(text):
+    """The data that a page holds for its scripts."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def planned(folder, seeds, labels):
+    """Write the file of a study: which methods and seeds it should have."""
+    methods = "".join(f'[[methods]]\nkind = "{label.lower()}"\nlabel = "{label}"\n' for label in labels)
+    (folder / "config.toml").write_text(f"seeds = {seeds}\n{methods}")
+
+
 def test_a_broken_run_is_named_in_the_page(small):
-    """The rest of the study is still shown."""
+    """DAC has seed 1 alone (.6 .6 .6 .8, mean .65), so Local is averaged over seed 1 too (.4 .4 .4 .8, mean .5)."""
     (small / "DAC" / "seed-0" / "metrics.parquet").write_bytes(b"PAR1 cut off")
     text = page.write_report(small).read_text()
-    assert "Some run folders could not be read" in text
-    assert "<code>DAC/seed-0</code>: metrics.parquet is damaged" in text
-    assert "63.75" not in text
+    data = data_of(text)
+    damaged, seeds = data["notes"]
+    assert damaged.startswith("DAC: seed 0 damaged (")
+    assert seeds == "Means are over the seeds that all have: 1; left out: Local 0."
+    assert f"<li>{seeds}</li>" in text
+    means = {
+        (row["label"], row["cluster"]): row["mean"] for row in data["results"]["rows"] if row["metric"] == "accuracy"
+    }
+    assert means["DAC", "all"] == pytest.approx(0.65)
+    assert means["Local", "all"] == pytest.approx(0.5)
+    assert all((row["seeds"], row["std"]) == (1, None) for row in data["results"]["rows"])
+    assert data["gains"]["rows"][0]["mean"] == pytest.approx(0.15)
+    assert "<small>±" not in text
+    assert text.count('<th scope="row">DAC</th><td>1</td>') == 3, "n stands in the tables of accuracy, gains and loss"
+    assert "4 clients, 2 planted clusters, 2 methods, 1 of 2 seeds" in text
 
 
 def test_a_study_of_broken_runs_gets_a_page_that_says_so(small):
@@ -105,15 +130,50 @@ def test_a_study_of_broken_runs_gets_a_page_that_says_so(small):
         path.unlink()
     text = page.write_report(small).read_text()
     assert "Nothing to show yet" in text
-    assert text.count("metrics.parquet is not there (yet)") == 4
+    assert data_of(text)["notes"] == [
+        "DAC, Local: seeds 0, 1 damaged (metrics.parquet is not there (yet))",
+        "No run is finished: there is nothing to compare.",
+    ]
 
 
 def test_a_run_on_its_way_is_named_and_left_out_of_the_tables(small, write_run, final_rows):
-    """Its test values so far are no result."""
+    """Its test values so far are no result; the others are compared as before."""
     rows = final_rows([0.1] * 4, [0, 0, 0, 1], model="current")
     write_run(small / "Late" / "seed-0", kind="dac", label="Late", seed=0, metrics=rows, rounds=10, done=False)
     text = page.write_report(small).read_text()
-    assert "Not finished, and not in the tables: Late seed 0 (round 2)" in text
+    assert data_of(text)["notes"] == [
+        "Late: seed 0 unfinished (round 2 of 10)",
+        "Means are over the seeds that all have: 0, 1; no finished run: Late.",
+    ]
+    assert "63.75 <small>± 1.25</small>" in text
+
+
+def test_runs_that_the_study_should_have_are_named(small):
+    """Three seeds of three methods were planned: seed 2 of two of them and all of Random are missing."""
+    planned(small, [0, 1, 2], ["Local", "DAC", "Random"])
+    assert data_of(page.write_report(small).read_text())["notes"] == [
+        "Local, DAC: seed 2 missing",
+        "Random: seeds 0-2 missing",
+        "Means are over the seeds that all have: 0, 1; no finished run: Random.",
+    ]
+
+
+def test_the_page_of_one_run_misses_no_other(small):
+    """Its own file plans this run alone; clusters have the names that the study gave them."""
+    planned(small, [0, 1, 2], ["Local", "DAC", "Random"])
+    (small / "federation.json").write_text(json.dumps({"clusters": ["upright", "turned"]}))
+    data = data_of(page.write_report(small / "DAC" / "seed-1", small / "one.html").read_text())
+    assert data["notes"] == []
+    assert [cluster["name"] for cluster in data["clusters"]] == ["upright", "turned"]
+    assert {row["cluster"] for row in data["results"]["rows"]} == {"upright", "turned", "all", "clusters"}
+
+
+def test_several_studies_are_no_page(small, write_run, final_rows):
+    """Their methods have the same names, and would be averaged together."""
+    rows = final_rows([0.5] * 4, [0, 0, 0, 1])
+    write_run(small.parent / "other" / "DAC" / "seed-7", kind="dac", label="DAC", seed=7, metrics=rows, study="other")
+    with pytest.raises(DataError, match=r"are of several studies, such as .*; give the folder of one"):
+        page.write_report(small.parent)
 
 
 def test_a_study_without_local_says_that_there_is_nothing_to_compare_with(tmp_path, write_run, final_rows):

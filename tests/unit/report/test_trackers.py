@@ -142,6 +142,6 @@ def test_the_command_copies_every_run_and_names_what_it_left_out(small, tmp_path
     )
     (small / "DAC" / "seed-0" / "metrics.parquet").write_bytes(b"")
     told = CliRunner().invoke(app, ["track", str(small), "--to", "wandb", "--out", str(tmp_path / "t")])
-    assert "left out" in told.stderr
+    assert "DAC: seed 0 damaged" in told.stderr
     assert told.stdout == f"3 runs written to {tmp_path / 't'}\n"
     assert opened == ["small-DAC-seed-1", "small-Local-seed-0", "small-Local-seed-1"]

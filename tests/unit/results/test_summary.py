@@ -1,9 +1,12 @@
 import json
 import math
+import shutil
 
+import numpy as np
 import pandas as pd
 import pytest
 
+from coterie._util import manifest
 from coterie.errors import DataError
 from coterie.results import summary
 
@@ -78,10 +81,14 @@ def test_gain_of_a_loss_is_turned_round(tmp_path, write_run, final_rows):
     assert (gain["mean"], gain["lost"], gain["mean_low"]) == (2.0, 0.0, None)
 
 
-def test_worst_tenth_is_at_least_one_client_and_a_tenth_of_many():
-    """Of 20 clients the two that gained least."""
-    values = pd.Series([float(v) for v in range(20)]).to_numpy()
-    assert summary._reduce_gains(values)["worst_tenth"] == 0.5
+@pytest.mark.parametrize(
+    ("clients", "expected"),
+    [(1, 0.0), (10, 0.0), (11, 0.5), (15, 0.5), (20, 0.5), (21, 1.0), (25, 1.0)],
+)
+def test_worst_tenth_is_at_least_one_client_and_rounded_up(clients, expected):
+    """Of clients that gained 0, 1, 2, ...: of 10 the first, of 11 to 20 the first two, of 21 to 30 the first three."""
+    values = np.random.default_rng(0).permutation(clients).astype(float)
+    assert summary._reduce_gains(values)["worst_tenth"] == expected
 
 
 def test_a_study_without_local_has_no_gains(tmp_path, write_run, final_rows):
@@ -185,3 +192,127 @@ def test_the_same_clients_under_the_same_name_are_two_runs(tmp_path, write_run, 
     for point in ("a", "b"):
         write_run(tmp_path / point / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=final_rows([0.5], [0]))
     assert len(summary.find_runs([tmp_path])[0]) == 2
+
+
+def planned(folder, seeds, *labels):
+    """Write the file of a study: which methods and seeds it should have."""
+    methods = "".join(f'[[methods]]\nkind = "{label.lower()}"\nlabel = "{label}"\n' for label in labels)
+    (folder / "config.toml").write_text(f"seeds = {seeds}\n{methods}")
+
+
+def states(found):
+    return [(one["label"], one["seed"], one["state"]) for one in found["left_out"]]
+
+
+def test_means_are_over_the_seeds_that_all_methods_finished(small):
+    """Local has seed 1 left (.4 .4 .4 .8, mean .5), so DAC is its seed 1 too (.6 .6 .6 .8, mean .65), not .6375."""
+    shutil.rmtree(small / "Local" / "seed-0")
+    planned(small, [0, 1, 2], "Local", "DAC", "Random")
+    result = summary.summarize(small)
+    assert result["seeds"] == [1]
+    assert states(result) == [
+        ("Local", 0, "missing"), ("Local", 2, "missing"), ("DAC", 0, "finished"), ("DAC", 2, "missing"),
+        ("Random", 0, "missing"), ("Random", 1, "missing"), ("Random", 2, "missing"),
+    ]  # fmt: skip
+    for label, mean in (("Local", 0.5), ("DAC", 0.65)):
+        found = row(result, label=label, cluster="all", metric="accuracy")
+        assert (found["mean"], found["std"], found["seeds"]) == (pytest.approx(mean), None, 1)
+    (gain,) = summary.gains(small)["rows"]
+    assert (gain["mean"], gain["seeds"], gain["mean_low"]) == (pytest.approx(0.15), 1, None)
+
+
+def test_a_method_that_finished_nothing_does_not_empty_the_tables(small, write_run, final_rows):
+    """Late has measured two of ten rounds: the others keep both seeds, and Late is named."""
+    rows = final_rows([0.1] * 4, [0, 0, 0, 1], model="current")
+    write_run(small / "Late" / "seed-0", kind="dac", label="Late", seed=0, metrics=rows, rounds=10, done=False)
+    result = summary.summarize(small)
+    assert result["seeds"] == [0, 1]
+    assert result["left_out"] == [{"label": "Late", "seed": 0, "state": "unfinished", "reason": "round 2 of 10"}]
+
+
+def test_without_a_common_seed_there_are_no_rows(small):
+    """DAC has seed 0 alone and Local seed 1: nothing is averaged, and both are named."""
+    shutil.rmtree(small / "DAC" / "seed-1")
+    shutil.rmtree(small / "Local" / "seed-0")
+    result = summary.summarize(small)
+    assert (result["seeds"], result["rows"]) == ([], [])
+    assert states(result) == [("DAC", 0, "finished"), ("Local", 1, "finished")]
+    assert summary.gains(small)["rows"] == []
+
+
+def test_participation_and_times_are_of_the_compared_seeds(small):
+    """The times of all runs stay: they are no means."""
+    shutil.rmtree(small / "Local" / "seed-0")
+    result = summary.summarize(small)
+    assert [(one["label"], one["seed"]) for one in result["participation"]] == [("DAC", 1), ("Local", 1)]
+    assert len(result["timing"]) == 3
+
+
+def test_a_run_of_which_a_node_is_damaged_is_not_compared(tmp_path, write_run, final_rows):
+    """North's client has 0.9; without South's it is not the run's mean. Seed 1 is whole: (.5 + .7) / 2."""
+    for seed, (north, south) in enumerate([(0.9, 0.1), (0.5, 0.7)]):
+        for node, client, value in (("north", 0, north), ("south", 1, south)):
+            folder = tmp_path / node / "real" / "DAC" / f"seed-{seed}"
+            rows = [(1, client, 0, "test", "best", "accuracy", value)]
+            write_run(folder, kind="dac", label="DAC", seed=seed, study="real", metrics=rows)
+    (tmp_path / "south/real/DAC/seed-0/metrics.parquet").write_bytes(b"PAR1 cut off")
+    result = summary.summarize(tmp_path)
+    assert row(result, cluster="all", metric="accuracy")["mean"] == pytest.approx(0.6)
+    assert states(result) == [("DAC", 0, "damaged")]
+
+
+@pytest.mark.parametrize("point", ["tau=1", "tau=2"])
+def test_several_studies_are_not_averaged_together(tmp_path, write_run, final_rows, point):
+    """The points of a sweep have methods of the same names; one that is given alone is read."""
+    for number, name in enumerate(("tau=1", "tau=2")):
+        folder = tmp_path / name / "DAC" / f"seed-{number}"
+        write_run(folder, kind="dac", label="DAC", seed=number, metrics=final_rows([0.5], [0]), study=f"sweep/{name}")
+    for read in (summary.summarize, summary.gains):
+        with pytest.raises(DataError, match="several studies"):
+            read(tmp_path)
+    assert len(summary.summarize(tmp_path / point)["rows"]) > 0
+
+
+def test_the_same_run_twice_is_not_two_seeds(tmp_path, write_run, final_rows):
+    """A copy of a study beside it: its seed 0 would count twice."""
+    for name in ("a", "b"):
+        write_run(tmp_path / name / "DAC" / "seed-0", kind="dac", label="DAC", seed=0, metrics=final_rows([0.5], [0]))
+    with pytest.raises(DataError, match="several studies"):
+        summary.summarize(tmp_path)
+
+
+def test_which_runs_a_folder_should_hold(tmp_path):
+    """A study's file tells; of a method's folder its own seeds, of a run's folder that run, of others nothing."""
+    study = tmp_path / "s"
+    (study / "DAC" / "seed-1").mkdir(parents=True)
+    planned(study, [0, 1], "Local", "DAC")
+    planned(study / "DAC" / "seed-1", [1], "DAC")
+    assert summary.planned(study) == [("Local", 0), ("Local", 1), ("DAC", 0), ("DAC", 1)]
+    assert summary.planned(study / "DAC") == [("DAC", 0), ("DAC", 1)]
+    assert summary.planned(study / "DAC" / "seed-1") == [("DAC", 1)]
+    assert summary.planned(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "state", "reason"),
+    [
+        (lambda run: (run / "metrics.parquet").unlink(), "damaged", "metrics.parquet is not there (yet)"),
+        (lambda run: (run / "config.toml").unlink(), "damaged", "config.toml is not there (yet)"),
+        (lambda run: (run / "provenance.json").write_text("{"), "damaged", None),
+        (lambda run: manifest.replace_files(run, {"provenance.json": b'{"round": 1}'}), "unfinished", "round 1 of 2"),
+        (lambda run: manifest.replace_files(run, {"provenance.json": b"{}"}), "unfinished", "round 2 of 2"),
+        (lambda run: (run / "provenance.json").unlink(), "damaged", "provenance.json is missing"),
+        (lambda run: (run / "B2SUMS").unlink(), "damaged", None),
+        (lambda run: [path.unlink() for path in run.iterdir() if path.name != "config.toml"], "unfinished", None),
+        (shutil.rmtree, "missing", None),
+    ],
+)
+def test_what_is_wrong_with_a_run_is_told_apart(small, change, state, reason):
+    """A file that is gone or torn, a run that has not come to its end, one that was never begun."""
+    planned(small, [0, 1], "Local", "DAC")
+    change(small / "DAC" / "seed-0")
+    result = summary.summarize(small)
+    (found,) = [one for one in result["left_out"] if one["label"] == "DAC"]
+    assert (found["seed"], found["state"]) == (0, state)
+    assert reason is None or found["reason"] == reason
+    assert result["seeds"] == [1]

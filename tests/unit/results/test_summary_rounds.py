@@ -106,8 +106,8 @@ def test_what_the_command_line_shows():
         return out.getvalue()
 
     text = [" ".join(line.split()) for line in shown("cfl").splitlines()]
-    assert "max, % clusters WAS" in text
-    assert "CFL 62.5 1 undefined" in text
+    assert "n max, % clusters WAS" in text
+    assert "CFL 1 62.5 1 undefined" in text
     assert "CFL: WAS is undefined: one cluster" in text
     assert "CFL FedAvg accuracy never 0.00 0 of 1" in text
     assert "CFL FedAvg global accuracy 0 undefined 1 of 1" in text

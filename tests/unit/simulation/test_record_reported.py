@@ -108,7 +108,7 @@ def test_it_is_shown_compared_and_reported_where_nobody_knows_it(study):
     shown = CliRunner().invoke(app, ["show", str(folder)], env={"COLUMNS": "80"})
     assert shown.exit_code == 0, shown.output
     assert "trust in peers, %" in shown.output
-    assert "Careless 4.5" in " ".join(shown.output.split())
+    assert "Careless 1 4.5" in " ".join(shown.output.split())
     compared = CliRunner().invoke(app, ["compare", str(folder)], env={"COLUMNS": "80"})
     assert "Trust in peers in %, higher is better, mean over clients" in compared.output
     page = write_report(folder, folder.parent / "page.html").read_text()

@@ -1,6 +1,8 @@
 """Sweeps: every point once, on the same data where it can be, in studies of its own where it cannot."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +10,7 @@ from coterie.errors import ConfigError, RunExistsError
 from coterie.methods import METHODS
 from coterie.studies import config
 from coterie.studies.run import run_study
-from coterie.studies.sweep import expand, read_sweep, run_sweep
+from coterie.studies.sweep import expand, joined, read_sweep, run_sweep
 from coterie.testing import tiny_federation
 
 STUDY = """
@@ -112,6 +114,28 @@ def test_a_sweep_runs_every_point_and_joins_the_summaries(tmp_path):
         run_sweep(study, out=tmp_path)
     run_sweep(study, out=tmp_path, resume=True, observer=heard.append)
     assert heard == []
+
+
+def test_points_of_a_sweep_are_joined_over_the_seeds_that_all_have(tmp_path):
+    """Of the point train=16 seed 0 is deleted: both points are averaged over seed 1, and n is 1 in every row."""
+    done = run_sweep(replace(sweep(data__train=[8, 16]), seeds=(0, 1)), out=tmp_path)
+    shutil.rmtree(tmp_path / "tiny/train=16/Gossip/seed-0")
+    joined_now = joined(read_sweep(tmp_path / "tiny"))
+    assert joined_now["seeds"] == [1]
+    assert {row["seeds"] for row in joined_now["rows"]} == {1}
+    said = {(one["label"], one["seed"], one["state"]) for one in joined_now["left_out"]}
+    assert ("Gossip, train=16", 0, "missing") in said
+    assert ("local, train=8", 0, "finished") in said
+    shutil.rmtree(tmp_path / "tiny/train=16")
+    first, second = read_sweep(tmp_path / "tiny")
+    assert first.summary == done[0].summary
+    assert second.summary["rows"] == []
+    assert [(one["label"], one["seed"], one["state"]) for one in second.summary["left_out"]] == [
+        (label, seed, "missing") for label in ("Gossip", "local") for seed in (0, 1)
+    ]
+    shutil.rmtree(tmp_path / "tiny/train=8")
+    with pytest.raises(ConfigError, match="holds no study"):
+        read_sweep(tmp_path / "tiny")
 
 
 def test_a_sweep_over_methods_is_one_study(tmp_path):

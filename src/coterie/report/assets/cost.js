@@ -1,4 +1,4 @@
-/* Cost: bytes and forward passes, and each method's metric at equal bytes. */
+/* Cost: bytes and forward passes, and each method's metric at equal bytes, which `results/equal_bytes.py` ranks. */
 
 page.views.push({
   id: "cost",
@@ -11,6 +11,7 @@ page.views.push({
     root.append(h("h2", {}, "Cost per client over the whole run"));
     const columns = [
       { name: "Method", text: true },
+      { name: "n", show: (v) => show(v) },
       { name: "models received", show: (v) => show(v) },
       { name: "bytes received", show: (v) => (Number.isFinite(v) ? bytes(v) : "–") },
       { name: "bytes sent to a server", show: (v) => (Number.isFinite(v) ? bytes(v) : "–") },
@@ -19,19 +20,18 @@ page.views.push({
       { name: "seconds per run", show: (v) => show(v) },
     ];
     const counted = Object.keys(data.cost[0].counted).filter((name) => data.cost.some((one) => one.counted[name]));
-    columns.splice(5, 0, ...counted.map((name) => ({ name: metricOf(data, name).title, show: (v) => show(v, metricOf(data, name)) })));
+    columns.splice(6, 0, ...counted.map((name) => ({ name: metricOf(data, name).title, show: (v) => show(v, metricOf(data, name)) })));
     const number = (v) => (v === null ? NaN : v);
     root.append(h("div", { class: "scroll" }, sortable(columns, data.cost.map((one) => ({
-      cells: [label(one), one.reads, one.received, one.sent, one.missing, ...counted.map((name) => number(one.counted[name])), number(one.train_samples), number(one.wall_s)],
+      cells: [label(one), one.seeds, one.reads, one.received, one.sent, one.missing, ...counted.map((name) => number(one.counted[name])), number(one.train_samples), number(one.wall_s)],
     })), { label: "Cost per method" })));
-    root.append(h("p", { class: "note" }, "Means over clients and seeds. Bytes sent to peers are counted once, as the bytes that the peers receive; bytes sent to a server are counted separately. Forward passes are those of evaluating received models, in methods that compare peers by loss; “–” where a method has none."));
+    root.append(h("p", { class: "note" }, "Means over clients and n seeds. Bytes sent to peers are counted once, as the bytes that the peers receive; bytes sent to a server are counted separately. Forward passes are those of evaluating received models, in methods that compare peers by loss; “–” where a method has none."));
     if (!talking.length) return;
 
-    const least = Math.min(...talking.map((one) => one.bytes));
-    root.append(h("h2", {}, `Validation ${metric.title} at equal bytes`));
+    root.append(h("h2", {}, `Validation ${metric.title} of the newest models, by bytes used`));
     chart(root, {
       height: 380,
-      alt: `Validation ${metric.title} against bytes per client, received and sent to a server; at ${bytes(least)}: ${talking.map((one) => `${label(one)} ${show(reachedAt(one, least), metric)}`).join(", ")}`,
+      alt: `Validation ${metric.title} of the newest models against bytes per client, received and sent to a server`,
       caption: "Horizontal: cumulative bytes per client, received and sent to a server. A method without traffic is a dashed line at its final value.",
       option: () => ({
         xAxis: axis("bytes per client", { type: "value", min: 0, axisLabel: { color: css("--muted"), formatter: bytes }, splitLine: { show: false } }),
@@ -46,18 +46,14 @@ page.views.push({
         }))],
       }),
     });
-    root.append(h("div", { class: "scroll" }, sortable([
-      { name: "Method", text: true }, { name: `validation ${metric.title} at ${bytes(least)}`, show: (v) => show(v, metric) },
-      { name: "final", show: (v) => show(v, metric) }, { name: "final bytes", show: bytes },
-    ], talking.map((one) => ({ cells: [label(one), reachedAt(one, least), one.reached.at(-1) ?? NaN, one.bytes] })), { label: "At equal bytes" })));
+    const equal = data.equal_bytes;
+    if (!equal.rows.length) return;
+    const scored = metricOf(data, equal.metric);
+    root.append(h("h2", {}, "At equal bytes"), h("p", {}, `${equal.heading[0].toUpperCase()}${equal.heading.slice(1)}, when a client has used ${bytes(equal.budget)}: ` +
+      "what the communicating method that uses least has used in all."), h("div", { class: "scroll" }, sortable([
+      { name: "Method", text: true }, { name: "n", show: (v) => show(v) }, { name: scored.heading, show: (v) => show(v, scored) },
+      { name: "± over seeds", show: (v) => show(v, scored) }, { name: "rounds by then", show: (v) => show(v) }, { name: "bytes by then", show: bytes },
+    ], equal.rows.map((one) => ({ cells: [one.label, one.seeds, one.value ?? NaN, one.std ?? NaN, one.rounds, one.used] })), { label: "At equal bytes" })),
+    equal.caveat ? h("p", { class: "note" }, equal.caveat) : "");
   },
 });
-
-/* What a method had reached when it had received so many bytes, interpolated between its rounds. */
-function reachedAt(one, budget) {
-  const known = one.spent.map((s, i) => [s, one.reached[i]]).filter(([, r]) => r !== null);
-  const after = known.findIndex(([spent]) => spent >= budget);
-  if (after <= 0) return after === 0 ? known[0][1] : known.at(-1)?.[1] ?? NaN;
-  const [[x0, y0], [x1, y1]] = [known[after - 1], known[after]];
-  return x1 > x0 ? y0 + ((y1 - y0) * (budget - x0)) / (x1 - x0) : y1;
-}

@@ -31,6 +31,14 @@ function curveSentence(data, curves, group, name = "all clients") {
   return `${titled(metric, split)} over rounds, ${name}; at the last round: ${ends.join(", ")}`;
 }
 
+/* Over how many seeds the curves are means: one number, or one for each method where they differ. */
+function seedSentence(data, curves) {
+  const counts = new Set(curves.map((c) => c.seeds));
+  if (counts.size > 1) return `Lines are means over seeds: ${curves.map((c) => `${data.methods[c.method].label} n = ${c.seeds}`).join(", ")}.`;
+  const [seeds] = counts;
+  return seeds > 1 ? `Lines are means over n = ${seeds} seeds, bands one standard deviation over seeds.` : "One seed, so no bands.";
+}
+
 page.views.push({
   id: "curves",
   name: "Learning curves",
@@ -68,9 +76,8 @@ page.views.push({
         }
       }
       const { split } = kinds[state.kind];
-      const seeds = Math.max(...data.curves.map((c) => c.seeds));
       box.append(h("p", { class: "note" }, `Models after each round on each client's own ${split} data; round −1 is the warm-up. ` +
-        (seeds > 1 ? `Lines are means over ${seeds} seeds, bands one standard deviation over seeds.` : "One seed, so no bands.") +
+        seedSentence(data, chosen()) +
         " Scroll on the chart to zoom, or press + and − on it (arrows move, 0 shows all); a name above it hides its line."));
     }
 

@@ -15,7 +15,7 @@ const glance = {
       const box = h("div", {}, h("h3", {}, `Validation ${metricOf(data, data.metric).title}, mean over clients`));
       grid.append(box);
       chart(box, {
-        height: 330, alt: curveSentence(data, chosen, 0), caption: "More under Learning curves.",
+        height: 330, alt: curveSentence(data, chosen, 0), caption: `${seedSentence(data, chosen)} More under Learning curves.`,
         option: () => curveOption(data, chosen, 0, true),
       });
     }

@@ -17,12 +17,15 @@ import numpy as np
 from coterie.report.data.cost import COUNTED, cost
 from coterie.report.data.curves import clients, curves
 from coterie.report.data.reads import labels, reads
+from coterie.results.coverage import notes
+from coterie.results.equal_bytes import of_runs
 from coterie.results.summary import (
     CONFIG,
     FEDERATION,
     Problem,
     StoredRun,
     by_label,
+    charted,
     cluster_names,
     gains_of,
     json_ready,
@@ -38,21 +41,29 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
     Args:
         runs: at least one run.
         problems: folders that could not be read; the page names them.
-        folder: the study's folder, where federation.json may lie.
+        folder: the folder of the study, or of the run that the page is about.
 
     Returns:
         Plain values for JSON, without NaN.
+
+    Raises:
+        DataError: when the runs are of several studies.
     """
-    folder = folder or runs[0].folder.parent.parent
+    home = runs[0].folder.parent.parent
+    folder = folder or home
     metric = main_metric(runs)
     truth = runs[0].clients
     population = max(run.population for run in runs)
     cluster = np.full(population, -1)
     cluster[: runs[0].population] = runs[0].planted
-    names = cluster_names(folder, (int(c) for c in np.unique(cluster) if c >= 0))
+    home = home if folder == runs[0].folder else folder
+    names = cluster_names(home, (int(c) for c in np.unique(cluster) if c >= 0))
     groups = by_label(runs)
-    alike = {label: [run for run in group if run.clients.equals(truth)] for label, group in groups.items()}
-    path, config = folder / FEDERATION, folder / CONFIG
+    drawn = charted(runs, problems)
+    alike = {label: [run for run in drawn if run.label == label and run.clients.equals(truth)] for label in groups}
+    results = summary_of(runs, folder, problems)
+    ranking = of_runs(runs, problems, folder)
+    path, config = home / FEDERATION, home / CONFIG
     return json_ready(
         {
             "study": runs[0].study,
@@ -61,20 +72,27 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
             "methods": [_method(label, group) for label, group in groups.items()],
             "clusters": [{"id": c, "name": name, "size": int((cluster == c).sum())} for c, name in names.items()],
             "cluster": cluster.tolist(),
-            "results": summary_of(runs, folder),
-            "gains": gains_of(runs),
+            "results": results,
+            "notes": notes(results),
+            "gains": gains_of(runs, problems),
             "curves": curves(alike, cluster, list(names)),
             "reads": reads(alike, cluster),
             "labels": labels(alike, cluster),
             "cost": cost(alike, metric),
+            "equal_bytes": {**asdict(ranking), "heading": ranking.heading, "caveat": ranking.caveat},
             "provenance": [_provenance(run) for run in runs],
             "clients": clients(alike, metric, population),
             "data": json.loads(path.read_text("utf-8")) if path.is_file() else None,
             "command": f"coterie run {shlex.quote(f'{runs[0].study}/{CONFIG}')} --out again",
             "study_config": config.read_text("utf-8") if config.is_file() else None,
-            "problems": [{"folder": problem.folder.name, "reason": problem.reason} for problem in problems],
         }
     )
+
+
+def blank(folder: Path, problems: Sequence[Problem] = ()) -> dict[str, Any]:
+    """Return the data of a page of which no run can be shown yet: what is missing."""
+    results = summary_of([], folder, problems)
+    return json_ready({"study": folder.name, "methods": [], "results": results, "notes": notes(results)})
 
 
 def _method(label: str, group: Sequence[StoredRun]) -> dict[str, Any]:

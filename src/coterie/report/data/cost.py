@@ -8,6 +8,7 @@ import numpy as np
 from coterie.functional.metrics import COSTS
 from coterie.report.data.curves import mean_curve
 from coterie.report.data.packing import thin
+from coterie.results.equal_bytes import bytes_per_client
 from coterie.results.summary import StoredRun
 from coterie.results.traffic import traffic
 
@@ -25,7 +26,7 @@ def cost(groups: dict[str, list[StoredRun]], metric: str) -> list[dict[str, Any]
     Returns:
         An entry per method: totals of `received` bytes, `sent` (to a server), `bytes` (both), `reads`, `missing`, what
         the method counted itself (`counted`, by name; None where it did not), `train_samples` and `wall_s` of the whole
-        run, and over `rounds` the cumulative bytes `spent` and the metric `reached`.
+        run, the number of `seeds`, and over `rounds` the cumulative bytes `spent` and the metric `reached`.
     """
     return [{"method": place, **_method(runs, metric)} for place, runs in enumerate(groups.values()) if runs]
 
@@ -43,6 +44,7 @@ def _method(runs: Sequence[StoredRun], metric: str) -> dict[str, Any]:
     missing = np.array([(run.edges["purpose"] == "missing").sum() for run in runs])
     times = [run.provenance.get("timing") or {} for run in runs]
     return {
+        "seeds": len(runs),
         "bytes": float(received + sent),
         "received": float(received),
         "sent": float(sent),
@@ -58,11 +60,9 @@ def _method(runs: Sequence[StoredRun], metric: str) -> dict[str, Any]:
 
 
 def _cumulative(run: StoredRun, rounds: np.ndarray) -> np.ndarray:
-    """Bytes per client up to and with each round: received, and sent to a server."""
-    last = int(rounds.max()) + 1 if len(rounds) else 0
-    received, sent = traffic(run.metrics, run.edges, max(run.rounds, last))
-    totals = np.concatenate([[0.0], (received + sent).cumsum()])
-    return totals[rounds + 1] / len(run.clients)
+    """Bytes per client up to and with each round; those of the whole run where it has ended before."""
+    totals = np.concatenate([[0.0], bytes_per_client(run)])
+    return totals[np.minimum(rounds + 1, len(totals) - 1)]
 
 
 def _counted(runs: Sequence[StoredRun], name: str) -> float | None:

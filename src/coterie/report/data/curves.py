@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import Float
 
 from coterie.functional.metrics import LOSS
-from coterie.report.data.packing import dense, over_seeds, pack, thin
-from coterie.results.summary import StoredRun, client_gains
+from coterie.report.data.packing import over_seeds, pack, thin, together
+from coterie.results.summary import StoredRun, client_gains, compared
 
 MOST_POINTS = 300  # rounds of a curve over clients
 CLIENT_POINTS = 80  # rounds of the curve of one client
@@ -24,19 +24,17 @@ def curves(groups: dict[str, list[StoredRun]], cluster: np.ndarray, ids: Sequenc
     members = [np.flatnonzero(cluster == c) for c in ids]
     for place, runs in enumerate(groups.values()):
         for split, metric in _recorded(runs):
-            tables = [dense(run, split, metric) for run in runs]
-            rounds = np.unique(np.concatenate([rounds for rounds, _ in tables]))
+            rounds, tables = together(runs, split, metric)
             if len(rounds) < 2:
                 continue
             stacked = np.full((len(tables), 2 + len(members), len(rounds)), np.nan)
-            for seed, (own, values) in enumerate(tables):
-                at = np.searchsorted(rounds, own)
+            for seed, values in enumerate(tables):
                 per_cluster = [_mean(values[:, rows]) for rows in members]
-                stacked[seed, 0, at] = _mean(values)
+                stacked[seed, 0] = _mean(values)
                 for line, mean in enumerate(per_cluster):
-                    stacked[seed, 2 + line, at] = mean
+                    stacked[seed, 2 + line] = mean
                 if per_cluster:
-                    stacked[seed, 1, at] = np.mean(per_cluster, axis=0)
+                    stacked[seed, 1] = np.mean(per_cluster, axis=0)
             shown = thin(len(rounds), MOST_POINTS)
             whole = stacked[:, :, shown]
             mean, spread = over_seeds(whole)
@@ -68,14 +66,14 @@ def _mean(values: Float[np.ndarray, "rounds clients"]) -> Float[np.ndarray, " ro
 
 
 def clients(groups: dict[str, list[StoredRun]], metric: str, population: int) -> dict[str, Any]:
-    """Final test value, gain and learning curve of each client, as means over seeds."""
-    done = [run for runs in groups.values() for run in runs if run.finished]
+    """Final test value, gain and learning curve of each client, as means over the seeds that are compared."""
+    done = compared([run for runs in groups.values() for run in runs])
     baseline = next((run.label for runs in groups.values() for run in runs if run.kind == "local"), None)
     final, gain = np.full((2, len(groups), population), np.nan)
     own_gains = client_gains(done, baseline, metric)
     lines = []
     for place, (label, runs) in enumerate(groups.items()):
-        values = [run.final(metric) for run in runs if run.finished]
+        values = [run.final(metric) for run in done if run.label == label]
         if values:
             final[place] = np.mean([series.reindex(range(population)).to_numpy(float) for series in values], axis=0)
         if own_gains.get(label):
@@ -86,23 +84,15 @@ def clients(groups: dict[str, list[StoredRun]], metric: str, population: int) ->
 
 
 def _client_curves(place: int, runs: Sequence[StoredRun], metric: str) -> list[dict[str, Any]]:
-    tables = [dense(run, "validation", metric) for run in runs]
-    tables = [(rounds, values) for rounds, values in tables if len(rounds) > 1]
-    if not tables:
+    rounds, tables = together(runs, "validation", metric)
+    if len(rounds) < 2:
         return []
-    rounds = tables[0][0][thin(len(tables[0][0]), CLIENT_POINTS)]
-    picked = []
-    for own, values in tables:
-        at = np.clip(np.searchsorted(own, rounds, side="right") - 1, 0, len(own) - 1)
-        picked.append(values[at])
-    return [{"method": place, "rounds": rounds.tolist(), "values": pack(over_seeds(np.array(picked))[0], "q16")}]
+    shown = thin(len(rounds), CLIENT_POINTS)
+    mean, _ = over_seeds(np.array(tables)[:, shown])
+    return [{"method": place, "rounds": rounds[shown].tolist(), "values": pack(mean, "q16")}]
 
 
 def mean_curve(runs: Sequence[StoredRun], split: str, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """The rounds, and the mean of a metric over clients and seeds; both empty when it was not recorded."""
-    tables = [dense(run, split, metric) for run in runs]
-    rounds = np.unique(np.concatenate([rounds for rounds, _ in tables]))
-    stacked = np.full((len(tables), len(rounds)), np.nan)
-    for seed, (own, values) in enumerate(tables):
-        stacked[seed, np.searchsorted(rounds, own)] = _mean(values)
-    return rounds, over_seeds(stacked)[0]
+    rounds, tables = together(runs, split, metric)
+    return rounds, over_seeds(np.array([_mean(values) for values in tables]).reshape(len(tables), len(rounds)))[0]

@@ -2,6 +2,7 @@
 
 import base64
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -50,16 +51,43 @@ def dense(
     return rounds, pd.DataFrame(values).ffill().to_numpy()
 
 
+def together(
+    runs: Sequence[StoredRun], split: str, metric: str
+) -> tuple[Int[np.ndarray, " rounds"], list[Float[np.ndarray, "rounds clients"]]]:
+    """A metric of several seeds as arrays of the same rounds, so that every round is a mean over the same seeds.
+
+    A finished run that ended early, since all its clients had stopped, keeps its last values; where a run is still
+    going on, the rounds end with the last that all runs have.
+
+    Returns:
+        The rounds, and the values of each run that recorded the metric.
+    """
+    tables = [(run.finished, *dense(run, split, metric)) for run in runs]
+    tables = [(done, own, values) for done, own, values in tables if len(own)]
+    if not tables:
+        return np.zeros(0, dtype=np.int64), []
+    rounds = np.unique(np.concatenate([own for _, own, _ in tables]))
+    rounds = rounds[rounds <= min((own[-1] for done, own, _ in tables if not done), default=rounds[-1])]
+    out = []
+    for _, own, values in tables:
+        at = np.searchsorted(own, rounds, side="right") - 1
+        out.append(np.where((at >= 0)[:, None], values[np.maximum(at, 0)], np.nan))
+    return rounds, out
+
+
 def thin(count: int, most: int) -> Int[np.ndarray, " points"]:
     """At most `most` of `count` indices, evenly spread, with the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
 
 
 def over_seeds(stacked: Float[np.ndarray, "*shape"]) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
-    """Mean and population standard deviation over the first axis, without missing values."""
+    """Mean and population standard deviation over the first axis, without missing values.
+
+    A single value has no deviation: it is NaN, as `summary.over_seeds` has None.
+    """
     known = np.isfinite(stacked)
     count = np.maximum(known.sum(0), 1)
     mean = np.where(known, stacked, 0).sum(0) / count
     square = np.where(known, (stacked - mean) ** 2, 0).sum(0) / count
-    some = known.any(0)
-    return np.where(some, mean, np.nan), np.where(some, np.sqrt(square), np.nan)
+    number = known.sum(0)
+    return np.where(number > 0, mean, np.nan), np.where(number > 1, np.sqrt(square), np.nan)

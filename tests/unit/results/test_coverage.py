@@ -1,0 +1,66 @@
+"""What is said of runs that are missing, damaged or not finished, and of the seeds that are compared."""
+
+import pytest
+
+from coterie.results import coverage
+from coterie.results.coverage import Standing
+
+
+@pytest.mark.parametrize(
+    ("finished", "expected"),
+    [
+        ({"A": [0, 1, 2], "B": [2, 1]}, [1, 2]),
+        ({"A": [0, 1], "B": []}, [0, 1]),
+        ({"A": [0], "B": [1]}, []),
+        ({"A": []}, []),
+        ({}, []),
+    ],
+)
+def test_the_seeds_that_all_have(finished, expected):
+    """A method without any finished run does not empty the comparison of the others."""
+    assert coverage.common(finished) == expected
+
+
+def test_fifteen_seeds_of_eleven_methods_take_a_few_short_lines():
+    """Ten methods lack the same seeds: one line; one is damaged at two seeds for one reason: another line."""
+    standings = [Standing(f"M{m}", seed, "missing") for m in range(10) for seed in range(5, 15)]
+    standings += [Standing("Bad", 0, "damaged", "torn"), Standing("Bad", 7, "damaged", "torn")]
+    standings += [Standing("Bad", 8, "unfinished", "round 3 of 9")]
+    assert coverage.lines(standings) == [
+        "M0, M1, M2, M3, M4, M5, M6, M7, M8, M9: seeds 5-14 missing",
+        "Bad: seeds 0, 7 damaged (torn); seed 8 unfinished (round 3 of 9)",
+    ]
+
+
+def content(left_out, seeds=(0, 2), labels=("DAC", "Local")):
+    return {"rows": [{"label": x} for x in labels], "seeds": list(seeds), "left_out": coverage.as_json(left_out)}
+
+
+def test_where_every_run_counts_nothing_is_said():
+    """Also of a summary that was stored before it told which seeds its means are over."""
+    assert coverage.notes(content([])) == []
+    assert coverage.notes({"rows": []}) == []
+
+
+def test_what_is_left_out_is_named():
+    """DAC lacks seed 1, so that of Local is left out; Late has no finished run."""
+    found = content([Standing("DAC", 1, "missing"), Standing("Local", 1, "finished"), Standing("Late", 0, "missing")])
+    assert coverage.notes(found) == [
+        "DAC: seed 1 missing",
+        "Late: seed 0 missing",
+        "Means are over the seeds that all have: 0, 2; left out: Local 1; no finished run: Late.",
+    ]
+    assert coverage.incomplete(found) == ["DAC: seed 1 missing", "Late: seed 0 missing"]
+
+
+def test_where_no_seed_is_common_nothing_is_compared():
+    """A has seed 0, B seed 1; or nobody has any."""
+    apart = [Standing("A", 0, "finished"), Standing("A", 1, "missing"), Standing("B", 1, "finished")]
+    assert coverage.notes(content(apart, (), ())) == [
+        "A: seed 1 missing",
+        "No seed was finished by all methods, so nothing is compared; finished: A 0; B 1.",
+    ]
+    assert coverage.notes(content([Standing("A", 0, "missing")], (), ())) == [
+        "A: seed 0 missing",
+        "No run is finished: there is nothing to compare.",
+    ]
