@@ -6,11 +6,7 @@ A run that is killed at any moment continues from its last checkpoint and ends w
 import dataclasses
 import hashlib
 import json
-import os
-import platform
-import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +16,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from torch import Tensor
 
+from coterie._util import origin
 from coterie._util.files import replacing, write_atomically
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
@@ -157,13 +154,7 @@ def rounds_done(folder: Path) -> int | None:
 
 
 def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, Any]:
-    """Return the provenance of a run: versions, hardware, hash of the settings, time."""
-    packages = {}
-    for name in ("coterie", "torch", "numpy", "safetensors", "pandas", "pyarrow"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = "unknown"
+    """Return the provenance of a run: code, command, versions, hardware, hash of the settings, time."""
     return {
         "seed": loop.rng.seed,
         "round": loop.next_round,
@@ -178,25 +169,15 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         },
         "device": loop.task.device,
         "python": sys.version.split()[0],
-        "packages": packages,
-        "commit": _commit(),
-        "hardware": {"machine": platform.machine(), "system": platform.system(), "cores": os.cpu_count()},
+        "packages": origin.packages("coterie", "torch", "numpy", "safetensors", "pandas", "pyarrow"),
+        **origin.code(),
+        "command": origin.command(),
+        "hardware": origin.hardware(),
         "threads": torch.get_num_threads(),
         "timing": timing,
         "undefined": loop.undefined,
         **({"metrics": own} if (own := stored(loop.recorded.values())) else {}),
     }
-
-
-def _commit() -> str | None:
-    here = Path(__file__).parent
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
 
 
 def _fields(value: Any) -> dict[str, Tensor]:
