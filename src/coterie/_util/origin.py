@@ -43,16 +43,19 @@ def _git(*words: str) -> str | None:
 
 def command() -> str:
     """Return the command of this process as a shell takes it, such as "coterie run study.toml"."""
-    main = sys.modules.get("__main__")
-    spec, script = getattr(main, "__spec__", None), Path(sys.argv[0] or "python")
-    if script.name == "__main__.py" and spec is not None:  # python -m PACKAGE
-        module = spec.name.removesuffix(".__main__")
-        first = ["coterie"] if module == "coterie" else ["python", "-m", module]
+    script = Path(sys.argv[0] or "python")
+    if script.name == "__main__.py":  # python -m PACKAGE; a worker process does not know its name, but where it is
+        names = [script.parent.name]
+        for folder in script.parents[1:]:
+            if not (folder / "__init__.py").exists():
+                break
+            names.insert(0, folder.name)
+        first = ["coterie"] if names == ["coterie"] else ["python", "-m", ".".join(names)]
     elif script.suffix == ".py":
         inside = script.is_absolute() and script.is_relative_to(Path.cwd())
         first = ["python", str(script.relative_to(Path.cwd()) if inside else script)]
     else:
-        first = [script.name]
+        first = [*["python"] * (sys.argv[0] == "-c"), script.name]
     return shlex.join([*first, *sys.argv[1:]])
 
 

@@ -1,5 +1,6 @@
 """What results say about where they come from."""
 
+import multiprocessing
 import subprocess
 import sys
 from importlib.metadata import version
@@ -66,8 +67,9 @@ def test_the_command_is_the_one_that_was_given(tmp_path):
     """A script, a module and an entry point; words with spaces stay one word."""
     (tmp_path / "measure.py").write_text(SAY)
     (tmp_path / "coterie-like").write_text(SAY)
-    (tmp_path / "cells").mkdir()
-    (tmp_path / "cells/__main__.py").write_text(SAY)
+    (tmp_path / "speed/cells").mkdir(parents=True)
+    (tmp_path / "speed/__init__.py").write_text("")
+    (tmp_path / "speed/cells/__main__.py").write_text(SAY)
 
     def said(*words: str) -> str:
         done = subprocess.run([sys.executable, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
@@ -76,7 +78,14 @@ def test_the_command_is_the_one_that_was_given(tmp_path):
     assert said("measure.py", "--out", "a b") == "python measure.py --out 'a b'"
     assert said(str(tmp_path / "measure.py"), "x") == "python measure.py x"
     assert said(str(tmp_path / "coterie-like"), "run", "study.toml") == "coterie-like run study.toml"
-    assert said("-m", "cells", "--quick") == "python -m cells --quick"
+    assert said("-m", "speed.cells", "--quick") == "python -m speed.cells --quick"
+    assert said("-c", SAY) == "python -c"
+
+
+def test_a_worker_process_tells_the_command_of_the_one_that_started_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(origin.PACKAGE / "__main__.py"), "run", "--workers", "2"])
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(origin.command) == "coterie run --workers 2"
 
 
 def test_the_head_of_a_stored_result_has_all_that_it_depends_on():
