@@ -1,5 +1,6 @@
 """Where results come from: the code, the command and the machine that made them."""
 
+import json
 import os
 import platform
 import shlex
@@ -11,6 +12,8 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from coterie._util.files import write_atomically
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CODE = ("src", "benchmarks", "scripts", "pyproject.toml", "constraints.txt")
@@ -109,3 +112,30 @@ def head(
         "machine": dict(where),
         "speaks_of": sorted(speaks_of),
     }
+
+
+def keep(
+    path: Path,
+    results: Sequence[Mapping[str, Any]],
+    speaks_of: Sequence[str],
+    settings: Mapping[str, Any],
+    *,
+    seeds: Sequence[int] = (0,),
+    where: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> None:
+    """Write measurements as JSON, below the head that says where they come from.
+
+    Args:
+        path: the file.
+        results: the rows.
+        speaks_of: the parts of the package that are measured, as paths below it.
+        settings: what the command was given, defaults included.
+        seeds: of all random streams.
+        where: the machine; what `machine` says when None.
+        more: further entries.
+    """
+    config = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    first = head(speaks_of, config=config, seeds=seeds, where=machine() if where is None else where)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, (json.dumps({"origin": first, **more, "results": results}, indent=1) + "\n").encode())
