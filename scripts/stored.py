@@ -272,8 +272,8 @@ def keep(run: Path, *, in_one_go: bool = True, where: Path | None = None) -> Pat
     text = json.dumps(summary.json_ready(content), indent=1, ensure_ascii=False) + "\n"
     write_atomically(target / "summary.json", text.encode())
     shutil.copy(run / summary.CONFIG, target / summary.CONFIG)
-    values = [{"label": one.label, "seed": one.seed, "values": _values(one)} for one in runs]
-    write_atomically(target / "runs.json", _lines(summary.json_ready(values)))
+    each = [{"label": one.label, "seed": one.seed, "values": values(one)} for one in runs]
+    write_atomically(target / "runs.json", _lines(summary.json_ready(each)))
     told_ = _origin(runs, content)
     if in_one_go:
         started, ended = (run / summary.CONFIG).stat().st_mtime, (run / "summary.json").stat().st_mtime
@@ -322,10 +322,14 @@ def _day(path: Path) -> str:
     return datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
 
 
-def _values(run: summary.StoredRun) -> dict[str, dict[str, float]]:
-    """Return the final values of a run by metric: of each cluster, and over clients and clusters."""
-    found = {name: {str(k): v for k, v in summary.cluster_means(run, name).items()} for name in run.results}
-    return {**{name: {"all": value} for name, value in _outcome(run).items()}, **found}
+def values(run: summary.StoredRun) -> dict[str, dict[str, float]]:
+    """Return the final values of a run by metric: of each cluster by its name, and over clients and clusters."""
+    names = summary.cluster_names(run.folder.parent.parent, (int(c) for c in run.clients.unique() if c >= 0))
+    found: dict[str, dict[str, float]] = {name: {"all": value} for name, value in _outcome(run).items()}
+    for metric in run.results:
+        means = summary.cluster_means(run, metric)
+        found[metric] = {names.get(c, str(c)) if isinstance(c, int) else c: value for c, value in means.items()}
+    return found
 
 
 def _left_out(runs: Iterable[summary.StoredRun], known: list[dict]) -> list[dict]:
@@ -339,7 +343,7 @@ def _left_out(runs: Iterable[summary.StoredRun], known: list[dict]) -> list[dict
                 found.setdefault(name, []).append(value)
         rows += [
             {
-                "method": group[0].method, "label": label, "cluster": "all", "metric": name,
+                "method": group[0].kind, "label": label, "cluster": "all", "metric": name,
                 "mean": float(np.mean(values)), "std": float(np.std(values)), "seeds": len(values),
             }
             for name, values in found.items() if (label, name) not in there
