@@ -293,7 +293,9 @@ def _origin(runs: Sequence[summary.StoredRun], content: Mapping[str, Any]) -> di
     commits = list(dict.fromkeys(one.get("commit") for one in told_))
     if None in commits or any(one.get("dirty") is None for one in told_):
         raise CoterieError("a run does not say the commit that it was made with; run the study from the repository")
-    oldest = next(one for one in commits if all(in_history(one, other) for other in commits))
+    oldest = next((one for one in commits if all(in_history(one, other) for other in commits)), None)
+    if oldest is None:
+        raise CoterieError(f"no commit of {', '.join(one[:9] for one in commits)} comes before the others; run it anew")
     first = told_[0]
     return {
         "commit": oldest,

@@ -288,6 +288,18 @@ def test_a_study_with_an_unfinished_run_or_one_without_a_commit_is_not_kept(hist
     path.write_text(json.dumps({**json.loads(path.read_text()), "commit": None}))
     with pytest.raises(CoterieError, match="a run does not say the commit"):
         stored.keep(run, where=tmp_path / "kept")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "commit": "0" * 40}))
+    with pytest.raises(CoterieError, match=r"no commit of .* comes before the others; run it anew"):
+        stored.keep(run, where=tmp_path / "kept")
+
+
+def test_a_study_run_at_several_commits_is_as_old_as_the_first_of_them(history, tmp_path, write_run, final_rows):
+    run = finished(tmp_path / "small", write_run, final_rows)
+    path = run / "Local/seed-1/provenance.json"
+    before, last = stored.git("rev-list", "--max-count=2", "--reverse", "--first-parent", "HEAD").splitlines()
+    path.write_text(json.dumps({**json.loads(path.read_text()), "commit": before, "dirty": True}))
+    told = json.loads((stored.keep(run, in_one_go=False, where=tmp_path / "kept") / "origin.json").read_text())
+    assert (told["commit"], set(told["commits"]), told["dirty"]) == (before, {before, last}, True)
 
 
 def test_bad_input_is_one_line_and_exit_status_2(tmp_path, monkeypatch, capsys):
