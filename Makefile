@@ -41,6 +41,7 @@ test-all: setup ## every test; those marked gpu skip where there is none
 docs: setup ## write the generated pages of docs/reference
 	$(BIN)/python scripts/design.py
 	$(BIN)/python scripts/reference.py
+	$(BIN)/python scripts/stored.py
 	$(BIN)/python scripts/reproduction.py
 	$(BIN)/python scripts/performance.py
 	$(BIN)/python scripts/network.py

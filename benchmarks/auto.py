@@ -6,14 +6,13 @@ Ten clients train for one epoch with each engine, in one thread, in turn; the fa
 """
 
 import argparse
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from _measured import keep, machine
 
+from coterie._util.origin import keep
 from coterie.engine._choice import batching_pays, products
 from coterie.engine.task import LocalTraining, Task
 from coterie.models.layout import ModelSource, source
@@ -68,10 +67,10 @@ def main() -> None:
     """Measure every cell and write the rows."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
+    options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [cell(name, batch_size) for name in CELLS for batch_size in (8, 50)]
-    keep(out, ["python", *sys.argv], rows, machine(), order=50)
+    keep(options.out, rows, ("engine", "models"), vars(options), order=50)
 
 
 if __name__ == "__main__":

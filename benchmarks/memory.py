@@ -17,9 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _measured import images, keep, machine, resident
+from _measured import images, resident
 
 from coterie import METHODS
+from coterie._util.origin import keep
 from coterie.data.federation import Federation
 from coterie.engine.task import LocalTraining
 from coterie.simulation import _memory
@@ -114,7 +115,9 @@ def main() -> None:
         done = subprocess.run(asked, capture_output=True, text=True, check=True)
         results.append(json.loads(done.stdout.splitlines()[-1]))
         print(results[-1])
-    keep(arguments.out, ["python", *sys.argv], results, machine(), order=order)
+    parts = {"forecast": ("data", "engine", "methods", "simulation"), "workers": ("data", "simulation")}
+    seeds = range(4) if arguments.part == "workers" else (0,)
+    keep(arguments.out, results, parts[arguments.part], vars(arguments), seeds=seeds, order=order)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ import network_links
 import network_parity
 import network_soak
 import torch
-from _measured import keep, machine
+
+from coterie._util.origin import keep, machine
 
 STORED = Path(__file__).resolve().parent.parent / "docs/reference/runs"
 MEASUREMENTS = {
@@ -69,9 +70,10 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     place = "performance/network.json" if given.what == "efficiency" else f"network/{given.what}.json"
-    command = ["python", "benchmarks/network.py", given.what, *(["--methods", *given.methods] if given.methods else [])]
-    seconds = round(time.perf_counter() - began, 1)
-    keep(given.out or STORED / place, command, results, machine("eclipse-zenoh"), seconds=seconds)
+    seconds, where = round(time.perf_counter() - began, 1), machine("eclipse-zenoh")
+    seeds = network_churn.SEEDS if given.what in ("churn", "churn-pens", "partition") else (0,)
+    out = given.out or STORED / place
+    keep(out, results, ("exchange", "net"), vars(given), seeds=seeds, where=where, seconds=seconds)
 
 
 if __name__ == "__main__":

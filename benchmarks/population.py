@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _measured import images, keep, machine
+from _measured import images
 
 from coterie import METHODS
+from coterie._util.origin import keep, machine
 from coterie.engine import use_threads
 from coterie.engine.task import LocalTraining
 from coterie.simulation import workers
@@ -104,10 +105,9 @@ def main() -> int:
     if options.cell:
         return 0
     if options.out is not None:
-        where = machine("coterie") | {
-            "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
-        }
-        keep(options.out, ["python", "benchmarks/population.py", *sys.argv[1:]], results, where, order=40)
+        where = machine() | {"memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)}
+        speaks_of = ("engine", "exchange", "methods", "simulation")
+        keep(options.out, results, speaks_of, vars(options), where=where, order=40)
     return 0
 
 

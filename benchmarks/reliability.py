@@ -28,9 +28,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from _measured import keep, machine
-
 from coterie._util import manifest
+from coterie._util.origin import keep
 from coterie.errors import CoterieError
 from coterie.methods.dac import Dac
 from coterie.methods.fedavg import FedAvg
@@ -41,6 +40,7 @@ from coterie.studies.run import read_study, run_study
 from coterie.testing import tiny_federation
 
 STORED = Path(__file__).resolve().parents[1] / "docs/reference/runs/reliability"
+SPEAKS_OF = ("_util", "simulation", "studies", "results", "methods/dac.py", "methods/fedavg.py")
 NAME = "small"
 KINDS = ("flip", "truncate", "swap", "missing")
 ERRNOS = {"full disk": errno.ENOSPC, "read-only": errno.EROFS, "failing disk": errno.EIO}
@@ -336,8 +336,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="from which they are drawn (default: 0)")
     given = parser.parse_args()
     rows = EXPERIMENTS[given.experiment](given.number, given.seed)
-    command = ["python", "benchmarks/reliability.py", given.experiment, "--number", str(given.number)]
-    keep(STORED / f"{given.experiment}.json", [*command, "--seed", str(given.seed)], rows, machine())
+    keep(STORED / f"{given.experiment}.json", rows, SPEAKS_OF, vars(given), seeds=(given.seed,))
     for key, times in sorted(counted(rows, "outcome").items()):
         print(f"{times:6d}  {key[0]}")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from _pages import REFERENCE, STORED, markdown, table, write
 from performance import exchanges
+from stored import told
 
 HEAD = """<!-- made by scripts/network.py; do not edit -->
 # The network, measured
@@ -190,23 +191,24 @@ SECTIONS = (
 )
 
 
-def section(title: str, document: dict[str, Any], told: Any) -> str:
+def section(title: str, name: str, document: dict[str, Any], shown: Any) -> str:
     """Return one part of the page."""
-    machine = document["machine"]
+    head = document["origin"]
+    machine = head["machine"]
     source = (
-        f"`{document['command']}`, {document['seconds']:,.0f} s on {machine['cores']} cores ({machine['processor']}), "
-        f"Python {machine['python']}, torch {machine['torch']}, zenoh {machine['eclipse-zenoh']}."
+        f"`{head['command']}`, {document['seconds']:,.0f} s on {machine['cores']} cores ({machine['processor']}), "
+        f"Python {machine['python']}, torch {machine['torch']}, zenoh {machine['eclipse-zenoh']}. {told(name, head)}"
     )
-    return f"## {title}\n\n{told(document['results'])}\n\n{source}\n"
+    return f"## {title}\n\n{shown(document['results'])}\n\n{source}\n"
 
 
 def page() -> str:
     """Return the page, of all that has been measured."""
     parts = []
-    for title, name, told in SECTIONS:
+    for title, name, shown in SECTIONS:
         path = STORED / f"{name}.json"
         if path.exists():
-            parts.append(section(title, json.loads(path.read_text()), told))
+            parts.append(section(title, name, json.loads(path.read_text()), shown))
     return "\n".join([HEAD, *parts])
 
 

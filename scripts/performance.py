@@ -2,9 +2,9 @@
 
     python scripts/performance.py            (`--check` only says whether the page is up to date)
 
-A measurement is NAME.json: {"command": ..., "machine": {...}, "results": [one flat object a row]}. NAME.md beside it,
-written by hand, has a title (`## ...`) and says what was measured, without results. The table has a column for each key
-of the results; a measurement that needs another table has a function in TABLES. Sections are sorted by `order` in
+A measurement is NAME.json: {"origin": {...}, "results": [one flat object a row]}; see scripts/stored.py. NAME.md beside
+it, written by hand, has a title (`## ...`) and says what was measured, without results. The table has a column for each
+key of the results; a measurement that needs another table has a function in TABLES. Sections are sorted by `order` in
 NAME.json (100 when it is missing). No number of the tables is typed.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from _pages import REFERENCE, STORED, markdown, write
+from stored import told
 
 from coterie.cli._tables import TextTable
 
@@ -105,12 +106,13 @@ TABLES: dict[str, Callable[[Rows], TextTable]] = {
 def section(path: Path) -> str:
     """Return the part of the page on one measurement."""
     stored = json.loads(path.read_text())
-    where = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in stored["machine"].items())
+    head = stored["origin"]
+    where = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in head["machine"].items())
     table = TABLES.get(path.stem, plain)(stored["results"])
     parts = [
         path.with_suffix(".md").read_text().strip(),
-        f"```console\n$ {stored['command']}\n```",
-        f"Measured with {where}.",
+        f"```console\n$ {head['command']}\n```",
+        f"Measured with {where}. {told(f'performance/{path.stem}', head)}",
     ]
     return "\n\n".join([*parts, markdown(table)]) + "\n"
 

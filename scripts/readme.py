@@ -1,6 +1,6 @@
 """Write the generated parts of README.md, between their markers: the results of a stored run, and the methods.
 
-    coterie run --out runs && cp runs/rotated-digits/summary.json docs/reference/runs/rotated-digits/
+    coterie run && python scripts/stored.py keep runs/rotated-digits
     python scripts/readme.py
 
 No number of the README is typed by hand.

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from _pages import REFERENCE, STORED, table, write
+from stored import told
 
 HEAD = """<!-- made by scripts/reliability.py; do not edit -->
 # Reliability, measured
@@ -86,21 +87,29 @@ def faults(rows: Rows) -> str:
     )
 
 
-SECTIONS = (("Damaged files", "corruptions", corruptions), ("Kills", "kills", kills), ("Faults", "faults", faults))
+SECTIONS = (
+    ("Damaged files", "reliability/corruptions", corruptions),
+    ("Kills", "reliability/kills", kills),
+    ("Faults", "reliability/faults", faults),
+)
 
 
-def section(title: str, document: dict[str, Any], told: Callable[[Rows], str]) -> str:
+def section(title: str, name: str, document: dict[str, Any], shown: Callable[[Rows], str]) -> str:
     """Return one part of the page."""
-    machine = document["machine"]
-    source = f"`{document['command']}`, {machine['processor']}, Python {machine['python']}, torch {machine['torch']}."
-    return f"## {title}\n\n{told(document['results'])}\n\n{source}\n"
+    origin = document["origin"]
+    machine = origin["machine"]
+    source = (
+        f"`{origin['command']}`, {machine['processor']}, Python {machine['python']}, torch {machine['torch']}. "
+        + told(name, origin)
+    )
+    return f"## {title}\n\n{shown(document['results'])}\n\n{source}\n"
 
 
 def page() -> str:
     """Return the page, of all that has been stored."""
     parts = [
-        section(title, json.loads((STORED / f"reliability/{name}.json").read_text("utf-8")), told)
-        for title, name, told in SECTIONS
+        section(title, name, json.loads((STORED / f"{name}.json").read_text("utf-8")), shown)
+        for title, name, shown in SECTIONS
     ]
     return "\n".join([HEAD, *parts])
 

@@ -1,27 +1,26 @@
 """Write docs/reference/reproduction.md: stored studies beside the numbers of their papers.
 
-    coterie run similarity/synthetic
-    python scripts/reproduction.py store runs/similarity/synthetic "coterie run similarity/synthetic" [--in-parts]
     python scripts/reproduction.py            (`--check` only says whether the page is up to date)
 
-A stored study is docs/reference/runs/<study>/: summary.json and config.toml as the study left them, origin.json with
-the command and the machine (and the duration, but of a study that was run `--in-parts`), notes.md, written by hand,
-with what explains the differences, and where needed trials.json with further runs. No number of the tables is typed.
+A stored study is docs/reference/runs/<study>/ as scripts/stored.py keeps it; notes.md beside it, written by hand, says
+what explains the differences, its numbers filled in from what is stored (see `filled`). <study>-trials is a study of
+its own, with one setting changed in each run, and shown with the study. No number of the tables is typed.
 """
 
 import json
-import shutil
+import re
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import torch
 from _pages import REFERENCE, STORED, markdown, table, write
+from stored import told
 
 from coterie.cli import _tables
+from coterie.functional import metrics
 from coterie.papers import compare
-from coterie.results import coverage, summary
-from coterie.simulation import final_metrics
+from coterie.results import coverage
 
 HEAD = """# Reproduction of the papers
 
@@ -35,86 +34,12 @@ published row that they explain, and say so in their names.
 """
 
 
-def store(run: Path, command: str, *, in_one_go: bool = True) -> Path:
-    """Keep what a study came to: summary, settings, and where it comes from; its duration if it ran in one go."""
-    content = summary.summarize(run)
-    content["rows"] += _left_out(run, content["rows"])
-    target = STORED / content["study"]
-    target.mkdir(parents=True, exist_ok=True)
-    (target / "summary.json").write_text(json.dumps(summary.json_ready(content), indent=1, ensure_ascii=False) + "\n")
-    shutil.copy(run / summary.CONFIG, target / summary.CONFIG)
-    runs = _compared(run)
-    first = runs[0].provenance
-    origin = {
-        "command": command,
-        "python": first["python"],
-        "packages": {name: first["packages"][name] for name in ("torch", "numpy")},
-        "hardware": first["hardware"],
-        "engines": sorted({run.provenance["engine"]["name"] for run in runs}),
-        "runs": len(runs),
-        "rounds": max(run.rounds for run in runs),
-        "rounds_trained": {label: round(_trained(group), 1) for label, group in summary.by_label(runs).items()},
-        "wall_s": round(sum(t["wall_s"] for t in content["timing"]), 1),
-        "train_samples": sum(t["train_samples"] for t in content["timing"]),
-    }
-    if in_one_go:
-        started, ended = (run / summary.CONFIG).stat().st_mtime, (run / "summary.json").stat().st_mtime
-        origin["elapsed_s"] = round(ended - started, 1)
-    (target / "origin.json").write_text(json.dumps(origin, indent=1) + "\n")
-    return target
-
-
-def _compared(folder: Path) -> list[summary.StoredRun]:
-    """Return the runs that the summary is made of."""
-    return summary.compared(*summary.find_runs([folder]))
-
-
-def _left_out(folder: Path, known: list[dict]) -> list[dict]:
-    """Return what the tables of the runs hold and was not asked for: scores of the clusters, and the best rounds."""
-    there = {(row["label"], row["metric"]) for row in known}
-    rows = []
-    for label, group in summary.by_label(_compared(folder)).items():
-        found: dict[str, list[float]] = {}
-        for run in group:
-            for name, value in _outcome(run).items():
-                found.setdefault(name, []).append(value)
-        rows += [
-            {
-                "method": group[0].method, "label": label, "cluster": "all", "metric": name,
-                **dict(zip(("mean", "std"), summary.over_seeds(np.array(values)), strict=True)), "seeds": len(values),
-            }
-            for name, values in found.items() if (label, name) not in there
-        ]  # fmt: skip
-    return rows
-
-
-def _outcome(run: summary.StoredRun) -> dict[str, float]:
-    """Return the Rand indices and the number of the clusters that a run ended with, and its best rounds."""
-    table = run.metrics
-    values = {name: float(value.mean()) for name, value in final_metrics.maxima(table).items()}
-    labels = table.loc[(table["metric"] == "label").to_numpy()]
-    if len(labels):
-        last = labels.loc[(labels["round"] == labels["round"].max()).to_numpy()].sort_values("client")
-        found, truth = (torch.tensor(last[name].to_numpy(dtype=int)) for name in ("value", "cluster"))
-        values |= final_metrics.cluster_metrics(found, truth, torch.zeros(len(last), 0, dtype=torch.int64))
-    return values
-
-
-def _trained(runs: list[summary.StoredRun]) -> float:
-    """Return in how many rounds a client trained, mean over clients and runs: fewer than all where it stopped."""
-    total = 0
-    for run in runs:
-        rows = run.metrics
-        total += int(((rows["split"] == "train") & (rows["metric"] == "loss") & (rows["round"] >= 0)).sum())
-    return total / sum(len(run.clients) for run in runs)
-
-
 def section(folder: Path) -> str:
     """Return the part of the page on one stored study."""
     result = compare.read(folder)
     comparison = None if result.experiment is None else compare.with_paper(result)
     origin = json.loads((folder / "origin.json").read_text())
-    machine, packages = origin["hardware"], origin["packages"]
+    machine = origin["machine"]
     cores = f"{machine['cores']} {machine['machine']} cores"
     if "elapsed_s" in origin:
         took = f"{origin['elapsed_s']:,.0f} s elapsed on {cores}, one thread a run"
@@ -123,8 +48,9 @@ def section(folder: Path) -> str:
     runs = f"{origin['runs']} run{'s' if origin['runs'] != 1 else ''}"
     cost = (
         f"{runs}, {origin['train_samples']:,} training samples, {took}; Python "
-        f"{origin['python']}, torch {packages['torch']}, numpy {packages['numpy']}, engine "
-        f"{' and '.join(origin['engines'])}. Seconds a run, by method: {_seconds(folder)}."
+        f"{machine['python']}, torch {machine['torch']}, numpy {machine['numpy']}, engine "
+        f"{' and '.join(origin['engines'])}. Seconds a run, by method: {_seconds(folder)}. "
+        f"{told(folder.relative_to(STORED).as_posix(), origin)}"
     )
     trained = origin["rounds_trained"].values()
     if min(trained) < origin["rounds"] and result.study.settings.participation == 1.0:
@@ -143,13 +69,10 @@ def section(folder: Path) -> str:
     parts += ["\n".join(f"* {note}" for note in missing)] if missing else []
     notes = folder / "notes.md"
     if notes.exists():
-        parts.append(notes.read_text().strip())
-    trials = folder / "trials.json"
+        parts.append(filled(notes.read_text().strip(), folder))
+    trials = trials_of(folder)
     if trials.exists():
-        parts += [
-            "### Further runs with one setting changed",
-            _trials(json.loads(trials.read_text())),
-        ]
+        parts += ["### Further runs with one setting changed", _trials(trials)]
     if comparison is None:
         return "\n\n".join([*parts, _alone(result)]) + "\n"
     for beside in _tables.against_paper(comparison):
@@ -174,21 +97,77 @@ def _seconds(folder: Path) -> str:
     return ", ".join(f"{label} {sum(values) / len(values):,.3g}" for label, values in took.items())
 
 
-def _trials(rows: list[dict]) -> str:
-    """Return the experiments that explain differences."""
-    values = [f"{row['mean']:.2f}" + (f" ± {row['std']:.2f}" if row["seeds"] > 1 else "") for row in rows]
-    cells = [(row["label"], row["changes"], value, str(row["seeds"])) for row, value in zip(rows, values, strict=True)]
-    return table(("method", "changed", f"test {rows[0]['metric']}", "seeds"), cells)
+def filled(text: str, folder: Path) -> str:
+    """Return notes with their numbers filled in from what is stored.
+
+    `{{EXPRESSION}}` or `{{EXPRESSION:FORMAT}}` is the value of an expression in Python over
+
+        value(LABEL, METRIC, STUDY=None)     the mean over clients and seeds; of another stored study where one is named
+        trial(LABEL, METRIC)                 the same, of a run with one setting changed
+        setting(PATH)                        of the study's config.toml, such as "data.num_clients"
+        kept, clear                          pairs that the paper shows clearly apart, and those in its order here
+        typed(WHAT)                          what no stored run holds, as it was typed; the page says so
+        paper(WHAT)                          as the paper prints it
+
+    Args:
+        text: the notes, without numbers of results but these.
+        folder: the stored study.
+    """
+    rows = {}
+    for name in {folder, trials_of(folder), *STORED.glob("*/*")}:
+        if (name / "summary.json").exists():
+            content = json.loads((name / "summary.json").read_text())["rows"]
+            rows[name] = {(row["label"], row["metric"]): row["mean"] for row in content if row["cluster"] == "all"}
+    config, seen = tomllib.loads((folder / "config.toml").read_text()), []
+
+    def setting(path: str) -> object:
+        found: Any = config
+        for part in path.split("."):
+            found = found[int(part)] if isinstance(found, list) else found[part]
+        return found
+
+    def typed(what: str) -> str:
+        seen.append(what)
+        return f"{what} †"
+
+    result = compare.read(folder)
+    pairs = [] if result.experiment is None else compare.with_paper(result).pairs
+    names: dict[str, Any] = {
+        "value": lambda label, metric, study="": rows[STORED / study if study else folder][label, metric],
+        "trial": lambda label, metric: rows[trials_of(folder)][label, metric],
+        "setting": setting, "typed": typed, "paper": str, "kept": sum(one.kept for one in pairs), "clear": len(pairs),
+    }  # fmt: skip
+    made = re.sub(
+        r"\{\{(.+?)(?::([^{}:\"]+))?\}\}", lambda m: format(eval(m[1], {"__builtins__": {}}, names), m[2] or ""), text
+    )
+    return made + ("\n\n† Of a run that was not stored: typed by hand, before provenance was recorded." if seen else "")
+
+
+def trials_of(folder: Path) -> Path:
+    """Return where the runs of a study are stored in which one setting is another."""
+    return folder.with_name(f"{folder.name}-trials")
+
+
+def _trials(folder: Path) -> str:
+    """Return the experiments that explain differences, and where they come from."""
+    rows = json.loads((folder / "summary.json").read_text())["rows"]
+    metric = metrics.REGISTRY[metrics.REGISTRY.main(row["metric"] for row in rows)]
+    cells = []
+    for row in rows:
+        if (row["cluster"], row["metric"]) == ("all", metric.name):
+            spread = f" ± {metric.scale * row['std']:.2f}" if row["seeds"] > 1 else ""
+            cells.append((row["label"], f"{metric.scale * row['mean']:.2f}{spread}", str(row["seeds"])))
+    name = f"test {metric.name}" + (f", {metric.unit}" if metric.unit else "")
+    origin = json.loads((folder / "origin.json").read_text())
+    where = told(folder.relative_to(STORED).as_posix(), origin)
+    return table(("method, with what is changed", name, "seeds"), cells) + f"\n\n{where}"
 
 
 def page() -> str:
     """Return the page."""
-    folders = sorted(path.parent for path in STORED.rglob("origin.json"))
-    return "\n".join([HEAD, *map(section, folders)])
+    folders = sorted(path.parent for path in STORED.glob("*/*/origin.json"))
+    return "\n".join([HEAD, *(section(folder) for folder in folders if not folder.name.endswith("-trials"))])
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["store"]:
-        print(store(Path(sys.argv[2]), sys.argv[3], in_one_go="--in-parts" not in sys.argv))
-    else:
-        sys.exit(write({REFERENCE / "reproduction.md": page()}))
+    sys.exit(write({REFERENCE / "reproduction.md": page()}))

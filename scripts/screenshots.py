@@ -1,9 +1,9 @@
 """Write the pictures of the bundled study's stored report for README.md; needs Debian's chromium.
 
-    coterie run --out runs && python scripts/screenshots.py runs/rotated-digits && python scripts/readme.py
+    coterie run && python scripts/screenshots.py runs/rotated-digits && python scripts/readme.py
     python scripts/screenshots.py        (of the report as it is stored)
 
-With a run's folder the stored report and summary are written again first.
+With a run's folder the stored report and what the study came to are written again first.
 """
 
 import shutil
@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import _pages
+from stored import keep
 
 from coterie.report.page import write_report
 
@@ -42,9 +43,8 @@ def main() -> int:
         print(__doc__, file=sys.stderr)
         return 2
     for run in sys.argv[1:]:
-        STORED.mkdir(parents=True, exist_ok=True)
+        keep(Path(run))
         write_report(run, STORED / "report.html")
-        shutil.copy(Path(run) / "summary.json", STORED)
     for name, (view, height, colors) in PICTURES.items():
         (_pages.ROOT / name).parent.mkdir(parents=True, exist_ok=True)
         picture(browser, _pages.ROOT / name, view, height, colors)

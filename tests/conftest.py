@@ -1,9 +1,42 @@
-"""What several test files share."""
+"""What several test files share, and the one place that decides what a test without its tool or data comes to."""
 
 import os
+from collections.abc import Generator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
+
+IN_CI = os.environ.get("COTERIE_CI") == "1"
+"""Set by .ci/run, which installs every tool that tests use: there, what is absent is an error."""
+OPTIONAL = ("mlflow", "wandb", "hub")
+"""Extras that requirements-dev.txt leaves out: tests that need one skip, in CI too."""
+MAY_SKIP = tuple(f"the extra coterie[{name}] is not installed" for name in OPTIONAL)
+
+
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+
+def refuse_skip(report: Report) -> Report:
+    """Turn a report of something skipped into one of a failure, in CI, unless it needs an extra that is left out."""
+    if IN_CI and report.skipped and not hasattr(report, "wasxfail"):
+        *_, reason = report.longrepr if isinstance(report.longrepr, tuple) else (str(report.longrepr),)
+        if not reason.removeprefix("Skipped: ").startswith(MAY_SKIP):
+            report.outcome = "failed"
+            report.longrepr = f"skipped where COTERIE_CI=1 says that everything is there: {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that would skip."""
+    return refuse_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """A file that would skip."""
+    return refuse_skip((yield))
 
 
 @pytest.fixture(scope="session")

@@ -63,7 +63,8 @@ def bench(
     if threads == 1 and min(row.processor_share for row in rows) < measure.FREE:
         typer.echo("other work shared the processor with some cells: take their numbers with care", err=True)
     if json is not None:
-        measure.write(rows, json)
+        given = {"cells": cells, "engines": engines, "quick": quick, "samples": samples, "repeats": repeats}
+        measure.write(rows, json, {**given, "threads": threads})
         typer.echo(f"written to {json}", err=True)
 
 

@@ -2,16 +2,17 @@
 
 import resource
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from benchmarks._measured import keep, machine, resident
+from benchmarks._measured import resident
 
 from coterie._util import pages
+from coterie._util.origin import keep, machine
 from coterie.engine import use_threads
 from coterie.errors import ConfigError, unknown
 
@@ -197,7 +198,7 @@ def cells(patterns: str, samples: int) -> list[Cell]:
     return sorted(found, key=lambda cell: (cell.clients, order.index(cell.net), WORKS.index(cell.work)))
 
 
-def write(rows: Sequence[Row], path: Path) -> None:
-    """Write the rows, the command and the machine as JSON."""
+def write(rows: Sequence[Row], path: Path, settings: Mapping[str, Any]) -> None:
+    """Write the rows as JSON, with the settings and the machine."""
     where = machine() | {"matrix_gflops": round(matrix_speed() / 1e9, 1)}
-    keep(path, ["python", "-m", "benchmarks.engines", *sys.argv[1:]], [asdict(row) for row in rows], where)
+    keep(path, [asdict(row) for row in rows], ("engine", "functional"), settings, where=where)

@@ -13,8 +13,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
-import shlex
 import statistics
 import subprocess
 import sys
@@ -30,6 +28,7 @@ import torch
 from cell import Cell
 from coterie_cell import network, orders
 
+from coterie._util.origin import keep, machine
 from coterie.errors import CoterieError
 from coterie.models.layout import Layout, initial
 from coterie.rng import Rng
@@ -288,19 +287,6 @@ class Bench:
         return table(pairs, apart, last, self.failed)
 
 
-def machine() -> dict[str, Any]:
-    """Describe the machine."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    processors = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "processor": processors[0] if processors else platform.machine(),
-        "cores": cores(),
-        "python": platform.python_version(),
-        "load_average_before": round(os.getloadavg()[0], 1),
-    }
-
-
 def main() -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -315,7 +301,7 @@ def main() -> int:
         parser.error(
             f"found {options.samples} samples and {options.rounds} rounds; expected batches of {BATCH}, 2 rounds"
         )
-    where = machine()
+    where = machine() | {"cores": cores(), "load_average_before": round(os.getloadavg()[0], 1)}
     bench = Bench(options.frameworks)
     with tempfile.TemporaryDirectory() as folder:
         apart = bench.compare(prepare(Path(folder), *SMALL), FEW)
@@ -324,9 +310,8 @@ def main() -> int:
         rows = bench.measure(cell, apart, options.repeats)
     print(json.dumps(rows, indent=1))
     if options.out is not None:
-        command = shlex.join(["python", "benchmarks/peers/run.py", *sys.argv[1:]])
-        stored = {"command": command, "order": 30, "machine": where, "results": rows}
-        options.out.write_text(json.dumps(stored, indent=1) + "\n")
+        parts = ("engine", "methods/fedavg.py", "simulation")
+        keep(options.out, rows, parts, vars(options), where=where, order=30)
     return 0
 
 

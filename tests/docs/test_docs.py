@@ -188,10 +188,22 @@ def test_what_is_not_run_is_counted():
     assert {page: count for page, count in marked.items() if count} == NOT_RUN
 
 
+QUOTED = re.compile(r"`coterie ([a-z][^`\n\\]*)`")
+LINK = re.compile(r"\]\(([^)#\s]*)#?([^)\s]*)\)")
+
+
+def test_commands_and_links_are_found():
+    """Otherwise the tests of each page could not fail."""
+    assert QUOTED.findall("Use `coterie run STUDY --resume`, not `coterie`.") == ["run STUDY --resume"]
+    assert LINK.findall("See [a](b.md#c), [d](e.md) and [f](#g).") == [("b.md", "c"), ("e.md", ""), ("", "g")]
+    assert sum(len(QUOTED.findall(prose(path))) for path in PAGES) > 20
+    assert sum(len(LINK.findall(prose(path))) for path in PAGES) > 100
+
+
 @pytest.mark.parametrize("path", PAGES, ids=title)
 def test_commands_in_running_text_exist(path):
     """`coterie ...` between backquotes: the command and each option are the program's."""
-    for code in re.findall(r"`coterie ([a-z][^`\n\\]*)`", prose(path)):
+    for code in QUOTED.findall(prose(path)):
         words, command = code.split(), typer.main.get_command(app)
         while hasattr(command, "commands") and words and words[0].islower():
             assert words[0] in command.commands, code
@@ -232,7 +244,7 @@ def test_every_block_of_code_is_of_a_kind_that_is_tested():
 @pytest.mark.parametrize("path", PAGES, ids=title)
 def test_every_file_that_a_page_links_to_exists(path):
     """Links to other sites are left alone; those into a page name one of its headings."""
-    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", prose(path)):
+    for target, anchor in LINK.findall(prose(path)):
         if "://" in target:
             continue
         file = (path.parent / target).resolve() if target else path

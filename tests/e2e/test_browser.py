@@ -333,10 +333,14 @@ def test_text_has_enough_contrast_in_both_themes(browser, study):
     }
     return out;
     """
+    themes = set()
     for _ in range(2):
-        low = {pair: value for pair, value in browser.execute_script(ratio).items() if value < 4.5}
-        assert low == {}
+        ratios = browser.execute_script(ratio)
+        assert len(ratios) == 10
+        assert {pair: value for pair, value in ratios.items() if value < 4.5} == {}
+        themes.add(browser.execute_script("return document.documentElement.dataset.theme"))
         browser.find_element(By.ID, "theme").click()
+    assert themes == {"light", "dark"}
 
 
 def test_hostile_names_stay_text_in_every_view(browser, study, tmp_path):

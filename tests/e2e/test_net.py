@@ -43,6 +43,10 @@ num_peers = 2
 
 [[methods]]
 kind = "fedavg"
+
+[[methods]]
+kind = "ifca"
+clusters = 2
 """
 QUICK = {"deadline": 20.0, "start": 40.0, "linger": 10.0}
 
@@ -58,11 +62,12 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.sort_values(list(frame.columns)).reset_index(drop=True)
 
 
-@pytest.mark.parametrize(
-    ("label", "offset"), [("dac", 0), pytest.param("fedavg", 10, marks=pytest.mark.slow)], ids=["dac", "fedavg"]
-)
+@pytest.mark.parametrize(("label", "offset"), [("dac", 0), ("fedavg", 10), ("ifca", 40)])
 def test_four_nodes_end_with_the_bytes_of_the_simulation(tmp_path, label, offset):
     """The same peers, weights, bytes and metrics in every round, whether four processes or one.
+
+    Peers that read each other, a server with one model, and one with several that clients fetch again to measure them;
+    tests/unit/net/test_node.py has every method, in one process.
 
     While a node works, the live page of its folder follows it.
     """

@@ -123,7 +123,9 @@ def test_gradients_of_endpoints_are_scaled_by_their_share(make: Any):
         nudge[place] = step
         numeric = float(loss(row + nudge) - loss(row - nudge)) / (2 * step)
         assert float(gradient[place]) == pytest.approx(numeric, abs=1e-7)
-    for slot in simplex_layers.endpoint_slots(layout):
+    slots = simplex_layers.endpoint_slots(layout)
+    assert slots
+    for slot in slots:
         parts = gradient[slot.start : slot.stop].reshape(slot.shape)
         whole = parts.sum(0)
         for m in range(3):

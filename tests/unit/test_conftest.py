@@ -1,7 +1,11 @@
-"""The checks of types and shapes that tests run under: they find what is wrong, wherever it is."""
+"""What tests run under: checks of types and shapes that find what is wrong, and no skipped test where all is there."""
 
 import importlib
+import os
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,3 +131,46 @@ def test_a_function_within_a_function_keeps_what_is_its_own(probe):
 def test_the_package_is_checked():
     with pytest.raises(BeartypeCallHintViolation):
         similarity.cosine(torch.zeros(3))
+
+
+SKIPPING = {
+    "no data": "def test_it(data_dir):\n    pass\n",
+    "no tool": "import pytest\n@pytest.mark.skipif(True, reason='needs chromium')\ndef test_it():\n    pass\n",
+    "no package": "import pytest\nit = pytest.importorskip('no_such_package')\ndef test_it():\n    pass\n",
+    "in the test": "import pytest\ndef test_it():\n    pytest.skip('torchvision is not installed')\n",
+}
+EXTRA = "import pytest\ndef test_it():\n    pytest.skip('the extra coterie[mlflow] is not installed')\n"
+XFAIL = "import pytest\n@pytest.mark.xfail(reason='known')\ndef test_it():\n    assert False\n"
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """Run a test file under this conftest where there are no data: the exit status, and what pytest said."""
+    shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path)
+
+    def run(source: str, ci: str) -> tuple[int, str]:
+        (tmp_path / "test_it.py").write_text(source)
+        environment = {**os.environ, "COTERIE_CI": ci, "COTERIE_DATA": str(tmp_path / "none"), "PYTHONPATH": ""}
+        command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        done = subprocess.run(
+            [*command, "--rootdir", str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("name", SKIPPING)
+def test_what_is_absent_skips_a_test_and_fails_it_where_ci_says_that_everything_is_there(ended, name):
+    status, said = ended(SKIPPING[name], "")
+    assert status in (0, 5), said
+    assert "1 skipped" in said
+    status, said = ended(SKIPPING[name], "1")
+    assert status in (1, 2), said
+    assert "skipped where COTERIE_CI=1 says that everything is there" in said
+
+
+@pytest.mark.parametrize("source", [EXTRA, XFAIL])
+def test_extras_that_are_left_out_and_known_failures_do_not_fail_in_ci(ended, source):
+    assert ended(source, "1")[0] == 0

@@ -239,6 +239,10 @@ class Method(Configurable, ABC):
         """Predict what measuring the newest model costs a client beside the rounds: nothing where it has its own."""
         return Cost()
 
+    def enrolling(self, setting: Setting) -> Cost:
+        """Predict what `enroll` costs a client, once, before the first round: nothing where nobody sends anything."""
+        return Cost()
+
 
 @dataclass(frozen=True)
 class PeerMethod(Method):

@@ -24,9 +24,10 @@ def total(method: Method, setting: Setting, rounds: int) -> Cost:
 def between_machines(method: Method, setting: Setting, rounds: int) -> float:
     """Predict the bytes of messages that one client's node receives (server-based methods: and sends) over a run.
 
-    Payload of the rounds and of the measurements, and an envelope around each message. With a server a round has two
-    messages that say who takes part, and a question and an answer each for the served model, for the round, and for
-    the measurement, where clients fetch what they measure: after each round, to validate it, and in the end, to test.
+    Payload of the rounds, of what is asked once before them and of the measurements, and an envelope around each
+    message. With a server a round has two messages that say who takes part, and a question and an answer each for the
+    served model, for the round, and for the measurement, where clients fetch what they measure: after each round, to
+    validate it, and in the end, to test.
 
     Raises:
         ConfigError: for a method whose settings do not determine its cost.
@@ -37,7 +38,7 @@ def between_machines(method: Method, setting: Setting, rounds: int) -> float:
         >>> between_machines(Random(num_peers=1), alone, rounds=2)
         9054.0
     """
-    cost, once = total(method, setting, rounds), method.measuring(setting)
+    cost, once = total(method, setting, rounds) + method.enrolling(setting), method.measuring(setting)
     if not method.server:
         return cost.bytes + ENVELOPE * (cost.models + cost.messages)
     fetched = rounds + 1 if once.models else 0

@@ -7,13 +7,9 @@ kept: a checkpoint that is not what was written, by the digest in the folder's m
 import dataclasses
 import hashlib
 import json
-import os
-import platform
-import subprocess
 import sys
 import warnings
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +19,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from torch import Tensor
 
-from coterie._util import manifest
+from coterie._util import manifest, origin
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError
@@ -200,13 +196,7 @@ def _engine(loop: "Loop") -> dict[str, Any]:
 
 
 def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, Any]:
-    """Return the provenance of a run: versions, hardware, hash of the settings, time."""
-    packages = {}
-    for name in ("coterie", "torch", "numpy", "safetensors", "pandas", "pyarrow"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = "unknown"
+    """Return the provenance of a run: code, command, versions, hardware, hash of the settings, time."""
     return {
         "seed": loop.rng.seed,
         "round": loop.next_round,
@@ -217,25 +207,15 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "engine": {**_engine(loop), "compile_s": round(loop.task.engine.compile_seconds, 3)},
         "device": loop.task.device,
         "python": sys.version.split()[0],
-        "packages": packages,
-        "commit": _commit(),
-        "hardware": {"machine": platform.machine(), "system": platform.system(), "cores": os.cpu_count()},
+        "packages": origin.packages("coterie", "torch", "numpy", "safetensors", "pandas", "pyarrow"),
+        **origin.code(),
+        "command": origin.command(),
+        "hardware": origin.hardware(),
         "threads": torch.get_num_threads(),
         "timing": timing,
         "undefined": loop.undefined,
         **({"metrics": own} if (own := stored(loop.recorded.values())) else {}),
     }
-
-
-def _commit() -> str | None:
-    here = Path(__file__).parent
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
 
 
 def _fields(value: Any) -> dict[str, Tensor]:

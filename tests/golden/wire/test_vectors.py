@@ -70,6 +70,8 @@ def write() -> None:
 if os.environ.get("COTERIE_GOLDEN") == "rewrite":
     write()
 VECTORS = json.loads(FILE.read_text())
+assert VECTORS["accepted"]
+assert VECTORS["refused"]
 
 
 def opened(case: dict) -> dict[str, torch.Tensor]:
@@ -89,7 +91,9 @@ def opened(case: dict) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("case", VECTORS["accepted"], ids=lambda case: case["name"])
 def test_stored_messages_are_read_as_they_were_written(case):
-    for name, tensor in opened(case).items():
+    found = opened(case)
+    assert found.keys() == case["tensors"].keys()
+    for name, tensor in found.items():
         told = case["tensors"][name]
         assert tensor.tolist() == torch.tensor(told["values"]).reshape(told["shape"]).tolist()
         assert TYPES[tensor.dtype] == told["dtype"]

@@ -65,7 +65,10 @@ def test_the_command_prints_a_line_a_cell_and_writes_json(tmp_path):
     assert [text.split()[3] for text in result.stdout.splitlines()] == list(WORKS)
     stored = json.loads(out.read_text())
     assert [row["work"] for row in stored["results"]] == list(WORKS)
-    assert stored["machine"]["torch"] == torch.__version__
+    head = stored["origin"]
+    assert head["machine"]["torch"] == torch.__version__
+    assert (head["config"]["cells"], head["config"]["repeats"], head["seeds"]) == ("mlp/7/*", 1, [0])
+    assert "engine" in head["speaks_of"]
 
 
 def test_bad_input_is_one_line_and_exit_status_2(monkeypatch, capsys):

@@ -82,6 +82,7 @@ def test_who_is_not_in_the_cohort_keeps_the_state_it_had():
     task = make_task(federation, FedAvg(), "linear", settings)
     loop = Loop(task, FedAvg(), InMemory(federation.ids, 6), settings, Rng(3), Record(torch.full((6,), -1)))
     loop.step()
+    assert not loop.finished
     while not loop.finished:
         before = loop.state.moments
         cohort = FedAvg().cohort(None, Rng(3).at(loop.next_round), 6, 0.5)

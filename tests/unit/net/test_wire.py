@@ -65,7 +65,9 @@ def with_header(header: str, data: bytes = b"") -> bytearray:
 
 
 def test_a_message_comes_out_as_it_went_in():
-    for name, tensor in opened(sealed().chunks()).items():
+    found = opened(sealed().chunks())
+    assert found.keys() == TENSORS.keys()
+    for name, tensor in found.items():
         assert torch.equal(tensor, TENSORS[name])
         assert tensor.dtype == TENSORS[name].dtype
 

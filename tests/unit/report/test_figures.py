@@ -230,6 +230,7 @@ def test_every_result_figure_of_the_papers_has_a_name():
 def test_published_figures_name_studies_that_are_there():
     """Each study that the list names is a file of the package, or a family of them."""
     folder = resources.files("coterie.studies") / "builtin"
+    assert figures.PUBLISHED
     for name, published in figures.PUBLISHED.items():
         study = published.study.split(",")[0]
         assert list(Path(str(folder)).glob(f"{study}.toml")), name

@@ -21,11 +21,13 @@ def test_the_page_is_up_to_date(made):
 
 def test_a_measurement_is_a_section_with_a_column_for_each_key(made, tmp_path):
     rows = [{"peers": 5, "median_ms": 1234.5}, {"peers": 20, "share": 0.12345, "kept": True}]
-    content = {"command": "measure it", "machine": {"cores": 2}, "results": rows}
+    head = {"command": "measure it", "machine": {"cores": 2}, "commit": "0123456789abc", "made": "2026-01-01"}
+    content = {"origin": {**head, "version": "0.1", "dirty": False}, "results": rows}
     (tmp_path / "links.json").write_text(json.dumps(content))
     (tmp_path / "links.md").write_text("## Links\n\nWhat was measured.\n")
     assert made["section"](tmp_path / "links.json") == (
-        "## Links\n\nWhat was measured.\n\n```console\n$ measure it\n```\n\nMeasured with cores 2.\n\n"
+        "## Links\n\nWhat was measured.\n\n```console\n$ measure it\n```\n\nMeasured with cores 2. "
+        "Commit `012345678` of 2026-01-01, version 0.1.\n\n"
         "| peers | median ms | share | kept |\n| --- | ---: | ---: | ---: |\n"
         "| 5 | 1,234 | - | - |\n| 20 | - | 0.123 | yes |\n"
     )

@@ -1,8 +1,10 @@
 """The page with the papers' tables is the one that the stored summaries make."""
 
 import json
-import runpy
 from pathlib import Path
+
+import reproduction
+import stored
 
 from coterie.studies import config
 from coterie.studies.run import run_study
@@ -12,13 +14,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_page_is_up_to_date():
-    made = runpy.run_path(str(ROOT / "scripts/reproduction.py"))
-    assert (ROOT / "docs/reference/reproduction.md").read_text() == made["page"](), "make docs writes it"
+    assert (ROOT / "docs/reference/reproduction.md").read_text() == reproduction.page(), "make docs writes it"
 
 
-def test_a_stored_study_is_told_with_what_its_tables_hold_though_it_was_not_asked_for(tmp_path):
+def test_a_stored_study_is_told_with_what_its_tables_hold_though_it_was_not_asked_for(tmp_path, monkeypatch):
     """The clusters that IFCA ended with and its best round, of a study that repeats no paper."""
-    made = runpy.run_path(str(ROOT / "scripts/reproduction.py"))
     study = config.loads("""
         name = "small"
         rounds = 2
@@ -31,10 +31,10 @@ def test_a_stored_study_is_told_with_what_its_tables_hold_though_it_was_not_aske
         methods = [{ kind = "ifca", clusters = 2 }]
     """)
     run = run_study(study, out=tmp_path / "runs", federation=tiny_federation())
-    made["store"].__globals__["STORED"] = tmp_path / "kept"
-    kept = made["store"](run.folder, "coterie run small.toml")
+    kept = stored.keep(run.folder, where=tmp_path / "kept")
     rows = {row["metric"]: row["mean"] for row in json.loads((kept / "summary.json").read_text())["rows"]}
     assert rows["accuracy_max"] >= rows["accuracy"]
     assert rows["n_clusters"] in (1.0, 2.0)
     assert 0 <= rows["rand"] <= 1
-    assert "| ifca | n clusters | " in made["section"](kept)
+    monkeypatch.setattr(reproduction, "STORED", tmp_path / "kept")
+    assert "| ifca | n clusters | " in reproduction.section(kept)

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from coterie.engine.task import LocalTraining
 from coterie.errors import CheckpointError, ConfigError, RunExistsError
@@ -232,12 +233,14 @@ def test_a_run_folder_is_never_overwritten_and_a_foreign_or_damaged_checkpoint_i
 
 def test_resuming_after_clients_stopped_gives_the_same_bytes(tmp_path):
     federation = tiny_federation()
-    settings = tiny_settings(rounds=12, patience=2, participation=0.7, local=LocalTraining(optimizer="sgd", lr=0.3))
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    settings = tiny_settings(rounds=12, patience=1, participation=0.7, local=LocalTraining(optimizer="sgd", lr=0.3))
+    whole, parts, stopped = tmp_path / "whole", tmp_path / "parts", []
     simulate(federation, Random(2), model="linear", settings=settings, folder=whole)
     for rounds in (3, 7, 12):
         part = dataclasses.replace(settings, rounds=rounds)
         simulate(federation, Random(2), model="linear", settings=part, folder=parts, resume=True)
+        stopped.append(int(load_file(parts / "checkpoint.safetensors")["tracker.stopped"].sum()))
+    assert 0 < stopped[1] < 6, "some, but not all, had stopped when the last part began"
     for file in ("checkpoint.safetensors", "metrics.parquet", "edges.parquet"):
         assert (whole / file).read_bytes() == (parts / file).read_bytes()
 

@@ -1,0 +1,394 @@
+"""Stored results: what each says about where it comes from, and how old it is.
+
+    coterie run similarity/synthetic
+    python scripts/stored.py keep runs/similarity/synthetic [--in-parts]
+    python scripts/stored.py                  (`--check` only says whether what it writes is up to date)
+
+A stored result is a file of docs/reference/runs that a program of benchmarks wrote, with its head as "origin", or a
+folder with a study's summary.json, config.toml, runs.json (the values of each run) and origin.json: the head, and what
+the runs took. The head is written by the program that made the result, and names the parts of the package whose result
+it is (`coterie._util.origin.head`). Without arguments the script counts the commits to these parts since the result's
+own commit, and writes ages.json, which all pages with stored results show, and docs/reference/stored-results.md.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from _pages import REFERENCE, ROOT, STORED, table, write
+
+from coterie._util.files import write_atomically
+from coterie.errors import CoterieError
+from coterie.methods import METHODS
+from coterie.results import summary
+from coterie.simulation import final_metrics
+
+PAGE, AGES = REFERENCE / "stored-results.md", STORED / "ages.json"
+FIELDS = ("commit", "dirty", "version", "made", "command", "config", "seeds", "machine", "speaks_of")
+NOT_INFERRED = ("dirty", "config", "seeds")
+"""Fields that nobody can tell of a result that was stored without them."""
+GOLDEN = {"wire": ROOT / "tests/golden/wire/vectors.json", "runs": ROOT / "tests/golden/runs/runs.json"}
+"""What the code computes, byte by byte: where they differ from those of a result's commit, results are others too."""
+SHARED = ("data", "engine", "exchange", "functional", "models", "rng.py", "simulation")
+"""What the results of every study depend on, beside its methods."""
+HEAD = """<!-- made by scripts/stored.py; do not edit -->
+# Stored results
+
+Every number of the pages on [reproduction](reproduction.md), [performance](performance.md) and [the
+network](network.md) comes from a result that is stored in `docs/reference/runs` with the commit that it was made with.
+The table says how many commits have since changed the code that it speaks of, and whether the golden runs of its
+methods (or the wire format) are others than at that commit: then the same command would give another result. A result
+that is old and whose golden runs are the same is likely, not certain, to come out again.
+
+An *inferred* commit is that in which the result was stored, found in the history of the file: it was made before
+programs recorded where their results come from.
+"""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A stored result.
+
+    Args:
+        path: its file, or the folder of a study.
+        head: where it comes from; empty where it does not say.
+    """
+
+    path: Path
+    head: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Its place below the stored results, without the suffix."""
+        return self.path.relative_to(STORED).with_suffix("").as_posix()
+
+
+def results(folder: Path | None = None) -> list[Stored]:
+    """Return every stored result, in order of their names."""
+    folder = folder or STORED
+    found = []
+    for path in sorted(folder.rglob("*.json")):
+        if path.name == "origin.json":
+            found.append(Stored(path.parent, json.loads(path.read_text())))
+        elif path != AGES and not (path.parent / "origin.json").exists():
+            found.append(Stored(path, json.loads(path.read_text()).get("origin", {})))
+    return found
+
+
+# ---------------------------------------------------------------------- how old they are
+
+
+def git(*words: str) -> str:
+    """Return what git says of this repository.
+
+    Raises:
+        OSError: when it fails, is not there, or the clone is shallow, so that its history cannot be counted.
+    """
+    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"git {words[0]} failed: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def check_history() -> None:
+    """Find out whether this is a whole clone.
+
+    Raises:
+        OSError: when it is not; says what to do.
+    """
+    if git("rev-parse", "--is-shallow-repository") == "true":
+        raise OSError("the clone is shallow; git fetch --unshallow brings the history that stored results name")
+
+
+def problems(one: Stored) -> list[str]:
+    """Return what is wrong with the head of a stored result, a line each."""
+    head, inferred = one.head, bool(one.head.get("inferred"))
+    missing = [name for name in FIELDS if name not in head]
+    if missing:
+        return [f"{one.name} does not say its {name}" for name in missing]
+    unknown = [name for name in FIELDS if head[name] is None and not (inferred and name in NOT_INFERRED)]
+    lines = [f"{one.name}: {name} is not known, and the head is not marked as inferred" for name in unknown]
+    if not head["speaks_of"]:
+        lines.append(f"{one.name} names no part of the package that it speaks of")
+    gone = [part for part in head["speaks_of"] if not (ROOT / "src/coterie" / part).exists()]
+    lines += [f"{one.name} speaks of {part}, which is not in the package" for part in gone]
+    if head["commit"] and not in_history(head["commit"]):
+        lines.append(f"{one.name}: its commit {head['commit']} is not in the history")
+    return lines
+
+
+@lru_cache(maxsize=256)
+def in_history(commit: str, of: str = "HEAD") -> bool:
+    """Return whether a commit is `of` or one that it comes from."""
+    try:
+        git("merge-base", "--is-ancestor", commit, of)
+    except OSError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=1024)
+def commits_since(commit: str, part: str, until: str) -> int:
+    """Return how many commits after one have changed a part of the package, up to another."""
+    return int(git("rev-list", "--count", "--no-merges", f"{commit}..{until}", "--", f"src/coterie/{part}"))
+
+
+@lru_cache(maxsize=64)
+def golden(name: str, commit: str) -> str | None:
+    """Return the text of a file of golden results at a commit; None where there was none."""
+    try:
+        return git("show", f"{commit}:{GOLDEN[name].relative_to(ROOT).as_posix()}")
+    except OSError:
+        return None
+
+
+def changed(head: Mapping[str, Any]) -> list[str] | None:
+    """Return the golden results of what a stored result speaks of that are now others than at its commit.
+
+    Returns:
+        Kinds of methods, and "wire" for the format of messages; None where there were none at that commit.
+    """
+    found: list[str] = []
+    speaks_of = head["speaks_of"]
+    if "net" in speaks_of:
+        before = golden("wire", head["commit"])
+        if before is None:
+            return None
+        found += ["wire"] * (json.loads(before) != json.loads(GOLDEN["wire"].read_text()))
+    kinds = [kind for kind in METHODS if module_of(kind) in speaks_of]
+    if kinds:
+        before = golden("runs", head["commit"])
+        if before is None:
+            return None
+        was, now = json.loads(before), json.loads(GOLDEN["runs"].read_text())
+        found += [kind for kind in kinds if was.get(kind) != now.get(kind)]
+    return found
+
+
+def module_of(kind: str) -> str:
+    """Return the file of a method, below the package."""
+    return METHODS[kind].__module__.removeprefix("coterie.").replace(".", "/") + ".py"
+
+
+def age(head: Mapping[str, Any], until: str) -> dict[str, Any]:
+    """Return how old a result is: commits to each part since, and golden results that have changed."""
+    counted = {part: commits_since(head["commit"], part, until) for part in head["speaks_of"]}
+    return {"commits": {part: number for part, number in counted.items() if number}, "golden": changed(head)}
+
+
+def ages(until: str) -> dict[str, Any]:
+    """Return the content of ages.json: how old every stored result is at a commit."""
+    return {
+        "counted_at": until,
+        "date": git("show", "-s", "--format=%cs", until),
+        "results": {one.name: age(one.head, until) for one in results()},
+    }
+
+
+def told(name: str, head: Mapping[str, Any]) -> str:
+    """Return where a stored result comes from and how old it is, in a sentence or two for a page."""
+    parts = [f"Commit `{head['commit'][:9]}` of {head['made']}, version {head['version']}."]
+    if head.get("inferred"):
+        parts = [
+            f"Made before provenance was recorded: commit `{head['commit'][:9]}` of {head['made']} is inferred from "
+            "the history of the file."
+        ]
+    if head["dirty"]:
+        parts.append("The code had changes that were not committed.")
+    stored = json.loads(AGES.read_text())
+    found = stored["results"].get(name)
+    if found is not None:
+        most = sorted(found["commits"].items(), key=lambda one: -one[1])
+        since = ", ".join(f"{number} to `{part}`" for part, number in most[:3])
+        fewer = f", and fewer to {len(most) - 3} more parts" if len(most) > 3 else ""
+        what = f"Commits since to the code that it speaks of: {since}{fewer}" if most else "Its code is the same since"
+        parts.append(f"{what} ([counted](stored-results.md) on {stored['date']}).")
+        if found["golden"]:
+            parts.append(f"**The golden results of {', '.join(found['golden'])} have changed since.**")
+    return " ".join(parts)
+
+
+def page(stored: Mapping[str, Any]) -> str:
+    """Return the page with all stored results.
+
+    Args:
+        stored: the content of ages.json.
+    """
+    rows = []
+    for one in results():
+        found = stored["results"][one.name]
+        others = found["golden"]
+        rows.append((
+            f"`{one.name}`",
+            one.head["made"],
+            f"`{one.head['commit'][:9]}`" + (", inferred" if one.head.get("inferred") else ""),
+            {True: "yes", False: "no", None: "not recorded"}[one.head["dirty"]],
+            one.head["machine"].get("processor", "not recorded"),
+            ", ".join(f"{part} {number}" for part, number in found["commits"].items()) or "none",
+            "not stored then" if others is None else ", ".join(others) or "no",
+        ))  # fmt: skip
+    head = ("result", "made", "commit", "uncommitted changes", "processor", "commits since, by part", "golden changed")
+    counted = f"Counted at commit `{stored['counted_at'][:9]}` of {stored['date']}.\n"
+    return "\n".join([HEAD, counted, table(head, rows), ""])
+
+
+def render(until: str) -> dict[Path, str]:
+    """Return what this script writes, counted at a commit."""
+    counted = ages(until)
+    return {AGES: json.dumps(counted, indent=1) + "\n", PAGE: page(counted)}
+
+
+# ---------------------------------------------------------------------- studies
+
+
+def keep(run: Path, *, in_one_go: bool = True, where: Path | None = None) -> Path:
+    """Store what a study came to: summary, settings, the values of each run, and where it comes from.
+
+    Args:
+        run: the folder of a finished study.
+        in_one_go: whether it ran without a break, so that its duration can be told.
+        where: the folder of stored results; the repository's own when None.
+
+    Raises:
+        CoterieError: when a run has no provenance, or there is a run that has not finished.
+    """
+    runs, unread = summary.find_runs([run])
+    open_ = [str(problem.folder) for problem in unread] + [str(one.folder) for one in runs if not one.finished]
+    if open_:
+        raise CoterieError(f"{open_[0]} and {len(open_) - 1} more runs of {run} have not finished; run it to its end")
+    content = summary.summarize(run)
+    content["rows"] += _left_out(runs, content["rows"])
+    target = (where or STORED) / content["study"]
+    target.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(summary.json_ready(content), indent=1, ensure_ascii=False) + "\n"
+    write_atomically(target / "summary.json", text.encode())
+    shutil.copy(run / summary.CONFIG, target / summary.CONFIG)
+    each = [{"label": one.label, "seed": one.seed, "values": values(one)} for one in runs]
+    write_atomically(target / "runs.json", _lines(summary.json_ready(each)))
+    told_ = _origin(runs, content)
+    if in_one_go:
+        started, ended = (run / summary.CONFIG).stat().st_mtime, (run / "summary.json").stat().st_mtime
+        told_["elapsed_s"] = round(ended - started, 1)
+    write_atomically(target / "origin.json", (json.dumps(told_, indent=1) + "\n").encode())
+    return target
+
+
+def _lines(rows: Sequence[Any]) -> bytes:
+    """Return JSON with a row a line."""
+    return ("[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n").encode()
+
+
+def _origin(runs: Sequence[summary.StoredRun], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the head of a study from what its own runs say, and what they took."""
+    told_ = [run.provenance for run in runs]
+    commits = list(dict.fromkeys(one.get("commit") for one in told_))
+    if None in commits or any(one.get("dirty") is None for one in told_):
+        raise CoterieError("a run does not say the commit that it was made with; run the study from the repository")
+    oldest = next((one for one in commits if all(in_history(one, other) for other in commits)), None)
+    if oldest is None:
+        raise CoterieError(f"no commit of {', '.join(one[:9] for one in commits)} comes before the others; run it anew")
+    first = told_[0]
+    return {
+        "commit": oldest,
+        **({"commits": commits} if len(commits) > 1 else {}),
+        "dirty": any(one["dirty"] for one in told_),
+        "version": first["packages"]["coterie"],
+        "made": max(_day(run.folder / summary.PROVENANCE) for run in runs),
+        "command": first["command"],
+        "config": summary.CONFIG,
+        "seeds": sorted({run.seed for run in runs}),
+        "machine": {
+            **first["hardware"], "python": first["python"],
+            **{name: first["packages"][name] for name in ("torch", "numpy")},
+        },
+        "speaks_of": sorted({*SHARED, *(module_of(run.kind) for run in runs)}),
+        "engines": sorted({one["engine"]["name"] for one in told_}),
+        "runs": len(runs),
+        "rounds": max(run.rounds for run in runs),
+        "rounds_trained": {label: round(_trained(group), 1) for label, group in summary.by_label(runs).items()},
+        "wall_s": round(sum(t["wall_s"] for t in content["timing"]), 1),
+        "train_samples": sum(t["train_samples"] for t in content["timing"]),
+    }  # fmt: skip
+
+
+def _day(path: Path) -> str:
+    return datetime.fromtimestamp(path.stat().st_mtime, UTC).date().isoformat()
+
+
+def values(run: summary.StoredRun) -> dict[str, dict[str, float]]:
+    """Return the final values of a run by metric: of each cluster by its name, and over clients and clusters."""
+    names = summary.cluster_names(run.folder.parent.parent, (int(c) for c in run.clients.unique() if c >= 0))
+    found: dict[str, dict[str, float]] = {name: {"all": value} for name, value in _outcome(run).items()}
+    for metric in run.results:
+        means = summary.cluster_means(run, metric)
+        found[metric] = {names.get(c, str(c)) if isinstance(c, int) else c: value for c, value in means.items()}
+    return found
+
+
+def _left_out(runs: Iterable[summary.StoredRun], known: list[dict]) -> list[dict]:
+    """Return what the tables of the runs hold and was not asked for: scores of the clusters, and the best rounds."""
+    there = {(row["label"], row["metric"]) for row in known}
+    rows = []
+    for label, group in summary.by_label(runs).items():
+        found: dict[str, list[float]] = {}
+        for run in group:
+            for name, value in _outcome(run).items():
+                found.setdefault(name, []).append(value)
+        rows += [
+            {
+                "method": group[0].kind, "label": label, "cluster": "all", "metric": name,
+                **dict(zip(("mean", "std"), summary.over_seeds(np.array(values)), strict=True)), "seeds": len(values),
+            }
+            for name, values in found.items() if (label, name) not in there
+        ]  # fmt: skip
+    return rows
+
+
+def _outcome(run: summary.StoredRun) -> dict[str, float]:
+    """Return the Rand indices and the number of the clusters that a run ended with, and its best rounds."""
+    table = run.metrics
+    values = {name: float(value.mean()) for name, value in final_metrics.maxima(table).items()}
+    labels = table.loc[(table["metric"] == "label").to_numpy()]
+    if len(labels):
+        last = labels.loc[(labels["round"] == labels["round"].max()).to_numpy()].sort_values("client")
+        found, truth = (torch.tensor(last[name].to_numpy(dtype=int)) for name in ("value", "cluster"))
+        values |= final_metrics.cluster_metrics(found, truth, torch.zeros(len(last), 0, dtype=torch.int64))
+    return values
+
+
+def _trained(runs: list[summary.StoredRun]) -> float:
+    """Return in how many rounds a client trained, mean over clients and runs: fewer than all where it stopped."""
+    total = sum(summary.client_rounds(run.metrics) for run in runs)
+    return total / sum(len(run.clients) for run in runs)
+
+
+def main() -> int:
+    """Do what the command line says; bad input is one line and exit status 2."""
+    try:
+        match sys.argv[1:]:
+            case ["keep", run, *rest] if set(rest) <= {"--in-parts"}:
+                print(keep(Path(run), in_one_go=not rest).relative_to(ROOT))
+            case [] | ["--check"]:
+                check_history()
+                last = json.loads(AGES.read_text())["counted_at"] if "--check" in sys.argv else git("rev-parse", "HEAD")
+                return write(render(last))
+            case _:
+                print(__doc__, file=sys.stderr)
+                return 2
+    except (CoterieError, OSError) as error:
+        print(f"scripts/stored.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

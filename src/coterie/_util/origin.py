@@ -1,0 +1,141 @@
+"""Where results come from: the code, the command and the machine that made them."""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from coterie._util.files import write_atomically
+
+PACKAGE = Path(__file__).resolve().parent.parent
+CODE = ("src", "benchmarks", "scripts", "pyproject.toml", "constraints.txt")
+"""What results depend on, in the repository: other files may change without a result being another."""
+
+
+@lru_cache(maxsize=1)
+def code() -> dict[str, Any]:
+    """Return the commit of the code that this process runs, and whether files of it differ from that commit.
+
+    Returns:
+        `commit` and `dirty`; both None where the package does not run from its own repository.
+    """
+    if _git("ls-files", "--error-unmatch", "__init__.py") is None:  # a repository around it is not its own
+        return {"commit": None, "dirty": None}
+    top = _git("rev-parse", "--show-toplevel") or str(PACKAGE)
+    changed = _git("status", "--porcelain", "--", *(str(Path(top, name)) for name in CODE))
+    return {"commit": _git("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)}
+
+
+def _git(*words: str) -> str | None:
+    """Return what git says of the package's folder; None when it fails or is not there."""
+    command = ["git", "-C", str(PACKAGE), *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def command() -> str:
+    """Return the command of this process as a shell takes it, such as "coterie run study.toml"."""
+    script = Path(sys.argv[0] or "python")
+    if script.name == "__main__.py":  # python -m PACKAGE; a worker process does not know its name, but where it is
+        names = [script.parent.name]
+        for folder in script.parents[1:]:
+            if not (folder / "__init__.py").exists():
+                break
+            names.insert(0, folder.name)
+        first = ["coterie"] if names == ["coterie"] else ["python", "-m", ".".join(names)]
+    elif script.suffix == ".py":
+        inside = script.is_absolute() and script.is_relative_to(Path.cwd())
+        first = ["python", str(script.relative_to(Path.cwd()) if inside else script)]
+    else:
+        first = [*["python"] * (sys.argv[0] == "-c"), script.name]
+    return shlex.join([*first, *sys.argv[1:]])
+
+
+def hardware() -> dict[str, Any]:
+    """Return the kind of machine: `processor`, `cores`, `machine` and `system`."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "system": platform.system(),
+    }
+
+
+def packages(*names: str) -> dict[str, str]:
+    """Return the installed versions of some packages; "unknown" where there is none."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "unknown"
+    return found
+
+
+def machine(*more: str) -> dict[str, Any]:
+    """Return the machine, and the versions of Python, torch, numpy and of `more` packages, in one flat mapping."""
+    return {**hardware(), "python": platform.python_version(), **packages("torch", "numpy", *more)}
+
+
+def head(
+    speaks_of: Sequence[str], *, config: Mapping[str, Any], seeds: Sequence[int], where: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the head of a result that this process made and that is stored: all that it depends on.
+
+    Args:
+        speaks_of: the parts of the package whose results they are, as paths below it: "net", "methods/dac.py".
+        config: the settings.
+        seeds: of all random streams.
+        where: the machine; see `machine`.
+    """
+    return {
+        **code(),
+        "version": packages("coterie")["coterie"],
+        "made": datetime.now(UTC).date().isoformat(),
+        "command": command(),
+        "config": dict(config),
+        "seeds": list(seeds),
+        "machine": dict(where),
+        "speaks_of": sorted(speaks_of),
+    }
+
+
+def keep(
+    path: Path,
+    results: Sequence[Mapping[str, Any]],
+    speaks_of: Sequence[str],
+    settings: Mapping[str, Any],
+    *,
+    seeds: Sequence[int] = (0,),
+    where: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> None:
+    """Write measurements as JSON, below the head that says where they come from.
+
+    Args:
+        path: the file.
+        results: the rows.
+        speaks_of: the parts of the package that are measured, as paths below it.
+        settings: what the command was given, defaults included.
+        seeds: of all random streams.
+        where: the machine; what `machine` says when None.
+        more: further entries.
+    """
+    config = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
+    first = head(speaks_of, config=config, seeds=seeds, where=machine() if where is None else where)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, (json.dumps({"origin": first, **more, "results": results}, indent=1) + "\n").encode())
