@@ -140,6 +140,7 @@ def test_dittos_global_track_is_fedavg_bit_for_bit():
         assert torch.equal(model(ditto), model(follow(FedAvg(), participation=0.5)))
 
 
+@pytest.mark.option("Ditto.interleaved", False)
 def test_ditto_without_penalty_is_local_training():
     """lambda = 0: each client's personal model is trained on its own data alone, from the first model."""
     loop = follow(Ditto(lam=0.0), rounds=3)
@@ -150,6 +151,7 @@ def test_ditto_without_penalty_is_local_training():
     assert torch.equal(loop.method.served(loop._context(2, torch.arange(6), torch.arange(6)), loop.state)[0], params)
 
 
+@pytest.mark.option("Ditto.interleaved", True)
 def test_interleaved_tracks_see_the_same_batches():
     """lambda = 0 from the same start: after one round the personal model is the one sent back."""
     loop = follow(Ditto(lam=0.0, interleaved=True), rounds=1)

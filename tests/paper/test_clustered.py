@@ -85,6 +85,7 @@ def test_ifca_breaks_ties_towards_the_first_cluster_and_keeps_empty_ones():
     assert not torch.equal(after[0], models[0])
 
 
+@pytest.mark.option("Ifca.averaging_of", "gradients")
 def test_ifca_divides_gradients_by_all_participants():
     """Two of six clients chose cluster 1: it moves by 2/6 of their mean update; a lone group of one can be skipped."""
     layout = Layout(nn.Linear(2, 1), torch.float64)
@@ -134,6 +135,7 @@ def test_ifca_resamples_until_clusters_attract_their_share():
     assert kept.models.flatten().tolist() == [0.0, 1.0]
 
 
+@pytest.mark.option("Ifca.start", "random_groups")
 def test_ifca_can_start_with_random_groups():
     """While groups are random, each cluster is the FedAvg of its own; afterwards the loss decides."""
     method = Ifca(clusters=2, start="random_groups", group_rounds=1)
@@ -178,6 +180,7 @@ def test_both_steps_of_fesem_lower_the_objective(seed: int):
     assert torch.equal(frozen.label, label)
 
 
+@pytest.mark.option("FeSem.features", "all", "last_layer")
 def test_fesem_can_compare_last_layers():
     """The first layer says center 1, the last one center 0."""
     layout = Layout(nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)), torch.float64)

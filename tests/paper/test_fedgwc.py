@@ -224,10 +224,15 @@ def test_unexplored_cohorts_are_those_of_fedavg():
     ("aggregator", "alone"),
     [("fedavg", FedAvg()), ("fedavgm", FedAvgM()), ("fedprox", FedProx()), ("fairavg", FairAvg())],
 )
+@pytest.mark.option("FedGwc.aggregator", "fedavg", "fedavgm", "fedprox", "fairavg")
 def test_unclustered_fedgwc_is_its_aggregator(aggregator: str, alone: Any):
-    """Until it splits, the model is the aggregator's, bit for bit."""
-    method = FedGwc(aggregator=aggregator)  # type: ignore[arg-type]
-    ours, plain = (testing.follow(m, settings=testing.tiny_settings()) for m in (method, alone))
+    """Until it splits, the model is the aggregator's, bit for bit; clients have 12, 11, ... 7 samples."""
+    method, federation = FedGwc(aggregator=aggregator), testing.tiny_federation()  # type: ignore[arg-type]
+    for client in range(6):
+        federation.split[client, :client] = -1
+    ours, plain = (
+        testing.follow(m, federation=federation, settings=testing.tiny_settings(rounds=2)) for m in (method, alone)
+    )
     assert torch.equal(ours.state.shared.models, plain.state.shared.models)
     assert float(ours.state.shared.matrix.min()) > 0
 
@@ -250,6 +255,7 @@ def test_losses_are_padded_to_a_common_length():
     assert sent(FedGwc(), local=LocalTraining(steps=4, batch_size=5, optimizer="sgd")).shape == (6, 4)
 
 
+@pytest.mark.option("FedGwc.alpha_rule", "constant", "local_rate", "decay")
 def test_step_sizes_of_the_running_means():
     """Constant 0.1; |P| / K_c = 6 / 20; 0.2 (1 + 3)^-0.75."""
     assert FedGwc()._alpha(7, 6, 20) == 0.1
@@ -264,18 +270,22 @@ def one_round(losses: list[float], **options: Any) -> Interactions:
     return merge(method, begin(method, 20), torch.arange(len(losses)), column)
 
 
+@pytest.mark.option("FedGwc.reward_weights", "samples")
 def test_rewards_may_weigh_clients_by_their_samples():
     """Losses 0, 4 with 1, 2 samples: mean 8/3, biased variance 32/9, so rewards exp(-1) and exp(-1/4)."""
     gamma = one_round([0.0, 4.0], reward_weights="samples").matrix.diagonal()[:2]
     assert gamma.tolist() == pytest.approx([0.1 * math.exp(-1), 0.1 * math.exp(-1 / 4)])
 
 
+@pytest.mark.option("FedGwc.reward_weights", "uniform")
+@pytest.mark.option("FedGwc.normalize_rewards", False)
 def test_the_variance_of_rewards_may_be_the_biased_one():
     """Losses 0, 2: sample variance 2 gives exp(-1/4), biased variance 1 gives exp(-1/2)."""
     assert float(one_round([0.0, 2.0]).matrix[0, 1]) == pytest.approx(0.1 * math.exp(-1 / 4))
     assert float(one_round([0.0, 2.0], ddof=0).matrix[0, 1]) == pytest.approx(0.1 * math.exp(-1 / 2))
 
 
+@pytest.mark.option("FedGwc.normalize_rewards", True)
 def test_rewards_may_be_divided_by_their_sum():
     """Four equal losses have reward 1, or 1/4 each."""
     assert float(one_round([1.0] * 4, normalize_rewards=True).matrix[0, 1]) == pytest.approx(0.1 / 4)
@@ -290,6 +300,7 @@ def test_draws_fill_the_losses_of_a_small_cohort_only():
     assert float(filled) != float(plain)
 
 
+@pytest.mark.option("FedGwc.mse_scope", "matrix", "sampled")
 def test_the_clock_may_look_at_the_sampled_part_only():
     """Four of 20 clients with reward 1: each of 16 entries changes by 0.1; the mean is over 400 entries, or 16."""
     assert float(one_round([1.0] * 4).mse[0]) == pytest.approx(0.9 + 0.1 * 16 * 0.01 / 400)
@@ -297,6 +308,7 @@ def test_the_clock_may_look_at_the_sampled_part_only():
 
 
 @pytest.mark.parametrize(("n_max_by", "children"), [("size", 4), ("cohort", 2)])
+@pytest.mark.option("FedGwc.n_max_by", "size", "cohort")
 def test_children_are_at_most_so_many(n_max_by: str, children: int):
     """Four planted blocks of five: all four, or with a cohort of 10 of 20 only two."""
     method = FedGwc(eps=1.0, patience=1, min_pair_updates=0.0, beta=4.0, n_max_by=n_max_by)  # type: ignore[arg-type]
@@ -389,3 +401,97 @@ def test_fedgwc_finds_two_loss_levels_by_itself():
     final = states[-1]
     truth = torch.arange(40) % 2
     assert torch.equal(final.label[:, None] == final.label, truth[:, None] == truth)
+
+
+def affinity_by_loops(matrix: np.ndarray, axis: str, minmax: bool) -> np.ndarray:
+    """exp(-|v_k - v_j|^2) without the entries k and j, of rows or columns, scaled first or not."""
+    vectors = matrix if axis == "row" else matrix.T
+    if minmax:
+        vectors = (vectors - vectors.min()) / (vectors.max() - vectors.min())
+    out = np.ones_like(matrix)
+    for k in range(len(matrix)):
+        for j in range(len(matrix)):
+            others = [i for i in range(len(matrix)) if i not in (k, j)]
+            out[k, j] = math.exp(-((vectors[k, others] - vectors[j, others]) ** 2).sum()) if k != j else 1.0
+    return out
+
+
+def parts_by_hand(matrix: np.ndarray, options: dict[str, Any], seed: int) -> set[frozenset[int]]:
+    """The parts of the split with the least Davies-Bouldin index, if it is one; everybody together otherwise."""
+    affinity = affinity_by_loops(matrix, options.get("upv_axis", "column"), options.get("minmax", False))
+    found = []
+    for count in range(2, min(4, len(matrix) // 3) + 1):
+        how = options.get("labels", "cluster_qr")
+        model = SpectralClustering(count, affinity="precomputed", assign_labels=how, random_state=seed)
+        label, space = model.fit_predict(affinity), affinity
+        if options.get("db_space") == "embedding":
+            space = SpectralEmbedding(count, affinity="precomputed", random_state=seed).fit_transform(affinity)
+        found.append(
+            (davies_bouldin_score(space, label), [frozenset(np.flatnonzero(label == i)) for i in range(count)])
+        )
+    index, parts = min(found, key=lambda one: one[0])
+    return set(parts) if index < 1 and min(map(len, parts)) >= 3 else {frozenset(range(len(matrix)))}
+
+
+@pytest.mark.option("FedGwc.upv_axis", "column", "row")
+@pytest.mark.option("FedGwc.minmax", False, True)
+@pytest.mark.option("FedGwc.labels", "cluster_qr", "kmeans")
+@pytest.mark.option("FedGwc.db_space", "rows", "embedding")
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [({"upv_axis": "row"}, 0), ({"minmax": True}, 44), ({"labels": "kmeans"}, 8), ({"db_space": "embedding"}, 0)],
+)
+def test_a_split_is_the_one_of_the_options(options: dict[str, Any], place: int):
+    """Twelve clients in two blurred groups, on a matrix on which the option decides: against scikit-learn."""
+    stream = np.random.default_rng(place)
+    rows, columns = np.arange(12) % 2, np.arange(12) // 6
+    matrix = 0.3 + 0.15 * (rows[:, None] + columns[None, :]) + 0.12 * stream.normal(size=(12, 12))
+    split_seed = int(Rng(0).at(0).generator("fedgwc.split.0").integers(1 << 31))
+    parts = {}
+    for chosen in ({}, options):
+        method = FedGwc(alpha=1e-12, beta=1.0, eps=1.0, patience=1, min_pair_updates=0.0, **chosen)
+        shared = dataclasses.replace(begin(method, 12), matrix=torch.from_numpy(matrix))
+        label = merge(method, shared, torch.arange(4), torch.zeros(4, 3, dtype=torch.float64)).label.numpy()
+        parts[str(chosen)] = {frozenset(np.flatnonzero(label == i)) for i in np.unique(label)}
+        assert parts[str(chosen)] == parts_by_hand(matrix, chosen, split_seed)
+    assert len(parts) == 2
+    assert parts["{}"] != parts[str(options)]
+
+
+@pytest.mark.option("FedGwc.start", "zero", "uniform")
+def test_the_matrix_starts_empty_or_even():
+    """Six clients: 0, or 1 / 36."""
+    for start, level in (("zero", 0.0), ("uniform", 1 / 36)):
+        loop = testing.follow(FedGwc(start=start), settings=testing.tiny_settings(rounds=0))
+        assert bool((loop.state.shared.matrix == level).all())
+
+
+@pytest.mark.option("FedGwc.explore", False, True)
+def test_who_took_part_least_comes_first():
+    """Three of ten never took part, the others 100 times: exp(-100) against 1. Without it the noise alone decides."""
+    for explore in (True, False):
+        method = FedGwc(explore=explore)
+        sampled = torch.where(torch.arange(10) % 4 == 1, 0, 100)
+        shared = dataclasses.replace(begin(method, 10), sampled=sampled)
+        drawn = [method.cohort(shared, Rng(0).at(index), 10, 0.3).tolist() for index in range(5)]
+        plain = [FedAvg().cohort(None, Rng(0).at(index), 10, 0.3).tolist() for index in range(5)]
+        assert drawn == ([[1, 5, 9]] * 5 if explore else plain)
+
+
+@pytest.mark.option("FedGwc.preset", "coterie", "paper", "released")
+def test_presets_are_the_paper_and_the_code():
+    """The paper's text: rows, no guards. The code: its list of differences G1 to G16 of the specification."""
+    guarded = FedGwc()
+    assert (guarded.upv_axis, guarded.patience, guarded.min_pair_updates, guarded.min_cluster_size) == (
+        "column",
+        0,
+        1.0,
+        3,
+    )
+    paper = FedGwc(preset="paper")
+    assert (paper.upv_axis, paper.patience, paper.min_pair_updates, paper.minmax) == ("row", 1, 0.0, False)
+    code = FedGwc(preset="released")
+    assert (code.reward_weights, code.ddof, code.loss_sampling_size, code.normalize_rewards) == ("samples", 0, 10, True)
+    assert (code.start, code.alpha_rule, code.upv_axis, code.minmax) == ("uniform", "local_rate", "column", True)
+    assert (code.diagonal, code.db_space, code.n_max_by, code.mse_scope) == (0.0, "embedding", "cohort", "sampled")
+    assert (code.clients_per_round, code.explore, code.min_pair_updates, code.patience) == (10, False, 0.0, 0)

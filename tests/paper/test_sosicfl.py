@@ -5,8 +5,10 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from sklearn.decomposition import LatentDirichletAllocation
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -328,6 +330,7 @@ def test_regions_fit_groups_that_one_model_cannot():
     assert fit["sosicfl-plus"] <= fit["sosicfl"]
 
 
+@pytest.mark.option("SimplexMethod.radius_rule", "relative")
 def test_regions_follow_the_counts_and_the_radius():
     """Relative: rho times the mean distance of the simplex to the centers; absolute: rho. Centers sum to 1."""
     relative = follow(SosicFl(endpoints=2, regions=2, radius=0.5), label_skewed(), rounds=0).state.shared
@@ -343,6 +346,7 @@ def test_regions_follow_the_counts_and_the_radius():
         assert float((centers - expected).abs().sum(1).min()) < 1e-12
 
 
+@pytest.mark.option("SimplexMethod.assignment", "labels")
 def test_regions_wait_for_the_warmup_rounds():
     """Before round tau = 2 there is one region, the whole simplex, after a run of tau rounds too; then the groups'."""
     for rounds, regions in ((1, 1), (2, 1), (3, 2)):
@@ -351,6 +355,8 @@ def test_regions_wait_for_the_warmup_rounds():
         assert (float(shared.radius[0]) == 2.0) == (regions == 1)
 
 
+@pytest.mark.option("SimplexMethod.assignment", "gradient")
+@pytest.mark.option("SimplexMethod.radius_rule", "absolute")
 def test_floco_places_each_client_by_its_gradient():
     """In round tau everybody takes part; afterwards each client has a region of its own, near its group's."""
     method = SosicFl(endpoints=2, assignment="gradient", warmup_rounds=1, radius_rule="absolute", radius=0.1)
@@ -426,3 +432,130 @@ def test_settings_are_checked():
     with pytest.raises(ConfigError, match="endpoints is 10; expected at most the 3 classes"):
         follow(SosicFl(regions=2), rounds=1)
     assert SosicFl(preset="released").warmup_rounds == 250
+
+
+@pytest.mark.option("SimplexMethod.preset", "coterie", "paper", "released")
+def test_presets_are_the_paper_and_the_code():
+    """The code's list of differences S2 to S7 of the specification; ours is the paper where the paper says it."""
+    for preset in ("coterie", "paper"):
+        method = SosicFl(preset=preset)
+        assert (method.warmup_rounds, method.assignment, method.radius_rule, method.radius) == (
+            0,
+            "labels",
+            "relative",
+            0.3,
+        )
+        assert (method.sampler, method.simplex_bias) == ("exact", True)
+    code = SosicFl(preset="released")
+    assert (code.warmup_rounds, code.assignment, code.radius_rule, code.radius) == (250, "gradient", "absolute", 0.1)
+    assert (code.sampler, code.simplex_bias) == ("released", False)
+
+
+@pytest.mark.option("SimplexMethod.simplex_bias", True, False)
+def test_the_bias_has_endpoints_or_is_shared():
+    """4 x 5 + 5 features, three endpoints of 5 x 3, and three biases of 3 or one."""
+    for bias, size in ((True, 25 + 3 * 15 + 3 * 3), (False, 25 + 3 * 15 + 3)):
+        assert task_of(SosicFl(endpoints=3, regions=2, simplex_bias=bias), sequential).layout.size == size
+
+
+@pytest.mark.option("SimplexMethod.sampler", "exact", "released")
+def test_mixtures_are_drawn_exactly_or_as_the_code_does():
+    """Two endpoints: uniform on the interval of the region, or the center and a positive step off the simplex."""
+    for sampler in ("exact", "released"):
+        method = SosicFl(endpoints=2, regions=2, sampler=sampler, radius=0.4, radius_rule="absolute")
+        loop = follow(method, label_skewed(), rounds=0)
+        rnd = loop._context(0, torch.arange(12), torch.arange(12))
+        _, offer = method.ask(rnd, method.deliver, method.request(rnd, loop.state), loop.state.shared)
+        found = method.draw(rnd, offer, "alpha", 5)
+        centers = loop.state.shared.centers[loop.state.shared.region].numpy()
+        for client in range(12):
+            stream, center = rnd.rng.generator("alpha", client), centers[client]
+            if sampler == "exact":
+                first = stream.uniform(max(0.0, center[0] - 0.2), min(1.0, center[0] + 0.2), 5)
+                expected = np.stack([first, 1 - first], axis=1)
+            else:
+                step = stream.random((5, 2))
+                length = stream.uniform(0, 0.4, (5, 1))
+                expected = center + length * step / np.sqrt((step**2).sum(1, keepdims=True))
+            np.testing.assert_allclose(found[client].numpy(), expected, atol=1e-15)
+
+
+COUNTS = torch.tensor([[989, 1, 10], [800, 100, 100], [400, 300, 300], [300, 100, 600]])
+"""By the sum of differences the first two clients are a group and the others; by ratios the first is alone."""
+
+
+def placed(**options: Any) -> tuple[list[int], Tensor]:
+    """The regions of four clients with COUNTS, and their centers."""
+    method = SosicFl(endpoints=3, **options)
+    loop = follow(method, testing.tiny_federation(num_clients=4), rounds=0)
+    context = ServerContext(-1, Rng(0).at(-1), loop.task.layout, 4)
+    shared = method._by_labels(context, dataclasses.replace(loop.state.shared, counts=COUNTS))
+    return shared.region.tolist(), shared.centers
+
+
+@pytest.mark.option("SimplexMethod.metric", "l1", "hilbert")
+def test_groups_are_near_in_differences_or_in_ratios():
+    """To the second client the first is 0.378 away and the third 0.8; ln 123.6 and ln 6 by Hilbert's distance."""
+    for metric, expected in (("l1", [0, 0, 1, 1]), ("hilbert", [0, 1, 1, 1])):
+        region, _ = placed(regions=2, topics="classes", metric=metric)
+        assert [number != region[0] for number in region] == [number != 0 for number in expected]
+
+
+@pytest.mark.option("SimplexMethod.center", "medoid", "mean")
+def test_a_center_is_a_member_or_the_mean():
+    """One region of all: the second client is nearest to the others together (0.378 + 0.8 + 1), or the mean."""
+    points = COUNTS.double() / 1000
+    torch.testing.assert_close(placed(regions=1, topics="classes")[1][0], points[1])
+    torch.testing.assert_close(placed(regions=1, topics="classes", center="mean")[1][0], points.mean(0))
+
+
+@pytest.mark.option("SimplexMethod.topics", "lda", "classes")
+def test_clients_are_mixtures_of_topics_or_of_classes():
+    """Four regions for four clients: the centers are the clients' points, by scikit-learn or by division."""
+    seed = int(Rng(0).at(-1).generator("regions").integers(1 << 31))
+    model = LatentDirichletAllocation(3, learning_method="online", random_state=seed)
+    points = {"lda": torch.from_numpy(model.fit_transform(COUNTS.numpy())), "classes": COUNTS.double() / 1000}
+    for topics, expected in points.items():
+        region, centers = placed(regions=4, topics=topics)
+        torch.testing.assert_close(centers[region], expected)
+
+
+@pytest.mark.option("SimplexMethod.per_sample", False, True)
+def test_a_mixture_is_drawn_for_each_batch_or_each_sample():
+    """One full-batch step of every client, written out by hand with its own draws."""
+    federation = testing.tiny_federation()
+    for per_sample in (False, True):
+        method = SosicFl(endpoints=2, regions=1, warmup_rounds=9, per_sample=per_sample)
+        loop = follow(method, federation, local=SGD, rounds=1)
+        start = method.start(loop.task, Rng(3))
+        endpoints, bias = start[:24].reshape(2, 3, 4), start[24:].reshape(2, 3)
+        returned = []
+        for client in range(6):
+            first = Rng(3).at(0).generator("alpha", client).uniform(0.0, 1.0, 20 if per_sample else 1)
+            alpha = torch.from_numpy(np.stack([first, 1 - first], axis=1)).expand(20, 2)[:12]
+            order = torch.from_numpy(Rng(3).at(0).generator("batches", client).permutation(12))
+            x, y = federation.x[client, order], federation.y[client, order]
+            w, b = endpoints.clone().requires_grad_(), bias.clone().requires_grad_()
+            outputs = torch.einsum("nm,mij,nj->ni", alpha, w, x) + alpha @ b
+            gw, gb = torch.autograd.grad(functional.cross_entropy(outputs, y), [w, b])
+            returned.append(torch.cat([(endpoints - 0.2 * gw).flatten(), (bias - 0.2 * gb).flatten()]))
+        expected = torch.stack(returned).mean(0)
+        torch.testing.assert_close(loop.state.shared.models[0], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.option("SimplexMethod.endpoint_start", "xavier", "model")
+def test_endpoints_start_by_xaviers_law_or_as_the_model_draws_its_head():
+    """Ten endpoints of 3 x 4 weights: deviation sqrt(2 / 7) and no bias; or the ten models' own."""
+    for start in ("xavier", "model"):
+        method = SosicFl(endpoints=10, regions=2, endpoint_start=start)
+        task = task_of(method, lambda: nn.Linear(4, 3))
+        views = task.layout.views(method.start(task, Rng(1)))
+        own = [task.layout.views(row) for row in task.fresh(Rng(1), 10)]
+        weights, biases = (torch.stack([one[name][m] for m, one in enumerate(own)]) for name in ("weight", "bias"))
+        if start == "model":
+            assert torch.equal(views["weight"], weights)
+            assert torch.equal(views["bias"], biases)
+        else:
+            deviation = math.sqrt(2 / 7)
+            assert float(views["weight"].std()) == pytest.approx(deviation, abs=4 * deviation / math.sqrt(240))
+            assert not views["bias"].any()

@@ -27,7 +27,6 @@ ELSEWHERE = {
     "report/data/packing": "unit/report/test_data.py",
     "report/data/reads": "unit/report/test_data.py",
     "simulation/checkpoint": "unit/simulation/test_loop.py",
-    "simulation/settings": "unit/studies/test_config.py",
     "studies/definition": "unit/studies/test_config.py",
     # engines are tested by what a task computes with each of them; the native ones by what their programs compute
     "engine/_base": "unit/engine/test_task.py",
@@ -52,15 +51,11 @@ ELSEWHERE = {
     "methods/base": "contract/test_methods.py",
     "methods/cost": "unit/results/test_traffic.py",
     # methods with a server are tested by what their papers claim
-    "methods/cfl": "paper/test_clustered.py",
     "methods/ditto": "paper/test_averaging.py",
     "methods/fedavg": "paper/test_averaging.py",
     "methods/fedgwc": "paper/test_fedgwc.py",
-    "methods/fedprox": "paper/test_averaging.py",
     "methods/fesem": "paper/test_clustered.py",
-    "methods/ifca": "paper/test_clustered.py",
     "methods/oneshot": "paper/test_clustered.py",
-    "methods/server": "paper/test_averaging.py",
     "methods/sosicfl": "paper/test_sosicfl.py",
     "models/simplex_layers": "paper/test_sosicfl.py",
     # used by nearly every test

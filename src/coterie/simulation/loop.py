@@ -148,10 +148,11 @@ class Loop:
     def _warm_up(self) -> None:
         settings, everybody = self.settings, torch.arange(len(self.task))
         rng = self.rng.at(-1)
-        epochs = settings.local.epochs if settings.warmup_epochs is None else settings.warmup_epochs
+        local = settings.local
+        if settings.warmup_epochs is not None:
+            local = dataclasses.replace(local, epochs=settings.warmup_epochs, steps=None)
         info: Info = {}
-        if isinstance(self.method, PeerMethod) and self.order == "exchange_first" and epochs:
-            local = dataclasses.replace(settings.local, epochs=epochs)
+        if isinstance(self.method, PeerMethod) and self.order == "exchange_first" and (local.steps or local.epochs):
             task = self.task.carrying(self.state.moments)
             params, info = task.train(self.state.params, rng, local)
             self.state = self.method.trained(dataclasses.replace(self.state, params=params), self.state.params)

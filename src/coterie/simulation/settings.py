@@ -28,7 +28,8 @@ class Settings(Configurable):
         order: "exchange_first" or "train_first"; the method's own order when None.
         schedule: "synchronous"; "sequential_exchange" and "sequential" let clients act one after another on each
             other's newest models, as some published code does, in simulation only.
-        warmup_epochs: local epochs before the first exchange; `local.epochs` when None. Not for "train_first".
+        warmup_epochs: local epochs before the first exchange, whatever `local.steps`; as many epochs or steps as in a
+            round when None. Not for "train_first".
         participation: share of clients in (0, 1], or a count above 1, that takes part in a round.
         patience: rounds without a better validation loss after which a client stops; None for never.
         stopped_broadcast: the model that a stopped client keeps publishing.

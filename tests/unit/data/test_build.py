@@ -161,3 +161,23 @@ def test_the_synthetic_problem_of_the_papers():
     assert abs(float((error**2).mean()) - 9) < 5 * 9 * (2 / 1000) ** 0.5  # the noise floor, sigma^2 = 9
     wider = build_federation(DataConfig("synthetic-regression", 3, 5, 5, options={"dim": 4, "test": 10}), 0)
     assert wider.features == (4,)
+
+
+@pytest.mark.parametrize(
+    ("given", "total", "parts"),
+    [
+        ({}, None, (0.64, 0.16, 0.2)),  # of the samples that there are: a fifth, and a fifth of the others
+        ({"test_fraction": 0.5, "validation_fraction": 0.0}, None, (0.5, 0.0, 0.5)),
+        ({"train": 60, "validation": 20}, 100, (0.6, 0.2, 0.2)),  # 20 are a fifth of 100
+        ({"train": 60, "validation": 20, "test_fraction": 0.5}, 160, (0.375, 0.125, 0.5)),
+        ({"train": 60, "validation_fraction": 0.4}, 125, (0.48, 0.32, 0.2)),  # 60 and 40, and a fifth of 125
+        ({"train": 60, "validation": 20, "test_samples": 40}, 120, (0.5, 1 / 6, 1 / 3)),
+        ({"train": 60, "validation": 20, "test_source": "test"}, 80, (0.75, 0.25, 0.0)),
+        ({"test_source": "test"}, None, (0.8, 0.2, 0.0)),
+    ],
+)
+def test_fractions_are_of_what_they_say(given, total, parts):
+    """Testing takes a part of all samples of a client, validation a part of the others."""
+    found, shares = DataConfig("digits", test="client", **given).shares()
+    assert found == total
+    assert shares == pytest.approx(parts)

@@ -226,6 +226,23 @@ def test_the_hub_is_asked_only_when_allowed(tmp_path, cache, monkeypatch):
     assert fake.asked[-1] == "someone/flowers"
 
 
+@pytest.mark.option("DataConfig.download", False, True)
+def test_a_study_allows_the_hub_or_does_not(tmp_path, cache, monkeypatch):
+    """Two images for two clients, or a line that says that they are not here."""
+    monkeypatch.delenv("COTERIE_DATA", raising=False)
+    monkeypatch.setitem(sys.modules, "datasets", fake := FakeHub(tmp_path))
+
+    def pixels(**settings):
+        try:
+            return build_federation(DataConfig("mnist", 2, 1, 0, **settings), 0).x.unique().tolist()
+        except DataError:
+            return None
+
+    assert pixels() is None
+    assert fake.asked == []
+    assert pixels(download=True) == [1, 2]
+
+
 def test_a_folder_comes_before_the_hub(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", FakeHub(tmp_path))
     assert len(load("flowers", data_dir=folder.parent, download=True).train) == 4

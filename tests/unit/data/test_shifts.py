@@ -9,8 +9,20 @@ import torch
 from coterie._util.settings import parse, plain
 from coterie.data.build import DataConfig, build_federation, build_from_sources
 from coterie.data.federation import Federation
-from coterie.data.plan import members, spread
-from coterie.data.shifts import SHIFTS, DirichletPerClient, Rotation, dirichlet, read_shift
+from coterie.data.plan import Client, Shift, members, spread
+from coterie.data.shifts import (
+    SHIFTS,
+    DirichletPerClient,
+    Domain,
+    KFold,
+    Labels,
+    LabelSwap,
+    RegressionTargets,
+    Rotation,
+    Visual,
+    dirichlet,
+    read_shift,
+)
 from coterie.data.source import Samples, Source
 from coterie.errors import ConfigError, DataError
 from coterie.rng import Rng
@@ -107,6 +119,7 @@ def test_regression_targets_follow_each_clusters_own_coefficients():
     assert federation.classes == 0
 
 
+@pytest.mark.option("Domain.offset_labels", True, False)
 def test_several_datasets_keep_their_classes_apart():
     first, second = source(classes=4, name="a"), source(classes=3, name="b", per_class=60)
     federation = build({"kind": "domain", "sizes": [3, 5]}, sources=(first, second))
@@ -402,3 +415,165 @@ def test_a_shift_becomes_its_table_and_back():
         assert read_shift(table) == shift
         assert table["kind"] == shift.kind
         assert "concentration_per_class" not in table
+
+
+def applied(shift: Shift, clients: int, *sources: Source) -> tuple[Client, ...]:
+    """The plan after a shift, with a stream for everyone (-1) and for each client."""
+    start = (Client(10, (0.8, 0.2, 0.0)),) * clients
+    return shift.apply(start, sources or (source(),), lambda client: np.random.default_rng(client + 1))
+
+
+def flat() -> Source:
+    """A regression problem."""
+    return Source("flat", Samples(torch.zeros(60, 2), torch.zeros(60)), Samples(torch.zeros(1, 2), torch.zeros(1)), 0)
+
+
+@pytest.mark.option("Rotation.assign", "blocks", "interleaved", "shuffled")
+@pytest.mark.option("Visual.assign", "blocks", "interleaved", "shuffled")
+@pytest.mark.option("Labels.assign", "blocks", "interleaved", "shuffled")
+@pytest.mark.option("LabelSwap.assign", "blocks", "interleaved", "shuffled")
+@pytest.mark.option("RegressionTargets.assign", "blocks", "interleaved", "shuffled")
+@pytest.mark.option("Domain.assign", "blocks", "interleaved", "shuffled")
+@pytest.mark.option("DirichletPerClient.assign", "blocks", "interleaved", "shuffled")
+@pytest.mark.parametrize(
+    ("make", "sources"),
+    [
+        (lambda **given: Rotation((0, 90), **given), 1),
+        (lambda **given: Visual(("clean", "blur"), **given), 1),
+        (lambda **given: Labels(("0-4", "5-9"), **given), 1),
+        (lambda **given: LabelSwap(((), ((0, 1),)), **given), 1),
+        (lambda **given: RegressionTargets(**given), 0),
+        (lambda **given: Domain(**given), 2),
+        (lambda **given: DirichletPerClient(concentration_total=(1, 2), **given), 1),
+    ],
+    ids=["rotation", "visual", "labels", "label-swap", "regression-targets", "domain", "dirichlet-per-client"],
+)
+def test_clusters_are_dealt_in_blocks_in_turn_or_by_chance(make, sources):
+    """Three and five of eight clients; by chance: the blocks in the order of the stream for everyone."""
+    pools = tuple(source(name=str(number)) for number in range(sources)) or (flat(),)
+    order = np.random.default_rng(0).permutation(8).tolist()
+    blocks = [0, 0, 0, 1, 1, 1, 1, 1]
+    for assign, expected in (
+        ("blocks", blocks),
+        ("interleaved", [0, 1, 0, 1, 0, 1, 1, 1]),
+        ("shuffled", [blocks[place] for place in order]),
+    ):
+        plan = applied(make(sizes=(3, 5), assign=assign), 8, *pools)
+        assert [client.places for client in plan] == [(place,) for place in expected]
+    assert [client.places for client in applied(make(sizes=(3, 5)), 8, *pools)] == [(place,) for place in blocks]
+
+
+@pytest.mark.option("Visual.domains", "clean", "noise", "blur")
+def test_each_cluster_has_the_domain_of_its_place():
+    """Blur, noise and clean, in this order."""
+    plan = applied(Visual(("blur", "noise", "clean"), sigma=0.25, radius=1.5), 3)
+    assert [client.cluster_name for client in plan] == ["blur", "noise", "clean"]
+    assert [client.recipe.noise for client in plan] == [0.0, 0.25, 0.0]
+    assert [[blur.radius for blur in client.recipe.transforms] for client in plan] == [[1.5], [], []]  # type: ignore[union-attr]
+
+
+@pytest.mark.option("Visual.noise", "redrawn", "fixed")
+def test_noise_is_in_the_images_or_left_to_every_access():
+    """Pixels stay whole numbers and each client has its deviation, or the federation holds disturbed numbers."""
+    toy, shift = source(), {"kind": "visual", "domains": ["clean", "noise"], "sizes": [3, 5], "sigma": 0.5}
+    later = build(shift, sources=(toy,))
+    assert later.origin is not None
+    assert torch.equal(later.x, toy.train.x[later.origin])
+    assert later.noise is not None
+    assert later.noise.tolist() == [0.0] * 3 + [0.5] * 5
+    now = build({**shift, "noise": "fixed"}, sources=(toy,))
+    assert now.noise is None
+    gap = now.x.double() - (toy.train.x[later.origin].double() / 127.5 - 1)
+    assert float(gap[:3].abs().max()) < 1e-3
+    assert float(gap[3:].std()) == pytest.approx(0.5, abs=0.05)
+    assert float((gap[3] - gap[4]).std()) == pytest.approx(0.5 * 2**0.5, abs=0.1), "each client has noise of its own"
+
+
+@pytest.mark.option("KFold.rest", "even", "released")
+def test_the_rest_is_spread_over_all_classes_or_left_to_the_last():
+    """Of 28 samples 14 come from 5 main classes: 3, 3, 3, 3 and 2. The other 14 are one of each of 10 classes and 4.
+
+    Even: the 4 go to the classes 0 to 3, and with the second client to 4 to 7; released: all to class 9.
+    """
+    for rest, expected in (
+        ("even", [[5, 5, 5, 5, 3, 1, 1, 1, 1, 1], [1, 1, 1, 1, 2, 5, 5, 5, 4, 3]]),
+        ("released", [[4, 4, 4, 4, 3, 1, 1, 1, 1, 5], [1, 1, 1, 1, 1, 4, 4, 4, 4, 7]]),
+    ):
+        shift = KFold(folds=2, primary=0.5, rest=rest)
+        plan = shift.apply((Client(28, (1.0, 0.0, 0.0)),) * 2, (source(),), np.random.default_rng)
+        assert [list(client.counts) for client in plan] == expected
+
+
+@pytest.mark.parametrize(("name", "prior"), [("concentration_total", True), ("concentration_per_class", False)])
+def test_a_concentration_is_the_sum_over_classes_or_that_of_each(name, prior):
+    """A pool with 30, 20 and 10 samples of three classes; 4 in total is 2, 4 / 3 and 2 / 3."""
+    y = torch.tensor([0] * 30 + [1] * 20 + [2] * 10)
+    pool = Source("uneven", Samples(torch.zeros(60, 1), y), Samples(torch.zeros(1, 1), y[:1]), 3)
+    plan = applied(DirichletPerClient(**{name: 4.0}), 5, pool)
+    alpha = [2.0, 4 / 3, 2 / 3] if prior else [4.0, 4.0, 4.0]
+    for client, planned in enumerate(plan):
+        expected = np.random.default_rng(client + 1).dirichlet(alpha)
+        np.testing.assert_allclose(np.array(planned.mixture), expected, rtol=1e-12)
+    assert len({planned.mixture for planned in plan}) == 5
+
+
+def test_the_first_label_that_is_no_class_is_refused():
+    """Ten classes are 0 to 9."""
+    for label in (10, -1):
+        for shift in (Labels(((0, label),)), LabelSwap((((0, label),),))):
+            with pytest.raises(ConfigError, match=f"label {label} is not in toy; expected 0 to 9"):
+                applied(shift, 2)
+
+
+@pytest.mark.option("DataConfig.normalize", "half", "standard", "none")
+def test_pixels_are_normalized_as_asked():
+    """v / 127.5 - 1; minus the mean and by the deviation of the pool; or v / 255."""
+    toy = source()
+    pixels = toy.train.x.double() / 255
+    shift = {"kind": "visual", "domains": ["noise", "clean"], "sizes": [1, 7], "sigma": 0.001, "noise": "fixed"}
+    for normalize, expected in (
+        ("half", pixels * 2 - 1),
+        ("standard", (pixels - pixels.mean()) / pixels.std(correction=0)),
+        ("none", pixels),
+    ):
+        federation = build(shift, sources=(toy,), normalize=normalize)
+        assert federation.origin is not None
+        torch.testing.assert_close(federation.x[1].double(), expected[federation.origin[1]], rtol=0, atol=2e-3)
+        whole = build(sources=(toy,), normalize=normalize)  # keeps whole pixels, and what to do with them
+        seen = (pixels - whole.mean[0]) / whole.std[0] if whole.mean else pixels
+        torch.testing.assert_close(seen, expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.option("DataConfig.test", "cluster", "client")
+@pytest.mark.option("DataConfig.test_source", "train", "test")
+def test_tests_are_shared_or_each_clients_own_from_the_pool_or_the_test_set():
+    """Which images are in them: all 60 of the test set; 5 of the pool that nobody trains on; 5 of the test set."""
+    toy = source()
+    images = {"pool": toy.train.x.flatten(1), "test": toy.test.x.flatten(1)}
+
+    def places(federation, name):
+        tests = [test.x.flatten(1) for test in federation.tests]
+        return [[(images[name] == one).all(1).nonzero().flatten().tolist() for one in rows] for rows in tests]
+
+    shared = build(sources=(toy,))
+    assert places(shared, "test") == [[[place] for place in range(60)]]
+    assert shared.test_of.tolist() == [0] * 8
+    for where in ("pool", "test"):
+        chosen = {"pool": "train", "test": "test"}[where]
+        own = build(sources=(toy,), test="client", test_source=chosen, test_samples=5)
+        found = [place for rows in places(own, where) for one in rows for place in one]
+        assert [len(test.x) for test in own.tests] == [5] * 8
+        assert own.test_of.tolist() == list(range(8))
+        assert len(found) == len(set(found)) == 40
+        if where == "pool":
+            assert own.origin is not None
+            assert not set(found) & set(own.origin.flatten().tolist())
+
+
+def test_coefficients_are_drawn_from_their_range():
+    """Each cluster's own stream, between 2 and 3."""
+    plan = applied(RegressionTargets(clusters=2, low=2.0, high=3.0), 2, flat())
+    for cluster, client in enumerate(plan):
+        assert client.recipe.targets is not None
+        expected = np.random.default_rng(cluster + 1).uniform(2.0, 3.0, 2)
+        assert client.recipe.targets.theta == pytest.approx(expected.tolist())

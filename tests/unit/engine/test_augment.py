@@ -6,6 +6,7 @@ from torch import Tensor
 
 from coterie.engine._augment import CropFlip
 from coterie.engine.optim import LocalTraining
+from coterie.engine.task import Task
 from coterie.errors import ModelError
 from coterie.methods.fedavg import FedAvg
 from coterie.rng import Rng
@@ -67,3 +68,25 @@ def test_only_images_are_cropped():
     local = LocalTraining(augment="crop-flip")
     with pytest.raises(ModelError, match=r"local.augment is 'crop-flip'; it takes images, found shape \(4,\)"):
         follow(FedAvg(), settings=tiny_settings(local=local))
+
+
+@pytest.mark.option("LocalTraining.augment", "none", "crop-flip")
+@pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
+def test_what_a_client_trains_on_is_its_image_or_a_crop_of_it(engine: str):
+    """One sample, all weights 0: the step on the row of the true class is lr x 2/3 times what the model saw."""
+    federation = tiny_federation(20, features=(1, 4, 4))
+    for augment in ("none", "crop-flip"):
+        local = LocalTraining(steps=1, batch_size=1, optimizer="sgd", lr=0.3, augment=augment, padding=1)
+        task = Task(federation.host(range(20)), "linear", dtype=torch.float64, engine=engine)
+        after, _ = task.train(torch.zeros(20, task.layout.size, dtype=torch.float64), Rng(0).at(0), local)
+        moved, kinds = 0, set()
+        for client in range(20):
+            place = int(Rng(0).at(0).generator("batches", client).permutation(12)[0])
+            image, label = federation.x[client, place], int(federation.y[client, place])
+            seen = after[client, :48].reshape(3, 1, 4, 4)[label] / (0.3 * 2 / 3)
+            crops = candidates(image, 1, torch.zeros(1, dtype=torch.float64))
+            found = [number for number, crop in enumerate(crops) if torch.allclose(seen, crop)]
+            assert found, "neither the image nor a crop of it"
+            moved += not torch.allclose(seen, image)
+            kinds.add(found[0])
+        assert moved == 0 if augment == "none" else (moved > 10 and len(kinds) > 8), "each client draws its own"

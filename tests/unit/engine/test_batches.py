@@ -1,5 +1,6 @@
 """The batches of a local training."""
 
+import pytest
 import torch
 
 from coterie.engine._batches import plan
@@ -17,3 +18,24 @@ def test_batches_use_every_sample_once_an_epoch_and_are_keyed_by_client():
         assert sorted(half[half >= 0].tolist()) == list(range(12))
     alone = plan(local, counts[1:], ids[1:], Rng(0), "batches")
     assert torch.equal(alone.order[0, :2, :3], schedule.order[1, :2, :3])
+
+
+@pytest.mark.option("LocalTraining.drop_last", False, True)
+def test_a_smaller_last_batch_is_used_or_left_out():
+    """Twelve samples in batches of five, twice: 5, 5, 2 or 5, 5. Three samples are one batch, which is not smaller."""
+    for drop_last, lengths in ((False, [[5, 5, 2, 5, 5, 2], [3, 3, 0, 0, 0, 0]]), (True, [[5, 5, 5, 5], [3, 3, 0, 0]])):
+        local = LocalTraining(epochs=2, batch_size=5, drop_last=drop_last)
+        schedule = plan(local, torch.tensor([12, 3]), torch.tensor([4, 9]), Rng(0), "batches")
+        assert schedule.length.tolist() == lengths
+
+
+def test_no_two_clients_and_no_two_rounds_share_an_order():
+    """Eight clients with as many samples, in three rounds, in two trainings of a round: 48 orders of 12."""
+    counts, ids = torch.full((8,), 12), torch.arange(8)
+    local = LocalTraining(batch_size=12)
+    orders = [
+        plan(local, counts, ids, Rng(0).at(index), purpose).order[:, 0]
+        for index in range(3)
+        for purpose in ("batches", "batches.personal")
+    ]
+    assert len(torch.cat(orders).unique(dim=0)) == 48

@@ -169,3 +169,21 @@ def test_where_there_is_no_state_or_no_order_it_is_refused():
         LocalTraining(optimizer="sgd", persistent_client_optimizer=True)
     with pytest.raises(ConfigError, match=r"persistent_client_optimizer is True; expected schedule = 'synchronous'"):
         tiny_settings(local=SGD, schedule="sequential")
+
+
+@pytest.mark.option("LocalTraining.persistent_client_optimizer", False, True)
+def test_the_velocity_begins_again_each_round_or_goes_on():
+    """One full batch a round at momentum 1/2: v = g, or v = v / 2 + g; the model moves by -0.1 v."""
+    for persistent in (False, True):
+        local = LocalTraining(
+            batch_size=12, optimizer="sgd", lr=0.1, momentum=0.5, persistent_client_optimizer=persistent
+        )
+        loop = finished(Local(), tiny_settings(local=local))
+        task = make_task(tiny_federation(), Local(), "linear", tiny_settings())
+        plain = LocalTraining(batch_size=12, optimizer="sgd", lr=0.1, momentum=0.5)
+        params, velocity = task.init(Rng(3)), torch.zeros(6, 15, dtype=torch.float64)
+        for index in range(-1, 4):
+            gradient = (params - task.train(params, Rng(3).at(index), plain)[0]) / 0.1
+            velocity = gradient + velocity / 2 * persistent
+            params = params - 0.1 * velocity
+        torch.testing.assert_close(loop.state.params, params, rtol=0, atol=1e-12)

@@ -92,3 +92,13 @@ def planted():
         return dataclasses.replace(federation, truth=dataclasses.replace(federation.truth, cluster=cluster))
 
     return make
+
+
+@pytest.fixture
+def uneven() -> Federation:
+    """Six clients with 12, 11, ... 7 training samples."""
+    federation = tiny_federation()
+    split = federation.split.clone()
+    for client in range(len(split)):
+        split[client, :client] = -1
+    return dataclasses.replace(federation, split=split)

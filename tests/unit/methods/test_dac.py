@@ -6,13 +6,14 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from coterie.errors import ConfigError
 from coterie.exchange.faulty import Faulty
 from coterie.exchange.in_memory import InMemory
 from coterie.functional import similarity
 from coterie.methods.dac import Acquaintance, Dac, DacNoTwoHop, DacVar
-from coterie.testing import tiny_federation
+from coterie.testing import follow, tiny_federation, tiny_settings
 
 IDS = torch.arange(4)
 
@@ -32,6 +33,7 @@ def test_measured_is_read_and_counts_add_up(play):
     assert not memory.status.diagonal().any()
 
 
+@pytest.mark.option("DacNoTwoHop.two_hop", False)
 def test_without_two_hop_nothing_is_estimated(play):
     """Invariant 16: the status is 0 or 2 only; with two hops some similarities are estimates."""
     alone, told = play(DacNoTwoHop(num_peers=1)).steps(2).memory, play(Dac(num_peers=1)).steps(2).memory
@@ -69,6 +71,7 @@ def test_relays_do_not_vouch_for_dropped_similarities():
     ]
 
 
+@pytest.mark.option("Dac.unknown", "zero", "floor")
 def test_unknown_members_enter_with_zero_or_get_the_floor():
     """Option D6: s = (?, 1, ?) of three others: with tau = ln 2 shares (1, 2, 1) / 4, or all to the known one."""
     memory = acquaintance([[0.0, 0.0, 1.0, 0.0]], [[0, 0, 2, 0]])
@@ -78,6 +81,7 @@ def test_unknown_members_enter_with_zero_or_get_the_floor():
     torch.testing.assert_close(floor, torch.tensor([[0.0, 0.0, 1.0, 0.0]]).double())
 
 
+@pytest.mark.option("Dac.drop_nonpositive", False, True)
 def test_nonpositive_similarities_can_count_as_unknown():
     """Option D7: s = (-1, 1, 0.5): kept, they rank below unknown; dropped, they count 0 or get the floor."""
     memory = acquaintance([[0.0, -1.0, 1.0, 0.5]], [[0, 2, 2, 2]])
@@ -90,13 +94,18 @@ def test_nonpositive_similarities_can_count_as_unknown():
     assert float(floor[0, 1]) == 0
 
 
+@pytest.mark.option("Dac.scaling", "none", "minmax")
+@pytest.mark.option("Dac.tau_schedule", "constant")
 def test_min_max_scaling_uses_what_is_known():
-    """s = (4, 2, ?) becomes (1, 0, 0): with tau = ln 2 shares (2, 1, 1) / 4."""
+    """s = (4, 2, ?) becomes (1, 0, 0): with tau = ln 2 shares (2, 1, 1) / 4, and (16, 4, 1) / 21 unscaled."""
     memory = acquaintance([[0.0, 4.0, 2.0, 0.0]], [[0, 2, 1, 0]])
     p = Dac(tau=math.log(2), eps_p=0.0, scaling="minmax").probability(IDS[:1], memory, 0)
     torch.testing.assert_close(p, torch.tensor([[0.0, 0.5, 0.25, 0.25]]).double())
+    p = Dac(tau=math.log(2), eps_p=0.0).probability(IDS[:1], memory, 0)
+    torch.testing.assert_close(p, torch.tensor([[0.0, 16.0, 4.0, 1.0]]).double() / 21)
 
 
+@pytest.mark.option("Dac.tau_schedule", "entropy")
 def test_entropy_schedule_gives_every_client_its_own_temperature():
     """Wanted is 1 bit; similarities of very different scale give the same spread of probabilities."""
     memory = acquaintance([[0.0, 1.0, 2.0, 3.0], [100.0, 0.0, 200.0, 300.0]], [[0, 2, 2, 2], [2, 0, 2, 2]])
@@ -105,6 +114,7 @@ def test_entropy_schedule_gives_every_client_its_own_temperature():
     torch.testing.assert_close(entropy, torch.ones(2).double())
 
 
+@pytest.mark.option("Dac.tau_schedule", "reference")
 def test_reference_schedule_has_the_published_values():
     """Invariant 18: 1 + 30 tanh(0.1 t): 1.00, 3.99, 6.92, 14.86, 23.85, 29.92; its limit is tau + 1."""
     dac = DacVar(tau_schedule="reference")
@@ -113,6 +123,8 @@ def test_reference_schedule_has_the_published_values():
     assert dac.tau_at(1000) == pytest.approx(31)
 
 
+@pytest.mark.option("Dac.tau_schedule", "var")
+@pytest.mark.option("DacVar.tau_schedule", "var")
 def test_var_schedule_rises_from_one_to_tau():
     """Invariant 18: tau(0) = 1, increasing, limit tau; with tau = 1 constant; "constant" is constant."""
     values = [DacVar().tau_at(t) for t in range(50)]
@@ -132,6 +144,8 @@ def test_the_temperature_of_a_round_shapes_the_draws_of_the_next(play, monkeypat
     assert asked == [0, 0, 1, 2]
 
 
+@pytest.mark.option("Dac.similarity", "inv_loss")
+@pytest.mark.option("Dac.loss_direction", "pull")
 def test_inverse_loss_is_one_over_the_sample_mean(play):
     """Invariant 21: s_ij = 1 / (loss of w_j on D_i + eps), by hand; the batch size of training has no part in it."""
     federation = tiny_federation(2, 2)
@@ -143,6 +157,7 @@ def test_inverse_loss_is_one_over_the_sample_mean(play):
     assert info["passes"].tolist() == [12, 12]
 
 
+@pytest.mark.option("Dac.loss_direction", "push")
 def test_push_asks_for_the_loss_of_the_own_model_on_the_peers_data(play):
     """Invariant 21: s_ij = 1 / (loss of w_i on D_j + eps), which differs from what pulling gives."""
     federation = tiny_federation(2, 2)
@@ -238,6 +253,7 @@ def test_fedsim_prior_depends_on_the_past_alone(play):
     assert not torch.allclose(weights[0], torch.full((6, 3), 0.25).double())
 
 
+@pytest.mark.option("Dac.similarity", "cos_grad")
 def test_cosine_of_gradients_measures_from_the_common_start(play):
     """u_i = w_i - w_0 with the one first model of all."""
     run = play(Dac(num_peers=5, similarity="cos_grad"))
@@ -261,6 +277,7 @@ def test_clients_that_start_apart_tell_where_they_started(play):
 
 
 @pytest.mark.parametrize("metric", ["inv_l2", "cos_weight"])
+@pytest.mark.option("Dac.similarity", "inv_l2", "cos_weight")
 def test_products_of_models_cost_no_forward_pass(play, metric):
     run = play(Dac(num_peers=5, similarity=metric))
     state, info = run.exchange()
@@ -318,3 +335,106 @@ def test_the_smallest_populations_run(play):
     """Invariant 9: two clients read each other, whatever number of peers is asked for."""
     run = play(Dac(num_peers=9), tiny_federation(2, 2)).steps(2)
     assert run.infos[-1]["peers"].tolist() == [[1], [0]]
+
+
+def estimated(before, read, measured, *, pick, relay, scope):
+    """Similarities and statuses after an exchange, client by client as the paper says it.
+
+    Args:
+        before: the memory before it: what relays tell of.
+        read: the ids that each client read.
+        measured: the similarity of each of them.
+        pick: see `Dac`; so are `relay` and `scope`.
+        relay: None for no estimates.
+        scope: whose word counts.
+    """
+    told, vouched = before.similarity.numpy(), before.status.numpy() >= {"direct": 2, "any": 1, None: 3}[relay]
+    similarity, status = told.copy(), before.status.numpy().copy()
+    for i, peers in enumerate(read):
+        for j, value in zip(peers, measured[i], strict=True):
+            similarity[i, j], status[i, j] = value, 2
+        met = set(peers) | set(before.count[i].nonzero().flatten().tolist() if scope == "history" else [])
+        liking = dict(sorted((k, similarity[i, k]) for k in met))
+        for j in range(len(told)):
+            relays = [k for k in liking if k != j and vouched[k, j]]
+            if j != i and status[i, j] != 2 and relays:
+                best = (max if pick == "most" else min)(relays, key=liking.__getitem__)  # ties: the lowest id
+                similarity[i, j], status[i, j] = told[best, j], 1
+    return torch.from_numpy(similarity), torch.from_numpy(status)
+
+
+@pytest.mark.option("Dac.two_hop", True, False)
+@pytest.mark.option("Dac.two_hop_pick", "most", "least")
+@pytest.mark.option("Dac.two_hop_relay", "direct", "any")
+@pytest.mark.option("Dac.two_hop_scope", "current", "history")
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"two_hop": False}, {"pick": "most", "relay": None, "scope": "current"}),
+        ({}, {"pick": "most", "relay": "direct", "scope": "current"}),
+        ({"two_hop_pick": "least"}, {"pick": "least", "relay": "direct", "scope": "current"}),
+        ({"two_hop_relay": "any"}, {"pick": "most", "relay": "any", "scope": "current"}),
+        ({"two_hop_scope": "history"}, {"pick": "most", "relay": "direct", "scope": "history"}),
+        (
+            {"two_hop_pick": "least", "two_hop_relay": "any", "two_hop_scope": "history"},
+            {"pick": "least", "relay": "any", "scope": "history"},
+        ),
+    ],
+)
+def test_estimates_are_those_of_the_relay_that_the_options_name(play, loss_table, options, rule):
+    """Eight clients that read two in each of three rounds, against loops over clients, peers and relays."""
+    run = play(Dac(num_peers=2, tau=0.0, **options), tiny_federation(8))
+    for _ in range(3):
+        read = run.exchange()[1]["peers"].tolist()
+        losses = loss_table(run.loop.task, run.state.params)
+        measured = [[1 / (float(losses[i, j]) + 1e-6) for j in peers] for i, peers in enumerate(read)]
+        similarity, status = estimated(run.memory, read, measured, **rule)
+        run.steps(1)
+        assert torch.equal(run.memory.status.long(), status.long())
+        torch.testing.assert_close(run.memory.similarity, similarity)
+
+
+@pytest.mark.option("Dac.aggregation", "fedavg", "fedsim", "fedsim_prior")
+def test_models_are_weighed_by_samples_by_similarity_or_by_probability(play, loss_table, uneven):
+    """12 to 7 samples; n_j; or 1 / loss; or p_ij before the exchange, and then oneself like the best of them."""
+    tau = 2.0
+    for aggregation in ("fedavg", "fedsim", "fedsim_prior"):
+        run = play(Dac(num_peers=3, tau=tau, aggregation=aggregation), uneven).steps(3)
+        _, info = run.exchange()
+        losses = loss_table(run.loop.task, run.state.params)
+        for i, peers in enumerate(info["peers"].tolist()):
+            mass = torch.exp(tau * run.memory.similarity[i])
+            mass[i] = 0
+            share = {
+                "fedavg": torch.tensor([12.0 - j for j in peers]),
+                "fedsim": 1 / (losses[i, peers] + 1e-6),
+                "fedsim_prior": (mass / mass.sum() + 1e-6)[peers],
+            }[aggregation].double()
+            own = 12.0 - i if aggregation == "fedavg" else float(share.max())
+            torch.testing.assert_close(info["weights"][i], share / (share.sum() + own))
+            assert float(info["own_weight"][i]) == pytest.approx(own / float(share.sum() + own))
+
+
+@pytest.mark.parametrize("metric", ["inv_l2", "cos_weight", "cos_grad"])
+def test_running_statistics_have_no_part_in_distances_and_cosines(metric):
+    """A network with 21 parameters and 7 running statistics, which are given values of their own."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    method, settings = Dac(num_peers=5, similarity=metric, two_hop=False), tiny_settings(rounds=1)
+    loop = follow(method, model=lambda: model, settings=dataclasses.replace(settings, rounds=0))
+    params = loop.state.params.clone()
+    params[:, 21:] = torch.arange(42.0).reshape(6, 7)
+    loop.state, loop.settings = dataclasses.replace(loop.state, params=params), settings
+    loop.step()
+    w = params[:, :21] - (loop.task.origin(loop.rng)[:, :21] if metric == "cos_grad" else 0)
+    expected = torch.nn.functional.cosine_similarity(w[:, None], w[None], dim=2)
+    if metric == "inv_l2":
+        expected = 1 / (torch.cdist(w, w) + 1e-6)
+    torch.testing.assert_close(loop.state.memory.similarity, expected.fill_diagonal_(0))
+
+
+def test_epsilon_is_added_to_the_loss(play):
+    """Two clients that read each other: 1 / (loss + 0.5)."""
+    run = play(Dac(num_peers=1, eps=0.5), tiny_federation(2, 2))
+    state, _ = run.exchange()
+    expected = 1 / (run.loop.task.loss(run.state.params.flip(0), "train") + 0.5)
+    torch.testing.assert_close(state.memory.similarity, torch.diag(expected).flip(1))

@@ -1,7 +1,9 @@
 """PANMLoss and PANMGrad."""
 
 import dataclasses
+import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -184,3 +186,75 @@ def test_impossible_settings_are_refused():
         PanmLoss(interval=0)
     with pytest.raises(ConfigError, match=r"panm-loss: eps is -1.0"):
         PanmLoss(eps=-1.0)
+
+
+@pytest.mark.option("PanmLoss.transform", "inverse", "negative")
+def test_the_loss_becomes_a_similarity(play, loss_table, monkeypatch):
+    """1 / (l + eps) with eps = 0.5, or -l, of each model on each client's training data."""
+    asked = []
+    real = PanmLoss.score
+    spy = lambda self, rnd, state, inbox: asked.append((inbox, real(self, rnd, state, inbox))) or asked[-1][1]  # noqa: E731
+    monkeypatch.setattr(PanmLoss, "score", spy)
+    for transform in ("inverse", "negative"):
+        run = play(PanmLoss(**SHORT, transform=transform, eps=0.5))
+        run.exchange()
+        (inbox, (scores, _)), loss = asked[-1], loss_table(run.loop.task, run.state.params)
+        expected = (1 / (loss + 0.5) if transform == "inverse" else -loss).gather(1, inbox.peers.clamp(min=0))
+        assert int(inbox.mask.sum()) == 6 * 3
+        torch.testing.assert_close(scores[inbox.mask], expected[inbox.mask])
+
+
+def em(scores, bag, *, soft):
+    """EM over two Gaussians in the words of the paper: whose scores end in the component that starts as the bag."""
+    share = np.isin(np.arange(len(scores)), bag).astype(float)
+    floor = max(0.01 * scores.std(), 1e-8)
+    for _ in range(100):
+        log = []
+        for part in (share, 1 - share):
+            mean = (part * scores).sum() / part.sum()
+            deviation = max(math.sqrt((part * (scores - mean) ** 2).sum() / part.sum()), floor)
+            log.append(np.log(part.mean()) - np.log(deviation) - ((scores - mean) / deviation) ** 2 / 2)
+        new = 1 / (1 + np.exp(np.clip(log[1] - log[0], -700, 700))) if soft else (log[0] > log[1]).astype(float)
+        if np.abs(new - share).max() < 1e-9:
+            break
+        share = new
+    return np.flatnonzero(share > 0.5).tolist()
+
+
+OVERLAP = [0.0, 1.5, 0.6, 1.4, 1.1, 0.1, 0.3, 0.0, 0.7]
+"""Similarities of the clients 1 to 8 to the client 0 of which hard and soft EM judge differently."""
+
+
+@pytest.mark.option("Panm.em", "hard", "soft")
+@pytest.mark.option("Panm.component", "larger", "first")
+@pytest.mark.option("Panm.monotone", False, True)
+@pytest.mark.parametrize(
+    ("options", "scores", "bag", "expected"),
+    [
+        # the bag's own scores are the low ones: the neighbors are those with high ones, or whom the bag began with
+        ({}, [0, 0.1, 0.11, 0.9, 0.91, 0.92, 0.93], [1, 2], [3, 4, 5, 6]),
+        ({"component": "first"}, [0, 0.1, 0.11, 0.9, 0.91, 0.92, 0.93], [1, 2], [1, 2]),
+        # around 0.91 and narrow; 1.5 is nearer to the wide ones, whose mean is 0.425
+        ({}, [0, 0.9, 0.91, 0.92, 0.1, -0.5, 0.6, 1.5], [1, 2, 3], [1, 2, 3]),
+        ({"monotone": True}, [0, 0.9, 0.91, 0.92, 0.1, -0.5, 0.6, 1.5], [1, 2, 3], [1, 2, 3, 7]),
+        ({"em": "hard"}, OVERLAP, [1, 2, 3, 4], None),
+        ({"em": "soft"}, OVERLAP, [1, 2, 3, 4], None),
+    ],
+)
+def test_the_bag_is_corrected_as_the_options_say(play, monkeypatch, options, scores, bag, expected):
+    """Everybody is scored: the bag becomes the neighbors that are found, of scores that are the same for all."""
+    scores = np.array(scores, dtype=float)
+    if expected is None:
+        found = {soft: [1 + j for j in em(scores[1:], np.array(bag) - 1, soft=soft)] for soft in (False, True)}
+        assert found[False] != found[True]
+        expected = found[options["em"] == "soft"]
+    method = PanmLoss(num_peers=2, num_candidates=9, stage_one_rounds=1, interval=2, **options)
+    known = torch.from_numpy(scores)
+    monkeypatch.setattr(PanmLoss, "score", lambda self, rnd, state, inbox: (known[inbox.peers.clamp(min=0)], {}))
+    run = play(method, tiny_federation(len(scores)))
+    start = torch.zeros(len(scores), len(scores), dtype=torch.bool)
+    start[0, bag] = True
+    memory = dataclasses.replace(run.memory, bag=start)
+    run.loop.state, run.loop.next_round = dataclasses.replace(run.state, memory=memory), 1
+    state, _ = run.exchange()
+    assert state.memory.bag[0].nonzero().flatten().tolist() == expected

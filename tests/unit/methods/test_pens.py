@@ -56,6 +56,7 @@ def test_nobody_kept_often_enough_is_local_training(play):
     ("threshold", "bound", "friends"),
     [("expected", 0.404, [1, 2]), ("dac_repo", 0.4, [1, 2]), ("pens_repo", -0.596, [1, 2])],
 )
+@pytest.mark.option("Pens.threshold", "expected", "dac_repo", "pens_repo")
 def test_the_three_published_thresholds(threshold, bound, friends):
     """Invariant 32: K = 100, T1 = 20, m = 2; below 0 the last would let strangers in, who were never kept."""
     pens = Pens(num_kept=2, stage_one_rounds=20, threshold=threshold)

@@ -54,6 +54,7 @@ def run(method: Method, **settings: Any):
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
+@pytest.mark.option("Settings.extra_metrics", "balanced_accuracy", "train_prior_accuracy")
 def test_class_metrics_are_those_of_the_predictions(engine: str):
     """Against scikit-learn on predictions of each client's model; the prior is how often it trained on each class."""
     loop, params, table = run(FedAvg(), engine=engine)
@@ -74,6 +75,7 @@ def pooled(loop, row: torch.Tensor) -> float:
     return float((loop.task.layout.module(row)(x).argmax(1) == y).double().mean())
 
 
+@pytest.mark.option("Settings.extra_metrics", "global_accuracy")
 def test_the_global_accuracy_is_that_of_the_common_model():
     """FedAvg's model; Ditto's global one, not the personal ones; SosicFL's barycenter."""
     loop, params, table = run(FedAvg())
@@ -114,6 +116,7 @@ def test_the_best_round_is_that_of_the_mean_over_clients():
     assert final_metrics.maxima(table.assign(model="best")) == {}
 
 
+@pytest.mark.option("Settings.extra_metrics", "clusters", "maxima")
 def test_clusters_are_scored_at_the_end():
     """One-shot clustering finds the two planted rules or not; either way the scores are those of its labels."""
     settings = testing.tiny_settings(extra_metrics=("clusters", "maxima"), eval_every=1, evaluate="final")
@@ -150,6 +153,7 @@ def test_one_cluster_has_no_was():
 
 
 @pytest.mark.parametrize("method", [FedAvg(), Ifca(clusters=2), SosicFl(endpoints=3, regions=2)], ids=lambda m: m.kind)
+@pytest.mark.option("Settings.extra_metrics", "gradient_variance")
 def test_the_gradient_variance_is_that_of_what_clients_trained(method: Method, monkeypatch: pytest.MonkeyPatch):
     """Against what went into and came out of local training, once a round, alike for each client of the cohort."""
     seen: list[torch.Tensor] = []
@@ -223,6 +227,7 @@ def test_a_simplex_reports_both_variances():
         assert (table[names[0]] == pytest.approx(table[names[1]])) == same
 
 
+@pytest.mark.option("Settings.extra_metrics", "interaction_change")
 def test_fedgwc_says_how_much_its_matrix_still_changes():
     """The running mean at the server after each round, for the clients of the cohort by their clusters."""
     settings = testing.tiny_settings(extra_metrics=("interaction_change",), rounds=2)
@@ -252,6 +257,7 @@ def test_a_run_says_why_a_metric_is_not_defined(tmp_path: Path):
     assert set(reasons) == {"was", "wadb"}
 
 
+@pytest.mark.option("Settings.extra_metrics", "reductions")
 def test_accuracies_can_be_reduced_with_other_weights():
     """Test sets of different sizes: by samples, and by samples inside the clusters that were found."""
     settings = testing.tiny_settings(extra_metrics=("reductions",), evaluate="final")
@@ -269,3 +275,22 @@ def test_accuracies_can_be_reduced_with_other_weights():
         inside = label == cluster
         total += int(inside.sum()) * float((samples * accuracy)[inside].sum() / samples[inside].sum())
     assert table.accuracy_cluster_then_client.tolist() == pytest.approx([total / 6] * 6)
+
+
+@pytest.mark.option("Settings.extra_metrics", "composed_gradient_variance")
+def test_the_composed_variance_is_that_of_the_mean_over_endpoints(monkeypatch: pytest.MonkeyPatch):
+    """Three endpoints of 3 x 4 weights and 3 biases: the variance over clients of their means, summed."""
+    seen: list[torch.Tensor] = []
+    train = Task.train
+
+    def spy(task: Task, params: torch.Tensor, *args: Any, **kwargs: Any):
+        out, info = train(task, params, *args, **kwargs)
+        seen.append(out - params)
+        return out, info
+
+    monkeypatch.setattr(Task, "train", spy)
+    settings = testing.tiny_settings(extra_metrics=("composed_gradient_variance",), rounds=2)
+    loop = testing.follow(SosicFl(endpoints=3, regions=2), settings=settings)
+    found = loop.record.metrics.query("metric == 'composed_gradient_variance'").groupby("round")["value"].mean()
+    parts = [(update[:, :36].reshape(6, 3, 12).mean(1), update[:, 36:].reshape(6, 3, 3).mean(1)) for update in seen]
+    assert found.tolist() == pytest.approx([float(torch.cat(part, dim=1).var(0, correction=0).sum()) for part in parts])

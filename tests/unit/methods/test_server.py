@@ -1,0 +1,98 @@
+"""How servers average, for every method with a server whose options say it."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from coterie.exchange.base import Message
+from coterie.methods.ditto import Ditto
+from coterie.methods.fedavg import FairAvg, FedAvg, FedAvgM
+from coterie.methods.fedgwc import FedGwc
+from coterie.methods.fedprox import FedProx
+from coterie.methods.fesem import FeSem
+from coterie.methods.server import ServerContext, ServerMethod
+from coterie.models.layout import Layout
+from coterie.rng import Rng
+from coterie.testing import follow, tiny_settings
+
+LAYOUT = Layout(nn.Linear(1, 1, bias=False), torch.float64)
+ANSWERS = Message(
+    torch.tensor([[1.0], [2.0], [6.0]], dtype=torch.float64),
+    {"samples": torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64), "losses": torch.zeros(3, 1, dtype=torch.float64)},
+    torch.arange(3),
+)
+"""Three clients with 1, 2 and 3 samples return the models 1, 2 and 6."""
+
+
+def averaged(method: ServerMethod, rounds: int = 1) -> float:
+    """The server's one parameter, 10 at the start, after rounds with the same answers."""
+    models = torch.full((1, 1), 10.0, dtype=torch.float64)
+    shared = follow(method, settings=tiny_settings(rounds=0)).state.shared
+    velocity = torch.zeros(1, shared.velocity.shape[1] and 1, dtype=torch.float64)
+    shared = dataclasses.replace(shared, models=models, velocity=velocity)
+    for index in range(rounds):
+        shared = method.merge(ServerContext(index, Rng(0).at(index), LAYOUT, 6), shared, ANSWERS)
+    return float(shared.models[0, 0])
+
+
+@pytest.mark.option("FedAvg.weights", "samples", "uniform")
+@pytest.mark.option("FedProx.weights", "samples", "uniform")
+@pytest.mark.option("Ditto.weights", "samples", "uniform")
+@pytest.mark.option("FeSem.weights", "samples", "uniform")
+@pytest.mark.parametrize("method", [FedAvg, FedProx, Ditto, lambda weights: FeSem(clusters=1, weights=weights)])
+def test_clients_weigh_by_samples_or_alike(method):
+    """(1 + 2 x 2 + 3 x 6) / 6 = 23/6, or (1 + 2 + 6) / 3 = 3."""
+    assert averaged(method(weights="samples")) == pytest.approx(23 / 6)
+    assert averaged(method(weights="uniform")) == pytest.approx(3)
+
+
+@pytest.mark.option("FairAvg.weights", "uniform")
+def test_methods_that_fix_the_weights():
+    """FairAvg weighs all alike; FedGWC as its aggregator does."""
+    assert averaged(FairAvg()) == pytest.approx(3)
+    assert averaged(FedGwc(aggregator="fairavg")) == pytest.approx(3)
+    assert averaged(FedGwc(aggregator="fedavg"), rounds=2) == pytest.approx(23 / 6)
+
+
+@pytest.mark.option("FedAvgM.nesterov", False, True)
+@pytest.mark.option("FedGwc.nesterov", False, True)
+@pytest.mark.parametrize("method", [FedAvgM, lambda **options: FedGwc(aggregator="fedavgm", **options)])
+def test_momentum_can_look_ahead(method):
+    """beta = 1/2, a step of 1/5, mean 23/6.
+
+    First d = v = 10 - 23/6 = 37/6: the model moves by v / 5, or by (d + v / 2) / 5. Then d is that much smaller.
+    """
+    first = 37 / 6
+    plain, ahead = (dict(momentum=0.5, server_lr=0.2, nesterov=nesterov) for nesterov in (False, True))
+    model = 10 - first / 5
+    velocity = first / 2 + (model - 23 / 6)
+    assert averaged(method(**plain)) == pytest.approx(model)
+    assert averaged(method(**plain), rounds=2) == pytest.approx(model - velocity / 5)
+    model = 10 - (first + first / 2) / 5
+    second = model - 23 / 6
+    velocity = first / 2 + second
+    assert averaged(method(**ahead)) == pytest.approx(model)
+    assert averaged(method(**ahead), rounds=2) == pytest.approx(model - (second + velocity / 2) / 5)
+
+
+def test_a_center_to_which_too_few_models_came_back_stays():
+    """Three came back: their mean where three are enough, 10 where four are asked for."""
+    assert averaged(FeSem(clusters=1, min_group=3)) == pytest.approx(3)
+    assert averaged(FeSem(clusters=1, min_group=4)) == 10
+
+
+def test_fedgwc_hands_its_penalty_to_fedprox():
+    """The weight of the penalty is its own, not FedProx's default."""
+    ours, plain, default = (
+        follow(method, settings=tiny_settings(rounds=2)).state.shared.models
+        for method in (FedGwc(aggregator="fedprox", mu=1.0), FedProx(mu=1.0), FedProx())
+    )
+    assert torch.equal(ours, plain)
+    assert not torch.equal(ours, default)
+
+
+def test_the_personal_model_of_ditto_has_steps_of_its_own():
+    """Twelve samples in batches of 5, 5 and 2 for the global model; five steps are 5, 5, 2, 5 and 5 more."""
+    assert follow(Ditto(personal_steps=5), settings=tiny_settings(rounds=1)).train_samples == 6 * (12 + 22)
