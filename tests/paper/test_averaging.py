@@ -133,6 +133,18 @@ def test_sampling_by_samples_follows_the_counts():
     assert absent == pytest.approx(expected, abs=4 * (expected / 1000) ** 0.5)
 
 
+def test_a_client_with_three_times_the_samples_is_drawn_three_times_as_likely():
+    """Of weights (3, 1, 1, 1, 1, 1) two draws without replacement miss the first with probability 5/8 x 4/7."""
+    method, federation = FedProx(sampling="samples"), testing.tiny_federation(num_clients=6)
+    split = federation.split.clone()
+    split[0, 3:], split[1:, 1:] = -1, -1
+    shared = follow(method, dataclasses.replace(federation, split=split), rounds=0).state.shared
+    assert shared.samples.tolist() == [3.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    absent = sum(0 not in method.cohort(shared, Rng(0).at(t), 6, 2).tolist() for t in range(1000)) / 1000
+    expected = 20 / 56
+    assert absent == pytest.approx(expected, abs=4 * (expected * (1 - expected) / 1000) ** 0.5)
+
+
 def test_dittos_global_track_is_fedavg_bit_for_bit():
     """Personal training leaves no trace in it, interleaved or not, and both reach the same participants."""
     for interleaved in (False, True):

@@ -40,10 +40,6 @@ ELSEWHERE = {
     "engine/native/program": "unit/engine/native/test_compiled.py",
     "engine/native/stack": "unit/engine/native/test_compiled.py",
     # what keeps one contract is tested by it
-    "exchange/base": "contract/test_exchanges.py",
-    "exchange/faulty": "contract/test_exchanges.py",
-    "exchange/in_memory": "contract/test_exchanges.py",
-    "exchange/mailbox": "contract/test_exchanges.py",
     "net/local": "contract/test_exchanges.py",
     "net/zenoh_transport": "contract/test_exchanges.py",
     "testing/exchanges": "contract/test_exchanges.py",
