@@ -134,6 +134,19 @@ def test_ifca_resamples_until_clusters_attract_their_share():
     assert kept.models.flatten().tolist() == [0.0, 1.0]
 
 
+def test_ifca_can_start_with_random_groups():
+    """While groups are random, each cluster is the FedAvg of its own; afterwards the loss decides."""
+    method = Ifca(clusters=2, start="random_groups", group_rounds=1)
+    loop = follow(method, rounds=1)
+    order = Rng(3).generator("ifca.groups").permutation(6)
+    group = torch.from_numpy(order) % 2
+    start = loop.task.fresh(Rng(3), 2)
+    trained, _ = loop.task.train(start[group], Rng(3).at(0), loop.settings.local)
+    for cluster in range(2):
+        expected = trained[group == cluster].mean(0)
+        torch.testing.assert_close(loop.state.shared.models[cluster], expected, rtol=0, atol=1e-12)
+
+
 def test_a_diverged_model_is_chosen_by_nobody():
     """The first of two models is NaN, so its loss is: everybody trains the second."""
     loop = follow(Ifca(clusters=2), rounds=0)
@@ -164,19 +177,6 @@ def test_ifcas_groups_are_random_for_so_many_rounds():
         method.offer(ServerContext(t, Rng(0).at(t), layout, 6), shared, message)[1].index.shape[1] for t in range(4)
     ]
     assert offered == [1, 1, 3, 3]
-
-
-def test_ifca_can_start_with_random_groups():
-    """While groups are random, each cluster is the FedAvg of its own; afterwards the loss decides."""
-    method = Ifca(clusters=2, start="random_groups", group_rounds=1)
-    loop = follow(method, rounds=1)
-    order = Rng(3).generator("ifca.groups").permutation(6)
-    group = torch.from_numpy(order) % 2
-    start = loop.task.fresh(Rng(3), 2)
-    trained, _ = loop.task.train(start[group], Rng(3).at(0), loop.settings.local)
-    for cluster in range(2):
-        expected = trained[group == cluster].mean(0)
-        torch.testing.assert_close(loop.state.shared.models[cluster], expected, rtol=0, atol=1e-12)
 
 
 # ---------------------------------------------------------------- FeSEM

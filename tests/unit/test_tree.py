@@ -45,7 +45,6 @@ ELSEWHERE = {
     "testing/exchanges": "contract/test_exchanges.py",
     "testing/methods": "contract/test_methods.py",
     "testing/tiny": "contract/test_methods.py",
-    "methods/base": "contract/test_methods.py",
     "methods/cost": "unit/results/test_traffic.py",
     # methods with a server are tested by what their papers claim
     "methods/cfl": "paper/test_clustered.py",

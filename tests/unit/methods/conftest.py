@@ -67,6 +67,7 @@ def play(monkeypatch):
             federation.host(federation.ids),
             model,
             init=chosen.init,
+            buffers=chosen.buffers,
             dtype=torch.float64,
             clusters=clusters if "truth" in method.needs else None,
         )
