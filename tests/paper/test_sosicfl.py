@@ -398,6 +398,19 @@ def test_updates_have_the_sign_of_the_model_sent_minus_returned():
     torch.testing.assert_close(merged.centers, simplex.gradient_points(-noise[:, columns], 2))
 
 
+def test_who_sent_no_update_keeps_the_whole_simplex():
+    """Ten of twelve clients answered: the other two stand in the middle, with the radius 2 of the whole simplex."""
+    method = SosicFl(endpoints=2, assignment="gradient", warmup_rounds=1, radius_rule="absolute", radius=0.1)
+    loop = follow(method, label_skewed(), rounds=0)
+    shared, ids = loop.state.shared, torch.tensor([0, 1, 2, 3, 5, 6, 7, 8, 9, 11])
+    noise = torch.from_numpy(Rng(0).generator("noise").normal(size=(10, loop.task.layout.size)))
+    message = Message(shared.models + noise, {"samples": torch.ones(10, dtype=torch.float64)}, ids)
+    merged = method.merge(ServerContext(1, Rng(0).at(1), loop.task.layout, 12), shared, message)
+    assert merged.radius.tolist() == [0.1 if client in ids else 2.0 for client in range(12)]
+    assert merged.centers[[4, 10]].tolist() == [[0.5, 0.5]] * 2
+    assert not (merged.centers[ids] == 0.5).any()
+
+
 def test_traffic_of_a_simplex():
     """Down: the features, M heads and the region (M + 1 floats); up: the same without the region, and n_k."""
     loop = follow(SosicFl(endpoints=3, regions=2), model=sequential, rounds=1)

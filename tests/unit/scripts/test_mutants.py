@@ -18,8 +18,10 @@ FAULTS = mutants.load(ROOT)
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.package}: {fault.name}")
 def test_a_listed_fault_changes_the_code_and_has_tests(fault: mutants.Fault):
-    compile(fault.applied(ROOT), fault.file, "exec")
+    text = fault.applied(ROOT)
     assert fault.new != fault.old
+    if fault.file.endswith(".py"):
+        compile(text, fault.file, "exec")
     assert fault.tests
     for test in fault.tests:
         file, *names = test.split("::")
