@@ -249,14 +249,14 @@ def everything(faults: Sequence[Fault], root: Path, workers: int, limit: float) 
 
 
 def commit(root: Path) -> str | None:
-    """Return the commit of a project, with "+" where files differ from it; None where there is none."""
+    """Return the commit of a project, with "+" where other files than results differ from it; None without one."""
 
     def git(*words: str) -> str | None:
         done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
         return done.stdout.strip() if done.returncode == 0 else None
 
     head = git("rev-parse", "HEAD")
-    return head and head + ("+" if git("status", "--porcelain") else "")
+    return head and head + ("+" if git("status", "--porcelain", "--", ".", ":!docs/reference/runs") else "")
 
 
 def rate(rows: Sequence[Mapping[str, Any]]) -> float:
