@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-all docs site golden bench clean
+.PHONY: help setup demo check test test-all mutants docs site golden bench clean
 
 BIN := .venv/bin
 STAMP := .venv/.ready
@@ -37,6 +37,9 @@ test: setup ## the tests, but those marked slow or gpu
 
 test-all: setup ## every test; those marked gpu skip where there is none
 	$(PYTEST)
+
+mutants: setup ## put faults into the code one at a time: do the tests notice? (about half an hour)
+	$(BIN)/python scripts/mutants.py $(MUTANTS)
 
 docs: setup ## write the generated pages of docs/reference
 	$(BIN)/python scripts/design.py

@@ -13,10 +13,10 @@ from coterie.engine.task import LocalTraining
 from coterie.exchange.base import Message
 from coterie.methods import METHODS
 from coterie.methods.base import Method
-from coterie.methods.ditto import Ditto
+from coterie.methods.ditto import Ditto, personal_training
 from coterie.methods.fedavg import FairAvg, FedAvg, FedAvgM
 from coterie.methods.fedprox import FedProx
-from coterie.methods.server import ServerContext
+from coterie.methods.server import Averaging, Clusters, ServerContext, gradient_variance
 from coterie.rng import Rng
 from coterie.simulation.loop import Loop
 
@@ -133,6 +133,18 @@ def test_sampling_by_samples_follows_the_counts():
     assert absent == pytest.approx(expected, abs=4 * (expected / 1000) ** 0.5)
 
 
+def test_a_client_with_three_times_the_samples_is_drawn_three_times_as_likely():
+    """Of weights (3, 1, 1, 1, 1, 1) two draws without replacement miss the first with probability 5/8 x 4/7."""
+    method, federation = FedProx(sampling="samples"), testing.tiny_federation(num_clients=6)
+    split = federation.split.clone()
+    split[0, 3:], split[1:, 1:] = -1, -1
+    shared = follow(method, dataclasses.replace(federation, split=split), rounds=0).state.shared
+    assert shared.samples.tolist() == [3.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    absent = sum(0 not in method.cohort(shared, Rng(0).at(t), 6, 2).tolist() for t in range(1000)) / 1000
+    expected = 20 / 56
+    assert absent == pytest.approx(expected, abs=4 * (expected * (1 - expected) / 1000) ** 0.5)
+
+
 def test_dittos_global_track_is_fedavg_bit_for_bit():
     """Personal training leaves no trace in it, interleaved or not, and both reach the same participants."""
     for interleaved in (False, True):
@@ -174,6 +186,14 @@ def test_personal_training_has_its_own_length():
     assert follow(Ditto(personal_epochs=0), rounds=1).train_samples == 6 * 12
 
 
+def test_personal_epochs_replace_the_steps_of_a_run():
+    """The run counts steps; two epochs of the personal model are two epochs all the same."""
+    local = LocalTraining(steps=7, batch_size=5, optimizer="sgd")
+    assert personal_training(local, 2, None) == LocalTraining(epochs=2, batch_size=5, optimizer="sgd")
+    assert personal_training(local, 2, 3) == dataclasses.replace(local, steps=3)
+    assert personal_training(local, None, None) == local
+
+
 def test_methods_see_the_same_participants_and_batches():
     """The cohort is keyed by the round alone, for every unclustered method."""
     federation = testing.tiny_federation(num_clients=20)
@@ -209,6 +229,27 @@ def test_too_few_updates_change_nothing():
     assert reply.index.shape == (4, 0)
     nothing = dataclasses.replace(message, params=torch.full_like(params, torch.nan))
     assert method._merge(context, shared, nothing)[0] is shared
+
+
+def test_momentum_rests_in_a_cluster_that_nobody_answered_for():
+    """Cluster 0: d = 4 - 2, v = 0.5 * 1 + 2 = 2.5, so the model is 4 - 2.5; cluster 1 keeps its model and its v = 3."""
+    models = torch.tensor([[4.0], [8.0]], dtype=torch.float64)
+    shared = Clusters(models, torch.tensor([[1.0], [3.0]], dtype=torch.float64), torch.tensor([0, 1]))
+    message = Message(torch.full((1, 1), 2.0, dtype=torch.float64), {"samples": torch.ones(1)}, torch.tensor([0]))
+    moved = Averaging(momentum=0.5).step(shared, message, torch.tensor([0]), 1)
+    assert moved.models.tolist() == [[1.5], [8.0]]
+    assert moved.velocity.tolist() == [[2.5], [3.0]]
+
+
+def test_models_that_diverged_do_not_count_in_the_variance_of_updates():
+    """Five clients moved all 15 parameters by 1, ..., 5: the variance is 15 x 2; the sixth diverged."""
+    loop = follow(FedAvg(), rounds=0)
+    everybody = torch.arange(6)
+    rnd = dataclasses.replace(loop._context(0, everybody, everybody), extra_metrics=frozenset({"gradient_variance"}))
+    start = torch.zeros(6, 15, dtype=torch.float64)
+    params = torch.arange(1.0, 7.0, dtype=torch.float64)[:, None].expand(6, 15).clone()
+    params[5, 3] = torch.nan
+    assert gradient_variance(rnd, start, params)["gradient_variance"].tolist() == [30.0] * 6
 
 
 def test_traffic_is_counted_from_the_tensors():

@@ -13,12 +13,12 @@ from coterie.data.federation import Federation, TestSet
 from coterie.engine.task import LocalTraining
 from coterie.exchange.base import Message
 from coterie.methods.base import Method
-from coterie.methods.cfl import Cfl
+from coterie.methods.cfl import Cfl, Updates
 from coterie.methods.fedavg import FairAvg, FedAvg
 from coterie.methods.fesem import Centers, FeSem
 from coterie.methods.ifca import Ifca, Models, _choose_candidates
 from coterie.methods.oneshot import OneShot
-from coterie.methods.server import ServerContext
+from coterie.methods.server import Clusters, ServerContext
 from coterie.models.layout import Layout
 from coterie.rng import Rng
 from coterie.simulation.loop import Loop
@@ -149,6 +149,38 @@ def test_ifca_can_start_with_random_groups():
         torch.testing.assert_close(loop.state.shared.models[cluster], expected, rtol=0, atol=1e-12)
 
 
+def test_a_diverged_model_is_chosen_by_nobody():
+    """The first of two models is NaN, so its loss is: everybody trains the second."""
+    loop = follow(Ifca(clusters=2), rounds=0)
+    models = loop.state.shared.models.clone()
+    models[0] = torch.nan
+    loop.state = dataclasses.replace(loop.state, shared=Models(models))
+    everybody = torch.arange(6)
+    served, info = loop.method.served(loop._context(0, everybody, everybody), loop.state)
+    assert info["label"].tolist() == [1] * 6
+    assert torch.equal(served, models[1].expand(6, -1))
+
+
+def test_ifca_keeps_the_most_balanced_candidates_when_none_attracts_its_share():
+    """The smaller cluster attracts none, one and none of four clients: the second set is kept."""
+    method = Ifca(clusters=2, start="resample", candidates=3, resample_share=0.5)
+    votes = torch.tensor([[0, 0, 1], [0, 0, 1], [0, 0, 1], [0, 1, 1]])
+    message = Message(torch.zeros(4, 0), {"label": votes}, torch.arange(4))
+    context = ServerContext(-1, Rng(0), Layout(nn.Linear(1, 1)), 4)
+    kept, _ = _choose_candidates(method, context, Models(torch.arange(6.0).reshape(6, 1)), message)
+    assert kept.models.flatten().tolist() == [2.0, 3.0]
+
+
+def test_ifcas_groups_are_random_for_so_many_rounds():
+    """Two rounds: in rounds 0 and 1 each client is offered one model, from round 2 on all."""
+    method, shared = Ifca(clusters=3, start="random_groups", group_rounds=2), Models(torch.zeros(3, 2))
+    message, layout = Message(torch.zeros(6, 0), {}, torch.arange(6)), Layout(nn.Linear(1, 1))
+    offered = [
+        method.offer(ServerContext(t, Rng(0).at(t), layout, 6), shared, message)[1].index.shape[1] for t in range(4)
+    ]
+    assert offered == [1, 1, 3, 3]
+
+
 # ---------------------------------------------------------------- FeSEM
 
 
@@ -270,6 +302,45 @@ def test_children_start_from_the_parents_model():
     raise AssertionError("no split happened")
 
 
+def split_in(index: int = 0, since: tuple[int, ...] = (0,) * 6, **changes: Any) -> list[int]:
+    """The labels after a round in which two groups of three sent updates (1, 0) and (cos 60, sin 60): cosine 1/2.
+
+    With partial participation the updates are known from the rounds `since` and only the first three clients answer.
+    """
+    method = Cfl(eps1=9.0, eps2=0.5, **{"warmup_rounds": 0, **changes})
+    layout, partial = Layout(nn.Linear(2, 1, bias=False), torch.float64), method.participation == "partial"
+    updates = angles(0, 60).repeat_interleave(3, 0)
+    models = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    known = Updates(
+        models, models[:, :0], torch.zeros(6, dtype=torch.int64), updates if partial else updates[:, :0],
+        torch.tensor(since),
+    )  # fmt: skip
+    answered = torch.arange(3 if partial else 6)
+    samples = torch.ones(len(answered), dtype=torch.float64)
+    message = Message(models + updates[answered], {"samples": samples}, answered)
+    return method.merge(ServerContext(index, Rng(0), layout, 6), known, message).label.tolist()
+
+
+def test_gamma_max_is_compared_with_the_root():
+    """The cosine across is 1/2, so the bound is sqrt((1 - 1/2) / 2) = 1/2, not 1/4."""
+    assert split_in(gamma_max=0.4) == [0, 0, 0, 1, 1, 1]
+    assert split_in(gamma_max=0.6) == [0] * 6
+
+
+def test_an_update_is_old_after_more_than_so_many_rounds():
+    """In round 5 an update of round 3 is two rounds old: young enough for a limit of 2, too old for 1."""
+    since = (5, 5, 5, 3, 4, 4)
+    assert split_in(5, since, participation="partial", max_age=2) == [0, 0, 0, 1, 1, 1]
+    assert split_in(5, since, participation="partial", max_age=1) == [0] * 6
+    assert split_in(5, (5, 5, 5, -1, 4, 4), participation="partial") == [0] * 6
+
+
+def test_the_first_split_may_happen_right_after_the_warm_up():
+    """Rounds 0 and 1 are warm-up; round 2 is not."""
+    assert split_in(1, warmup_rounds=2) == [0] * 6
+    assert split_in(2, warmup_rounds=2) == [0, 0, 0, 1, 1, 1]
+
+
 def test_partial_participation_waits_for_every_member():
     """With half of the clients a round, everybody's last update must be known and, if asked, young enough."""
     federation = regressions(angles(0, 180), 8)
@@ -296,3 +367,25 @@ def test_one_shot_clusters_once_and_everybody():
     assert same_groups(whole.state.shared.label, torch.arange(8) % 2)
     sizes = whole.record.metrics.query("metric == 'bytes_up'").groupby("round").size()
     assert sizes.tolist() == [4, 4, 8, 4, 4, 4, 4, 4]
+
+
+def test_one_shot_compares_trained_parameters_alone():
+    """Two groups by their weights; running statistics, larger by far, would group them otherwise."""
+    layout = Layout(nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1)), torch.float64)
+    assert layout.trainable < layout.size
+    params = torch.zeros(4, layout.size, dtype=torch.float64)
+    params[:, 0] = torch.tensor([0.0, 1.0, 0.0, 1.0])
+    params[:, layout.trainable] = torch.tensor([100.0, 100.0, -100.0, -100.0])
+    shared = Clusters(params[:1], params[:1, :0], torch.zeros(4, dtype=torch.int64))
+    message = Message(params, {"samples": torch.ones(4, dtype=torch.float64)}, torch.arange(4))
+    merged = OneShot(clusters=2, warmup_rounds=1).merge(ServerContext(0, Rng(0).at(0), layout, 4), shared, message)
+    assert merged.label.tolist() == [0, 1, 0, 1]
+
+
+def test_a_client_is_offered_its_own_clusters_model():
+    """Clients 1 and 3 of four ask; they are in the clusters 1 and 0."""
+    models = torch.tensor([[5.0, 0.0], [7.0, 0.0]])
+    shared = Clusters(models, models[:, :0].double(), torch.tensor([0, 1, 1, 0]))
+    message = Message(torch.zeros(2, 0), {}, torch.tensor([1, 3]))
+    _, reply = OneShot().offer(ServerContext(0, Rng(0), Layout(nn.Linear(1, 1)), 4), shared, message)
+    assert reply.index.tolist() == [[1], [0]]

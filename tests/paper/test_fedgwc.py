@@ -135,6 +135,18 @@ def test_a_refused_split_winds_the_clock_again():
     assert all(len(s.models) == 1 for s in states)
 
 
+def test_patience_is_rounded_to_the_nearest_number_of_rounds():
+    """Cohorts of 8 of 20: 2.5 rounds are 3; of 9: 2.2 rounds are 2. An attempt sets the count back to 0."""
+    for cohort, counts in ((8, [1, 2, 0]), (9, [1, 0, 1])):
+        method = FedGwc(eps=10.0, min_pair_updates=0.0, min_cluster_size=10)
+        shared, found = begin(method, 20), []
+        for index in range(3):
+            losses = torch.arange(float(cohort), dtype=torch.float64)[:, None]
+            shared = merge(method, shared, torch.arange(cohort), losses, index)
+            found.append(int(shared.patience[0]))
+        assert found == counts
+
+
 def test_pairs_must_have_met_before_a_split():
     """With the guard the clock runs on, but nothing is tried before pairs met once on average."""
     method = FedGwc(eps=1.0, patience=1, min_pair_updates=1.0)
@@ -253,6 +265,13 @@ def test_losses_are_padded_to_a_common_length():
     assert bool(torch.isnan(three[:, 3:]).all())
     assert sent(FedGwc(trace=2)).shape == (6, 2)
     assert sent(FedGwc(), local=LocalTraining(steps=4, batch_size=5, optimizer="sgd")).shape == (6, 4)
+
+
+def test_the_first_losses_are_sent():
+    """Of the losses 1, 2, 3 of three steps, two are sent: 1 and 2."""
+    loop: Loop = testing.follow(FedGwc(), settings=testing.tiny_settings(rounds=0))
+    rnd, losses = loop._context(0, torch.arange(6), torch.arange(6)), torch.tensor([[1.0, 2.0, 3.0]]).expand(6, 3)
+    assert FedGwc(trace=2).report(rnd, {"losses": losses})["losses"].tolist() == [[1.0, 2.0]] * 6
 
 
 @pytest.mark.option("FedGwc.alpha_rule", "constant", "local_rate", "decay")

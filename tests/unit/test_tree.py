@@ -39,16 +39,11 @@ ELSEWHERE = {
     "engine/native/program": "unit/engine/native/test_compiled.py",
     "engine/native/stack": "unit/engine/native/test_compiled.py",
     # what keeps one contract is tested by it
-    "exchange/base": "contract/test_exchanges.py",
-    "exchange/faulty": "contract/test_exchanges.py",
-    "exchange/in_memory": "contract/test_exchanges.py",
-    "exchange/mailbox": "contract/test_exchanges.py",
     "net/local": "contract/test_exchanges.py",
     "net/zenoh_transport": "contract/test_exchanges.py",
     "testing/exchanges": "contract/test_exchanges.py",
     "testing/methods": "contract/test_methods.py",
     "testing/tiny": "contract/test_methods.py",
-    "methods/base": "contract/test_methods.py",
     "methods/cost": "unit/results/test_traffic.py",
     # methods with a server are tested by what their papers claim
     "methods/ditto": "paper/test_averaging.py",

@@ -19,6 +19,14 @@ def test_the_mean_of_identical_models_is_that_model():
     assert torch.equal(mean, model)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_mean_has_the_type_of_the_models(dtype: torch.dtype):
+    """It is summed in float64 and cast back."""
+    mean = aggregation.weighted_mean(torch.tensor([[1.0], [2.0]], dtype=dtype), torch.tensor([1, 3]))
+    assert mean.dtype == dtype
+    assert mean.tolist() == [1.75]
+
+
 def test_wide_models_are_averaged_in_pieces(monkeypatch: pytest.MonkeyPatch):
     """The pieces join to the same mean."""
     params = torch.randn(3, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -193,6 +193,12 @@ def test_antipodal_groups_are_cut_exactly():
     assert clustering.bipartition(cosines, "complete").tolist() == [False, True, True, False, True]
 
 
+def test_the_similarity_across_a_cut_is_the_largest():
+    """Of the pairs (0, 2), (1, 2) across, 0.5 and -0.2."""
+    similarity = torch.tensor([[1.0, 0.9, 0.5], [0.9, 1.0, -0.2], [0.5, -0.2, 1.0]]).double()
+    assert clustering.cross_similarity(similarity, torch.tensor([False, False, True])) == 0.5
+
+
 def test_ties_still_give_two_parts():
     """All similarities equal: some bipartition, never one part."""
     assert 0 < int(clustering.bipartition(torch.ones(4, 4)).sum()) < 4

@@ -83,6 +83,16 @@ def test_monotone_takes_everybody_above_the_mean():
     assert split(scores, first, monotone=True) == [0, 1, 2, 6]
 
 
+def test_monotone_takes_those_at_the_mean_too():
+    """The first component holds 0 and 10 around 5; the scores of 5 are the other's, which is much narrower."""
+    scores, first = torch.tensor([[0.0, 10.0, 5.0, 5.0]]), torch.tensor([[True, True, False, False]])
+    here = torch.ones(1, 4, dtype=torch.bool)
+    found, _ = neighbors(scores, first, here, Split(component="first"))
+    assert found.tolist() == [[True, True, False, False]]
+    found, _ = neighbors(scores, first, here, Split(component="first", monotone=True))
+    assert found.tolist() == [[True] * 4]
+
+
 def test_what_did_not_arrive_plays_no_part():
     """The slot that did not arrive may show anything."""
     for garbage in (0.5, 1e9, float("nan")):

@@ -109,6 +109,23 @@ def test_gumbel_top_m_has_the_law_of_successive_draws():
     assert chi < 27.9
 
 
+def test_a_loss_that_is_no_number_is_the_highest():
+    """Of NaN, 0.5 and 0.7 the two lowest are the latter; of those that arrived only."""
+    scores, peers = torch.tensor([[torch.nan, 0.5, 0.7, 0.1]]), torch.tensor([[4, 5, 6, 7]])
+    mask = torch.tensor([[True, True, True, False]])
+    assert selection.lowest(scores, peers, 2, mask).tolist() == [[False, True, True, False]]
+
+
+def test_the_best_are_those_that_arrived_then_those_that_stay():
+    """9 has the highest score, 3 follows; 4 sent nothing but stays; 5 sent nothing and goes; NaN is the lowest."""
+    slots, scores = torch.tensor([[3, 9, 4, 5, 6, -1]]), torch.tensor([[0.5, 0.8, 7.0, 8.0, torch.nan, 9.0]])
+    mask = torch.tensor([[True, True, False, False, True, False]])
+    stays = torch.tensor([[False, False, True, False, False, True]])
+    assert selection.best(scores, slots, 2, mask, stays).tolist() == [[9, 3]]
+    assert selection.best(scores, slots, 5, mask, stays).tolist() == [[9, 3, 6, 4, -1]]
+    assert selection.best(scores[:, :2], slots[:, :2], 4, mask[:, :2], stays[:, :2]).tolist() == [[9, 3, -1, -1]]
+
+
 def test_within_and_others():
     allowed = torch.tensor([[True, True, False]])
     assert selection.within(torch.tensor([[2, 1, -1]]), allowed).tolist() == [[-1, 1, -1]]

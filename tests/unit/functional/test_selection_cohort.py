@@ -10,6 +10,11 @@ from coterie.functional import selection
 from coterie.rng import Rng
 
 
+def test_half_a_client_is_rounded_up():
+    """0.1 of 25 are 2.5, 0.1 of 35 are 3.5: 3 and 4; the nearest even number would be 2 and 4."""
+    assert [selection.cohort_size(members, 0.1) for members in (25, 35)] == [3, 4]
+
+
 def test_cohort_size_is_the_rounded_share_but_at_least_three():
     """K = 100 gives 10, 25 gives floor(2.5 + 0.5) = 3, 3 gives 3, 2 gives 2; a count is a count."""
     assert [selection.cohort_size(k, 0.1, least=3) for k in (100, 25, 14, 3, 2)] == [10, 3, 3, 3, 2]

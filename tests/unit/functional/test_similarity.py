@@ -17,6 +17,15 @@ ALL = torch.ones(3, 3, dtype=torch.bool)
 EVERY = torch.arange(3).expand(3, 3)
 
 
+def test_updates_are_compared_each_with_its_own_norm():
+    """u_i = (3, 4) - (3, 0) = (0, 4) and u_j = (5, 5) - (2, 1) = (3, 4): 16 / (4 x 5)."""
+    own, origin = torch.tensor([[3.0, 4.0]]), torch.tensor([[3.0, 0.0]])
+    table, origins = torch.tensor([[5.0, 5.0]]), torch.tensor([[2.0, 1.0]])
+    index, mask = torch.tensor([[0]]), torch.ones(1, 1, dtype=torch.bool)
+    found = similarity.cosine(own, table, index, mask, origin=origin, origins=origins)
+    assert found.tolist() == [[pytest.approx(0.8, abs=1e-15)]]
+
+
 def test_cosine_and_distance_are_symmetric_and_the_cosine_is_bounded():
     """Invariant 19: s_ij = s_ji for cosine and L2, and the cosine lies in [-1, 1]."""
     w = normal(3, 50)

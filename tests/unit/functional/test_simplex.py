@@ -142,6 +142,33 @@ def test_separated_points_are_grouped(metric: str, center: str):
         torch.testing.assert_close(centers[label[0]], points[truth == 0].mean(0))
 
 
+def test_the_best_of_several_restarts_is_kept():
+    """Ten restarts draw from one stream what ten calls with one restart draw: the least sum of distances is kept."""
+
+    def cost(points: Tensor, centers: Tensor) -> float:
+        return float(simplex.l1_distances(points, centers).amin(1).sum())
+
+    lower = 0
+    for seed in range(8):
+        points = torch.from_numpy(Rng(seed).generator("points").dirichlet(np.ones(4), 15))
+        single = Rng(seed).generator("starts")
+        costs = [cost(points, simplex.cluster_points(points, 4, single, restarts=1)[1]) for _ in range(10)]
+        kept = simplex.cluster_points(points, 4, Rng(seed).generator("starts"), restarts=10)[1]
+        assert cost(points, kept) == pytest.approx(min(costs), abs=1e-9)
+        lower += min(costs) < costs[-1] - 1e-6
+    assert lower > 0, "the last restart was not always the best"
+
+
+def test_seeds_are_drawn_by_squared_distances():
+    """From the first corner, points at L1 distances 1 and 2 follow in odds 1 to 4 (4 standard errors)."""
+    points = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.0, 1.0, 0.0]]).double()
+    stream = Rng(0).generator("seeds")
+    drawn = [simplex._far_apart(points, 2, stream, simplex.l1_distances) for _ in range(3000)]
+    far = [float(seeds[1, 1]) for seeds in drawn if float(seeds[0, 0]) == 1]
+    assert len(far) > 900
+    assert sum(value == 1 for value in far) / len(far) == pytest.approx(0.8, abs=4 * (0.16 / len(far)) ** 0.5)
+
+
 def test_fewer_points_than_groups_is_refused_and_twins_are_not():
     """Two groups of equal points work: one stays empty."""
     label, _ = simplex.cluster_points(torch.full((3, 2), 0.5, dtype=torch.float64), 2, stream())

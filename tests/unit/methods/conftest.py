@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
-from coterie.exchange.base import Exchange
+from coterie.exchange.base import Exchange, Inbox, Message, read
 from coterie.exchange.in_memory import InMemory
 from coterie.methods.base import Info, Method, State
 from coterie.rng import Rng
@@ -50,18 +51,23 @@ class Play:
 
 @pytest.fixture
 def play(monkeypatch):
-    """Start a run of a method: `play(method, federation=None, exchange=None, **settings)` has done its warm-up."""
+    """Start a run of a method: `play(method, federation, exchange, model, **settings)` has done its warm-up."""
 
     def start(
-        method: Method, federation: Federation | None = None, exchange: Exchange | None = None, **settings: Any
+        method: Method,
+        federation: Federation | None = None,
+        exchange: Exchange | None = None,
+        model: Any = "linear",
+        **settings: Any,
     ) -> Play:
         federation = federation or tiny_federation()
         chosen = tiny_settings(**{"rounds": 1000, **settings})
         clusters = federation.truth.cluster if federation.truth is not None else None
         task = Task(
             federation.host(federation.ids),
-            "linear",
+            model,
             init=chosen.init,
+            buffers=chosen.buffers,
             dtype=torch.float64,
             clusters=clusters if "truth" in method.needs else None,
         )
@@ -79,6 +85,36 @@ def play(monkeypatch):
         return result.steps(1)
 
     return start
+
+
+class Disturbed(InMemory):
+    """Simulates one fault in one exchange of every round.
+
+    Args:
+        federation: whose clients are hosted.
+        number: of the exchange.
+        late: the messages are those of the round before.
+        deaf: ids of the clients that receive none.
+    """
+
+    def __init__(self, federation: Federation, number: int, *, late: bool = False, deaf: tuple[int, ...] = ()) -> None:
+        super().__init__(federation.ids, federation.population)
+        self.number, self.late, self.deaf = number, late, deaf
+
+    def pull(self, message: Message, peers: Tensor) -> Inbox:
+        number, before = self._number, self.last.get(self._number)
+        inbox = super().pull(message, peers)
+        if number != self.number:
+            return inbox
+        if self.late and before is not None:
+            return read(before, self.active, peers, self.population)
+        return dataclasses.replace(inbox, mask=inbox.mask & ~torch.isin(self.active, torch.tensor(self.deaf))[:, None])
+
+
+@pytest.fixture
+def disturbed():
+    """An exchange with one fault: `disturbed(federation, number, late=False, deaf=())`."""
+    return Disturbed
 
 
 @pytest.fixture

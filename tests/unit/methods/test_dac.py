@@ -63,6 +63,29 @@ def test_relays_vouch_for_what_they_measured_or_for_anything(relay, known):
     assert told["similarity"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("drop", [0.0, 0.4])
+@pytest.mark.parametrize("pick", ["most", "least"])
+@pytest.mark.parametrize(("relay", "known"), [("direct", 2), ("any", 1)])
+def test_estimates_are_those_of_the_preferred_relay_that_was_heard(play, relay, known, pick, drop):
+    """s_ij is what the most (or least) similar of the peers that answered says, if it may say anything of j."""
+    method = Dac(num_peers=2, two_hop_relay=relay, two_hop_pick=pick)
+    run = play(method, tiny_federation(9), exchange=Faulty(InMemory(torch.arange(9), 9), drop=drop)).steps(3)
+    before, (state, info) = run.memory, run.exchange()
+    after, estimated, choices = state.memory, 0, 0
+    for i in range(9):
+        heard = info["peers"][i][info["arrived"][i]].tolist()
+        for j in range(9):
+            if j == i or before.status[i, j] == 2 or j in heard:
+                continue
+            relays = sorted((k for k in heard if before.status[k, j] >= known), key=lambda k: after.similarity[i, k])
+            chosen = before.similarity[relays[-1 if pick == "most" else 0]] if relays else before.similarity[i]
+            assert after.similarity[i, j] == chosen[j], (i, j)
+            assert after.status[i, j] == max(int(bool(relays)), int(before.status[i, j]))
+            estimated, choices = estimated + bool(relays), choices + (len(relays) > 1)
+    assert estimated > 9
+    assert choices > 0
+
+
 def test_relays_do_not_vouch_for_dropped_similarities():
     """Option D7: a similarity of -0.2 counts as unknown."""
     memory = acquaintance([[0.0, -0.2, 0.7, 0.0]], [[0, 2, 2, 0]])
@@ -167,6 +190,36 @@ def test_push_asks_for_the_loss_of_the_own_model_on_the_peers_data(play):
     torch.testing.assert_close(state.memory.similarity, torch.diag(1 / (on_the_peers_data + 1e-6)).flip(1))
     pulled, _ = play(Dac(num_peers=1), federation).exchange()
     assert not torch.allclose(pulled.memory.similarity, state.memory.similarity)
+
+
+def test_eps_is_added_to_the_loss_that_a_peer_measures(play):
+    """s_ij = 1 / (loss of w_i on D_j + 1)."""
+    run = play(Dac(num_peers=1, loss_direction="push", eps=1.0), tiny_federation(2, 2))
+    state, _ = run.exchange()
+    on_the_peers_data = run.loop.task.loss(run.state.params.flip(0), "train").flip(0)
+    torch.testing.assert_close(state.memory.similarity, torch.diag(1 / (on_the_peers_data + 1)).flip(1))
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_questions_and_answers_of_the_round_before_do_not_count(play, disturbed, number):
+    """Where all questions, or all answers, come a round late, nobody is answered and nobody is read."""
+    method, federation = Dac(num_peers=4, loss_direction="push", two_hop=False), tiny_federation()
+    run = play(method, federation, exchange=disturbed(federation, number, late=True)).steps(2)
+    info, before = run.infos[-1], run.infos[-2]
+    assert bool(before["arrived"].all()), "in the first round there is nothing older"
+    again = (info["peers"][:, :, None] == before["peers"][:, None, :]).any()
+    assert bool(again), "some are asked in both rounds"
+    assert not info["arrived"].any()
+    assert info["own_weight"].tolist() == [1.0] * 6
+
+
+def test_an_answer_without_the_model_is_not_enough(play, disturbed):
+    """Client 0 hears what its peers think of its model, but receives none of theirs: it averages with nobody."""
+    method, federation = Dac(num_peers=4, loss_direction="push", two_hop=False), tiny_federation()
+    run = play(method, federation, exchange=disturbed(federation, 1, deaf=(0,)))
+    state, info = run.exchange()
+    assert info["arrived"].any(1).tolist() == [False] + [True] * 5
+    assert torch.equal(state.params[0], run.state.params[0])
 
 
 def test_push_shows_its_cost(play):
@@ -287,6 +340,27 @@ def test_products_of_models_cost_no_forward_pass(play, metric):
     expected = similarity.cosine(w, w, every, here)
     if metric == "inv_l2":
         expected = similarity.inverse(similarity.distance(w, w, every, here))
+    torch.testing.assert_close(state.memory.similarity, expected.fill_diagonal_(0))
+
+
+def normalized() -> nn.Module:
+    """Two layers with running statistics between them."""
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("metric", ["inv_l2", "cos_weight", "cos_grad"])
+def test_running_statistics_have_no_part_in_a_similarity(play, metric):
+    """Only the 25 + 10 + 18 trained parameters count; means and variances differ from client to client, too."""
+    run = play(Dac(num_peers=5, similarity=metric), model=normalized).steps(1)
+    state, _ = run.exchange()
+    assert run.loop.task.layout.trainable == 53
+    assert float(run.state.params[:, 53:63].std(0).min()) > 0.01
+    w = run.state.params[:, :53]
+    if metric == "inv_l2":
+        expected = 1 / ((w[:, None] - w[None]).norm(dim=2) + 1e-6)
+    else:
+        start = run.loop.task.origin(run.loop.rng)[:, :53] if metric == "cos_grad" else 0
+        expected = torch.nn.functional.cosine_similarity((w - start)[:, None], (w - start)[None], dim=2)
     torch.testing.assert_close(state.memory.similarity, expected.fill_diagonal_(0))
 
 

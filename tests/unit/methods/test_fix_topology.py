@@ -5,6 +5,7 @@ import torch
 
 from coterie.errors import ConfigError
 from coterie.methods.fix_topology import FixTopology
+from coterie.testing import tiny_federation
 
 
 def test_fixed_topology_is_fixed(play):
@@ -14,6 +15,14 @@ def test_fixed_topology_is_fixed(play):
     assert all(torch.equal(info["peers"], first) for info in run.infos[1:])
     assert not (first == torch.arange(6)[:, None]).any()
     assert all(len(set(row)) == 3 for row in first.tolist())
+
+
+def test_every_client_draws_its_own_peers(play):
+    """60 clients that read 5 each: one is read by 5 on average; 17 is 5 standard deviations (2.1) and more away."""
+    peers = play(FixTopology(num_peers=5), tiny_federation(60, train=2, validation=1)).memory.peers
+    readers = torch.bincount(peers.flatten(), minlength=60)
+    assert int(readers.sum()) == 300
+    assert int(readers.max()) < 17
 
 
 def test_fixed_topology_waits_for_nobody_outside_the_cohort(play):

@@ -45,6 +45,13 @@ def test_oracle_keeps_vehicles_and_animals_apart(play, planted):
     assert peers.shape == (100, 5)
 
 
+def test_a_lost_message_is_of_no_cluster(play, planted, disturbed):
+    """Clients 0 and 3 heard nobody while they enrolled, so they know no fellows; the others know theirs."""
+    federation = planted([3, 3])
+    run = play(Oracle(), federation, exchange=disturbed(federation, 0, deaf=(0, 3)))
+    assert run.memory.same.sum(1).tolist() == [0, 2, 2, 0, 2, 2]
+
+
 def test_oracle_without_the_truth_is_refused(play):
     federation = dataclasses.replace(tiny_federation(), truth=None)
     with pytest.raises(ConfigError, match="needs the planted cluster"):

@@ -94,6 +94,33 @@ def test_stage_two_averages_with_members_of_the_bag_and_reads_nobody_twice(play)
         torch.testing.assert_close(info["weights"].sum(1) + info["own_weight"], torch.ones(9).double())
 
 
+def test_a_neighbor_whose_first_message_was_lost_is_read_again(play, disturbed):
+    """Nothing comes of the models to score: all that the client averages with is read in the second exchange."""
+    federation = tiny_federation(9, 3)
+    door = disturbed(federation, 0)
+    run = play(PanmLoss(**SHORT), federation, exchange=door).steps(3)
+    door.deaf = tuple(range(9))
+    state, info = run.exchange()
+    assert info["peers"].shape[1] == 3 + 3 + 2, "a round that corrects the bag"
+    assert not info["arrived"][:, :6].any()
+    assert bool(info["arrived"][:, 6:].all())
+    assert torch.equal(state.memory.bag, run.memory.bag)
+    expected = (run.state.params + run.state.params[info["peers"][:, 6:]].sum(1)) / 3  # all have as many samples
+    torch.testing.assert_close(state.params, expected)
+
+
+def test_candidates_are_none_of_the_bag(play):
+    """In stage one they are no neighbors, in stage two no members of the bag."""
+    run = play(PanmLoss(num_peers=2, num_candidates=4, stage_one_rounds=2, interval=1), tiny_federation(9, 3))
+    for number in range(1, 5):
+        bag = run.memory.bag
+        run.steps(1)
+        believed = 2 if number <= 2 else 4
+        candidates = run.infos[-1]["peers"][:, believed : believed + 4]
+        assert bool((candidates >= 0).any())
+        assert not bag.gather(1, candidates.clamp(min=0))[candidates >= 0].any(), number
+
+
 def test_the_average_over_two_exchanges_is_one_weighted_mean(play):
     """In a correction round the models of both pulls are mixed as FedAvg over N_i and itself."""
     run = play(PanmLoss(**SHORT), tiny_federation(9, 3)).steps(3)

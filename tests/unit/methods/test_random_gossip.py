@@ -6,6 +6,7 @@ import torch
 from coterie.errors import ConfigError
 from coterie.methods.random_gossip import Random
 from coterie.results.graph import expected_share
+from coterie.testing import tiny_federation
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,16 @@ def test_random_reads_within_clusters_as_often_as_the_formula_says(play, planted
     pulls = torch.cat([info["peers"] for info in run.steps(4).infos])
     same = (cluster[pulls] == cluster.repeat(4)[:, None]).double().mean()
     assert abs(float(same) - share) < 4 * (share * (1 - share) / pulls.numel()) ** 0.5 + 0.0005
+
+
+def test_every_client_draws_its_own_peers_in_however_many_blocks(play):
+    """80 clients that read 5 each; 17 readers of one client are 5 standard deviations (2.2) above the mean of 5.
+
+    No two clients drew the same five: the chance is 3,160 pairs over 24 million sets.
+    """
+    peers = play(Random(num_peers=5), tiny_federation(80, train=2, validation=1)).exchange()[1]["peers"]
+    assert int(torch.bincount(peers.flatten(), minlength=80).max()) < 17
+    assert len({frozenset(row) for row in peers.tolist()}) == 80
 
 
 def test_no_peers_at_all_is_refused_and_too_many_are_clamped(play):

@@ -39,6 +39,13 @@ def test_networks_have_the_papers_sizes(kind: str, features: tuple[int, ...], ou
         assert sum(p.numel() for p in module.parameters()) == size
 
 
+@pytest.mark.parametrize("kind", ["cnn-a", "cnn-b", "cnn-y", "lenet-5", "simple-cnn"])
+@pytest.mark.parametrize("size", [(32, 44), (44, 32)])
+def test_images_need_not_be_square(kind: str, size: tuple[int, int]):
+    """Height and width are taken each for itself."""
+    assert build(kind, (3, *size), 7)(torch.zeros(2, 3, *size)).shape == (2, 7)
+
+
 def test_cnn_y_pools_before_relu():
     """As the authors' code does."""
     names = [type(part).__name__ for part in networks.cnn_y((3, 32, 32), 10)]

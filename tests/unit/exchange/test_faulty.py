@@ -1,0 +1,67 @@
+"""Messages that are lost, late or doubled."""
+
+import torch
+
+from coterie.exchange.base import Inbox, Message
+from coterie.exchange.faulty import Faulty
+from coterie.exchange.in_memory import InMemory
+from coterie.rng import Rng
+
+IDS = torch.arange(20)
+ASKED = (IDS[:, None] + torch.arange(1, 6)) % 20
+
+
+def door(**chances: float) -> Faulty:
+    return Faulty(InMemory(IDS, 20), **chances)
+
+
+def pulled(exchange: Faulty, round: int, value: float, times: int = 1) -> list[Inbox]:
+    """The inboxes of a round's exchanges in which every client publishes its id plus some value."""
+    exchange.begin(Rng(0).at(round))
+    exchange.enter(IDS)
+    message = Message((IDS + value)[:, None], {"samples": IDS + value})
+    return [exchange.pull(message, ASKED) for _ in range(times)]
+
+
+def test_a_late_message_is_that_of_the_round_before_and_a_round_old():
+    """In the first round there is none before, so nothing arrives."""
+    exchange = door(delay=1.0)
+    (first,) = pulled(exchange, 0, 0.25)
+    assert not first.mask.any()
+    assert not first.bytes.any()
+    (second,) = pulled(exchange, 1, 0.5)
+    assert bool(second.mask.all())
+    assert bool((second.age == 1).all())
+    assert torch.equal(second.table[second.index][..., 0], ASKED + 0.25)
+    assert torch.equal(second.field("samples"), ASKED + 0.25)
+    (punctual,) = pulled(door(), 1, 0.5)
+    assert not punctual.age.any()
+
+
+def test_late_messages_outlast_a_checkpoint():
+    """What is restored from a snapshot gives out the same messages of the round before."""
+    exchange, again = door(delay=1.0), door(delay=1.0)
+    pulled(exchange, 0, 0.25)
+    again.restore(exchange.snapshot())
+    (expected,), (found,) = (pulled(each, 1, 0.5) for each in (exchange, again))
+    assert bool(expected.mask.all())
+    assert torch.equal(found.mask, expected.mask)
+    assert torch.equal(found.table[found.index], expected.table[expected.index])
+
+
+def test_each_exchange_of_a_round_loses_messages_of_its_own():
+    """Half of 100 messages are lost in each of two exchanges: about half of those lost in one are lost in the other."""
+    one, other = pulled(door(drop=0.5), 0, 0.0, times=2)
+    assert 30 <= int(one.mask.sum()) <= 70
+    assert 30 <= int((one.mask != other.mask).sum()) <= 70
+    (alike,) = pulled(door(drop=0.5), 0, 0.0)
+    assert torch.equal(alike.mask, one.mask)
+
+
+def test_a_duplicate_costs_its_bytes_again_and_changes_nothing_else():
+    """A number of 4 bytes and one of 4."""
+    (once,), (twice,) = pulled(door(), 0, 0.0), pulled(door(duplicate=1.0), 0, 0.0)
+    assert once.bytes.unique().tolist() == [8]
+    assert twice.bytes.unique().tolist() == [16]
+    assert torch.equal(twice.mask, once.mask)
+    assert torch.equal(twice.table[twice.index], once.table[once.index])
