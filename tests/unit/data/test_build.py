@@ -36,6 +36,7 @@ def test_other_seeds_give_other_data_unless_the_seed_is_fixed():
     assert build(0).fingerprint() == build(0).fingerprint()
     assert build(0).fingerprint() != build(1).fingerprint()
     assert build(0, fixed_seed=7).fingerprint() == build(1, fixed_seed=7).fingerprint()
+    assert build(1, fixed_seed=0).fingerprint() == build(0).fingerprint()
 
 
 def test_the_fingerprint_is_the_same_in_another_process():
@@ -89,6 +90,16 @@ def test_each_client_may_be_tested_on_the_test_set_in_its_own_class_shares():
     tests = torch.cat([test.x for test in federation.tests]).flatten(1).float()
     distances = torch.cdist(tests, tests) + torch.eye(len(tests)) * 1e9
     assert float(distances.min()) > 0
+
+
+@pytest.mark.parametrize("source", ["train", "test"])
+def test_the_test_fraction_is_one_of_all_samples_of_a_client(source):
+    """25 samples for training and validation are half of 50, and 80 % of 31."""
+    half = build(test="client", test_source=source, test_fraction=0.5)
+    assert [len(test.x) for test in half.tests] == [25] * 8
+    assert half.counts("train").tolist() == [20] * 8
+    fifth = build(test="client", test_source=source, test_fraction=0.2)
+    assert [len(test.x) for test in fifth.tests] == [6] * 8
 
 
 def test_own_test_sets_are_transformed_like_the_client():
