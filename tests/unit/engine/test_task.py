@@ -184,7 +184,7 @@ def test_the_proximal_term_pulls_towards_the_anchor():
 
 @pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
 def test_the_proximal_term_has_the_gradient_of_half_the_squared_distance(engine):
-    """A step of SGD with the anchor at distance 1 of each parameter: lr x mu towards it, beside the step of the loss."""
+    """A step of SGD with the anchor at distance 1 of each parameter: lr x mu towards it beside the step of the loss."""
     t = task(engine, model="linear")
     start = t.init(Rng(0)).clone()
     local = LocalTraining(steps=1, batch_size=12, optimizer="sgd", lr=0.1)
