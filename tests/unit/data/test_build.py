@@ -142,6 +142,11 @@ def test_a_label_group_without_test_samples_is_an_error(tmp_path):
         ),
         ({"num_clients": 0}, ConfigError, "num_clients is 0; expected a whole number, 1 or more"),
         ({"train": None}, ConfigError, "validation is 5 but train is not given"),
+        (
+            {"train": None, "validation": None, "test": "client", "test_samples": 6},
+            ConfigError,
+            "test_samples is 6 but train is not given; give both, or test_fraction",
+        ),
         ({"normalize": "full"}, ConfigError, "expected 'half', 'standard' or 'none'"),
         ({"dataset": "digit"}, ConfigError, "did you mean 'digits'"),
         ({"dataset": []}, ConfigError, "expected text, or a list of texts, 1 or more of them"),
