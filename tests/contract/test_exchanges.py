@@ -3,6 +3,7 @@
 import os
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,26 @@ from coterie.testing import check_exchange
 
 def test_in_memory_exchange_keeps_the_contract():
     check_exchange(lambda groups, population: [InMemory(torch.tensor(groups[0]), population)], groups=[[2, 0, 3, 1]])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda inbox: {"peers": inbox.peers.flip(1)}, "slots are in the order in which they were asked"),
+        (lambda inbox: {"mask": inbox.mask | True}, "an unused slot does not"),
+        (lambda inbox: {"table": inbox.table.roll(1, 0)}, "a slot shows another message than its peer's"),
+        (lambda inbox: {"fields": {n: v.roll(1, 0) for n, v in inbox.fields.items()}}, "a field is another peer's"),
+        (lambda inbox: {"bytes": inbox.bytes // 2}, "a message is counted with its payload in bytes"),
+    ],
+)
+def test_an_exchange_that_breaks_the_contract_is_named_with_what_it_breaks(change, said):
+    class Wrong(InMemory):
+        def pull(self, message, peers):
+            inbox = super().pull(message, peers)
+            return replace(inbox, **change(inbox))
+
+    with pytest.raises(AssertionError, match=said):
+        check_exchange(lambda groups, population: [Wrong(torch.tensor(groups[0]), population)], groups=[[2, 0, 3, 1]])
 
 
 def test_faulty_exchange_without_faults_keeps_the_contract():

@@ -1,13 +1,17 @@
 """Every method keeps the promises that every method makes."""
 
 import warnings
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, final
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from coterie.engine.task import Task
 from coterie.methods import METHODS
+from coterie.methods.base import Info, PeerMethod, Round, State, drawn_uniformly
+from coterie.rng import Rng
 from coterie.simulation.run import simulate
 from coterie.testing import check_method, follow, run_grouped, tiny_federation, tiny_settings
 
@@ -47,6 +51,64 @@ def test_method_keeps_the_contract(kind: str):
 def test_options_keep_the_contract(kind: str, settings: dict[str, Any]):
     """Options that exchange something else or draw otherwise."""
     check_method(METHODS[kind](**settings), relabel=False)
+
+
+@dataclass(frozen=True)
+class Count:
+    """The memory of `Faithless`."""
+
+    rounds: Tensor
+
+
+@final
+@dataclass(frozen=True)
+class Faithless(PeerMethod):
+    """Breaks one promise of methods.
+
+    Args:
+        breaks: which.
+    """
+
+    kind: ClassVar[str] = "faithless"
+    summary: ClassVar[str] = "breaks one promise of methods"
+    breaks: Literal["params", "memory", "grouping", "order", "none"] = "none"
+
+    def memory(self, task: Task, rng: Rng) -> Count:
+        return Count(torch.zeros(len(task)))
+
+    def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
+        """Take the mean with a client drawn at random, or what is wrong."""
+        if self.breaks == "params":
+            state.params.mul_(0.5)
+        if self.breaks == "memory":
+            state.memory.rounds.add_(1)
+        peers = drawn_uniformly(rnd, 1, rnd.candidates)
+        if self.breaks == "order":  # the first client is read by all others
+            peers = torch.where(rnd.candidates[:, :1], 0, -1)
+        inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
+        came = inbox.mask.double()
+        mixed = inbox.mix(came / 2, own=state.params, own_weight=1 - came[:, 0] / 2)
+        if self.breaks == "grouping":
+            mixed = mixed * (1 - 0.01 * len(rnd.ids))
+        return replace(state, params=mixed), {}
+
+
+@pytest.mark.parametrize(
+    ("breaks", "said"),
+    [
+        ("params", "round changed its argument state.params"),
+        ("memory", "round changed its argument state.memory"),
+        ("grouping", "changes the result"),
+        ("order", "relabeling the clients changes the result"),
+    ],
+)
+def test_a_method_that_breaks_a_promise_is_named_with_it(breaks: Any, said: str):
+    with pytest.raises(AssertionError, match=said):
+        check_method(Faithless(breaks))
+
+
+def test_without_its_breach_the_same_method_keeps_the_contract():
+    check_method(Faithless())
 
 
 @pytest.mark.slow

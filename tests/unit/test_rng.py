@@ -55,3 +55,10 @@ def test_gumbel_draws_are_numpys():
     rng = Rng(4, 2)
     expected = np.stack([rng.generator("peers", client).gumbel(size=50) for client in (3, 0)])
     np.testing.assert_allclose(rng.gumbel("peers", torch.tensor([3, 0]), 50).numpy(), expected, rtol=1e-14, atol=1e-15)
+
+
+def test_every_client_has_keys_and_draws_of_its_own():
+    """Shared ones would give two clients the same dropout masks, crops, noise or random peers."""
+    rng, ids = Rng(5).at(2), torch.arange(50)
+    assert len(rng.keys("dropout", ids).unique()) == len(ids)
+    assert len(rng.uniform("peers", ids, 3).flatten().unique()) == 3 * len(ids)

@@ -16,7 +16,6 @@ ELSEWHERE = {
     "data/plan": "unit/data/test_shifts.py",
     "data/source": "unit/data/test_datasets.py",
     "net/fleet": "unit/net/test_process.py",
-    "net/head": "unit/net/test_node.py",
     "net/log": "unit/net/test_node.py",
     "net/payload": "unit/net/test_wire.py",
     "net/post": "unit/net/test_exchange.py",

@@ -74,7 +74,7 @@ class DataConfig(Configurable):
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Read the shifts; samples for validation are counted where those for training are."""
+        """Read the shifts; samples for validation and one's own tests are counted where those for training are."""
         tables = [plain(one) if isinstance(one, Shift) else one for one in self.shift]
         resolved = (plain(read_shift(table, f"shift[{i}]")) for i, table in enumerate(tables))
         object.__setattr__(self, "shift", tuple(resolved))
@@ -82,6 +82,15 @@ class DataConfig(Configurable):
             raise ConfigError(
                 f"validation is {self.validation} but train is not given; give both, or validation_fraction"
             )
+        if self.test_samples is not None and self.train is None and self._own_test:
+            raise ConfigError(
+                f"test_samples is {self.test_samples} but train is not given; give both, or test_fraction"
+            )
+
+    @property
+    def _own_test(self) -> bool:
+        """Whether clients hold samples of their own out for testing."""
+        return self.test == "client" and self.test_source == "train"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -98,16 +107,16 @@ class DataConfig(Configurable):
 
     def shares(self) -> tuple[int | None, tuple[float, float, float]]:
         """Return how many samples a client has in all (None: what there is), and the part of each split."""
-        own_test = self.test == "client" and self.test_source == "train"
         if self.train is None:
-            test = self.test_fraction if own_test else 0.0
+            test = self.test_fraction if self._own_test else 0.0
             return None, ((1 - test) * (1 - self.validation_fraction), (1 - test) * self.validation_fraction, test)
         kept = 1 - self.validation_fraction
         validation = (
             self.validation if self.validation is not None else round(self.train * self.validation_fraction / kept)
         )
         rest = self.train + validation
-        test = (self.test_samples or round(rest * self.test_fraction / (1 - self.test_fraction))) if own_test else 0
+        wanted = self.test_samples or round(rest * self.test_fraction / (1 - self.test_fraction))
+        test = wanted if self._own_test else 0
         total = rest + test
         return total, (self.train / total, validation / total, test / total)
 

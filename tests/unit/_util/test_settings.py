@@ -1,13 +1,14 @@
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
+from annotated_types import Ge, Gt, Le, Lt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie._util.settings import Configurable, dumps, parse, plain
+from coterie._util.settings import Configurable, WithPresets, dumps, parse, plain
 from coterie.errors import ConfigError
 
 
@@ -81,3 +82,42 @@ def test_a_dataclass_comes_back_from_its_table():
 
 def test_what_may_be_unset_is_unset_by_none():
     assert parse(Plain, {"number": 1, "limit": "none"}, "x").limit is None
+
+
+@dataclass(frozen=True)
+class Bounded(Configurable):
+    least: Annotated[float, Ge(1)] = 1.0
+    above: Annotated[float, Gt(1)] = 2.0
+    most: Annotated[float, Le(1)] = 1.0
+    below: Annotated[float, Lt(1)] = 0.0
+
+
+def test_a_range_has_its_end_or_not():
+    assert Bounded(least=1, most=1) == Bounded()
+    for name in ("above", "below"):
+        with pytest.raises(ConfigError, match=f"{name} is 1; expected a number, {name} 1"):
+            Bounded(**{name: 1})
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_number_is_finite(value):
+    with pytest.raises(ConfigError, match=f"rate is {value}; expected a number"):
+        Example(1, rate=value)
+
+
+@dataclass(frozen=True)
+class Preset(WithPresets):
+    preset: Literal["ours", "paper"] = "ours"
+    lr: float = 0.1
+    steps: int = 5
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {"lr": 0.5, "steps": 9}}
+
+
+def test_what_is_given_wins_over_the_preset_and_stays_given():
+    """lr is given, so the preset decides steps alone; back to the defaults, lr is still the one that was given."""
+    made = Preset("paper", lr=0.2)
+    assert (made.lr, made.steps) == (0.2, 9)
+    back = replace(made, preset="ours")
+    assert (back.lr, back.steps) == (0.2, 5)
+    assert (Preset("paper").lr, Preset("paper").steps) == (0.5, 9)

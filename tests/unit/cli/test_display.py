@@ -1,11 +1,13 @@
-"""What a command writes about its progress where there is no terminal."""
+"""What a command writes: its progress where there is no terminal, and the tables at the end."""
 
 import io
 
+import pandas as pd
 import pytest
 from rich.console import Console
 
 from coterie.cli import _display
+from coterie.functional.metrics import ACCURACY, LOSS
 from coterie.simulation.run import Progress
 
 
@@ -90,3 +92,30 @@ def test_quiet_says_nothing(clock):
     with _display.progress([], Console(file=text), quiet=True) as observe:
         observe(Progress("Local", 0, 0, 1, 0.25, 0.5, 4.0))
     assert lines(text) == []
+
+
+@pytest.mark.parametrize(("metric", "best"), [(ACCURACY, "B"), (LOSS, "A")])
+def test_the_best_of_a_column_is_bold_and_of_losses_that_is_the_least(metric, best):
+    rows = pd.DataFrame(
+        [("A", "all", 0.25, 0.0, 1), ("B", "all", 0.5, 0.0, 1)], columns=["label", "cluster", "mean", "std", "seeds"]
+    )
+    text = io.StringIO()
+    Console(file=text, force_terminal=True, color_system="standard", width=80).print(
+        _display._table_of(rows, metric, ["A", "B"], 80)
+    )
+    bold = {line.split()[0]: "\x1b[1m" in line for line in lines(text) if line[:1] in ("A", "B")}
+    assert bold == {"A": best == "A", "B": best == "B"}
+
+
+def test_the_share_of_clients_that_lost_is_in_percent():
+    row = {"label": "DAC", "mean": 0.125, "worst_tenth": -0.05, "lost": 0.25}
+    text = io.StringIO()
+    gains = {"baseline": "Local", "metric": "accuracy", "rows": [row]}
+    Console(file=text, width=80).print(_display._gain_table(gains, ACCURACY, ["Local", "DAC"]))
+    (shown,) = [line for line in lines(text) if line.startswith("DAC")]
+    assert shown.endswith(" 25 %")
+
+
+def test_total_participation_is_that_of_a_run_not_of_all_seeds():
+    rows = [("A", 300), ("A", 100), ("B", 50)]
+    assert _display._participation([{"label": a, "client_rounds": n} for a, n in rows]) == "A 200, B 50"

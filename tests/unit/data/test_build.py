@@ -36,6 +36,7 @@ def test_other_seeds_give_other_data_unless_the_seed_is_fixed():
     assert build(0).fingerprint() == build(0).fingerprint()
     assert build(0).fingerprint() != build(1).fingerprint()
     assert build(0, fixed_seed=7).fingerprint() == build(1, fixed_seed=7).fingerprint()
+    assert build(1, fixed_seed=0).fingerprint() == build(0).fingerprint()
 
 
 def test_the_fingerprint_is_the_same_in_another_process():
@@ -91,6 +92,16 @@ def test_each_client_may_be_tested_on_the_test_set_in_its_own_class_shares():
     assert float(distances.min()) > 0
 
 
+@pytest.mark.parametrize("source", ["train", "test"])
+def test_the_test_fraction_is_one_of_all_samples_of_a_client(source):
+    """25 samples for training and validation are half of 50, and 80 % of 31."""
+    half = build(test="client", test_source=source, test_fraction=0.5)
+    assert [len(test.x) for test in half.tests] == [25] * 8
+    assert half.counts("train").tolist() == [20] * 8
+    fifth = build(test="client", test_source=source, test_fraction=0.2)
+    assert [len(test.x) for test in fifth.tests] == [6] * 8
+
+
 def test_own_test_sets_are_transformed_like_the_client():
     plain = build(test="client", test_samples=6)
     turned = build(test="client", test_samples=6, shift=[{"kind": "rotation", "degrees": [90]}])
@@ -131,6 +142,11 @@ def test_a_label_group_without_test_samples_is_an_error(tmp_path):
         ),
         ({"num_clients": 0}, ConfigError, "num_clients is 0; expected a whole number, 1 or more"),
         ({"train": None}, ConfigError, "validation is 5 but train is not given"),
+        (
+            {"train": None, "validation": None, "test": "client", "test_samples": 6},
+            ConfigError,
+            "test_samples is 6 but train is not given; give both, or test_fraction",
+        ),
         ({"normalize": "full"}, ConfigError, "expected 'half', 'standard' or 'none'"),
         ({"dataset": "digit"}, ConfigError, "did you mean 'digits'"),
         ({"dataset": []}, ConfigError, "expected text, or a list of texts, 1 or more of them"),

@@ -19,6 +19,11 @@ def test_hosted_rows_carry_the_data_of_their_clients_and_never_the_truth():
     assert hosted.test_of.tolist() == [1, 1]
 
 
+def test_a_hosted_client_keeps_its_own_noise():
+    federation = replace(tiny_federation(num_clients=4), noise=torch.tensor([0.0, 0.1, 0.2, 0.3], dtype=torch.float64))
+    assert federation.host([3, 1]).noise.tolist() == [0.3, 0.1]
+
+
 def test_hosting_a_client_that_is_not_here_is_refused():
     with pytest.raises(DataError, match=r"clients \[9\] are not in this federation of 5"):
         tiny_federation(num_clients=5).host([0, 9])
@@ -34,6 +39,17 @@ def test_save_and_load_give_back_every_part(tmp_path):
     assert torch.equal(loaded.tests[1].y, federation.tests[1].y)
     assert loaded.fingerprint() == federation.fingerprint()
     assert not list((tmp_path / "sub").glob("*.tmp"))
+
+
+def test_save_and_load_give_back_the_noise_of_clients_and_of_test_sets(tmp_path):
+    plain = tiny_federation()
+    noise = torch.arange(6, dtype=torch.float64) / 8
+    federation = replace(plain, noise=noise, tests=(plain.tests[0], replace(plain.tests[1], noise=0.5)))
+    federation.save(tmp_path / "data.safetensors")
+    loaded = Federation.load(tmp_path / "data.safetensors")
+    assert torch.equal(loaded.noise, noise)
+    assert [test.noise for test in loaded.tests] == [0.0, 0.5]
+    assert loaded.fingerprint() == federation.fingerprint()
 
 
 def test_a_file_that_is_no_federation_is_refused(tmp_path):
@@ -54,6 +70,7 @@ def test_the_fingerprint_tells_samples_splits_and_transforms_apart():
     ("change", "words"),
     [
         (lambda f: replace(f, y=f.y + 7), "labels run from 7 to 9; expected 0 to 2"),
+        (lambda f: replace(f, classes=2), "labels run from 0 to 2; expected 0 to 1"),
         (lambda f: replace(f, x=f.x / 0), "inputs of client 0 contain NaN or infinity"),
         (lambda f: replace(f, split=torch.where(f.ids[:, None] == 2, 1, f.split)), "client 2 has no training samples"),
         (lambda f: replace(f, classes=0, y=f.y * torch.nan), "targets contain NaN"),

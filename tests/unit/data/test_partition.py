@@ -89,5 +89,6 @@ def test_shares_add_up_and_the_minimum_comes_first():
     assert share(10, np.array([0.5, 0.25, 0.25]), minimum=2).tolist() == [4, 3, 3]
     assert share(7, np.array([1.0, 0.0])).tolist() == [7, 0]
     assert share(3, np.array([1.0, 1.0])).tolist() == [2, 1]
+    assert share(10, np.array([0.5, 0.26, 0.24])).tolist() == [5, 3, 2]  # 5, 2.6 and 2.4: one more for the 0.6
     with pytest.raises(DataError, match="3 clients x a minimum of 4 = 12 samples; there are 11"):
         share(11, np.ones(3), minimum=4)

@@ -180,6 +180,18 @@ def test_the_fingerprint_of_noisy_images_tells_how_they_were_normalized():
     assert build(shift).fingerprint() != build(shift, normalize="standard").fingerprint()
 
 
+def test_fixed_noise_is_drawn_for_every_client():
+    """What is left when the prepared images are taken away is a draw of its own for each client, of the deviation."""
+    toy = source()
+    federation = build({"kind": "visual", "domains": ["noise"], "sigma": 2.0, "noise": "fixed"}, sources=(toy,))
+    assert federation.origin is not None
+    clean = (toy.train.x[federation.origin].float() / 255 - 0.5) / 0.5
+    noise = (federation.x.float() - clean).flatten(1)
+    assert abs(float(noise.std()) - 2.0) < 0.15  # 8 x 15 x 16 draws: 4.6 standard errors
+    likeness = torch.corrcoef(noise) - torch.eye(8)
+    assert float(likeness.abs().max()) < 0.33  # 240 draws each: five standard errors
+
+
 def test_blur_alone_keeps_uint8():
     federation = build({"kind": "visual", "domains": ["clean", "blur"]})
     assert federation.x.dtype == torch.uint8
@@ -199,6 +211,16 @@ def test_a_dirichlet_shift_plants_no_cluster_but_says_what_was_done():
     assert cluster(federation) == [0] * 8
     assert federation.truth is not None
     assert federation.truth.shift[3] == "dirichlet 0.5 per class"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [({"concentration_total": 1.0}, 1.1 / 2), ({"concentration_per_class": 1.0}, 2 / 11)]
+)
+def test_a_total_concentration_is_divided_among_the_classes_and_one_per_class_is_not(given, expected):
+    """Dirichlet(a, ..., a) of ten classes: the squares of the shares add up to (a + 1) / (10 a + 1) on average."""
+    rng, everybody = Rng(2), (Client(10, (1.0, 0.0, 0.0)),) * 2000
+    planned = DirichletPerClient(**given).apply(everybody, (source(),), lambda client: rng.generator("x", client))
+    assert abs(np.square([client.mixture for client in planned]).sum(1).mean() - expected) < 0.02
 
 
 def test_a_dirichlet_within_label_groups_stays_within_them():
@@ -314,6 +336,8 @@ def test_natural_groups_are_whole_and_have_test_samples_of_their_cluster():
     assert (federation.origin // 10).unique(dim=1).flatten().tolist() == [0, 1, 2, 3, 4, 5]
     assert federation.counts("validation").tolist() == [2] * 6
     assert federation.tests[1].x.flatten().tolist() == [61, 63, 65, 67]
+    all_of_them = build_from_sources(DataConfig("toy", 6, 8, 2, shift=[shift]), (own,), Rng(0))  # 10 samples each
+    assert (all_of_them.origin // 10).unique(dim=1).flatten().tolist() == [0, 1, 2, 3, 4, 5]
     unknown = build_from_sources(DataConfig("toy", shift=[{"kind": "natural", "column": "writer"}]), (own,), Rng(0))
     assert unknown.truth is None
     with pytest.raises(

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from coterie.engine._augment import CropFlip
+from coterie.engine._work import RawSamples
 from coterie.engine.optim import LocalTraining
 from coterie.engine.task import Task
 from coterie.errors import ModelError
@@ -61,6 +62,15 @@ def test_training_with_augmentation_is_the_same_everywhere():
     torch.testing.assert_close(grouped, results[0], rtol=0, atol=1e-10)
     plain = follow(FedAvg(), federation=federation, settings=tiny_settings()).state.params
     assert float((plain - results[0]).abs().max()) > 1e-3
+
+
+def test_the_added_pixels_are_black_as_the_model_takes_it():
+    """A pixel of 0, less the mean and over the deviation: (0 - 0.5) / 0.5 and (0 - 0.25) / 0.125; else plain 0."""
+    x, y = torch.zeros(1, 2, 3, 3, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    samples = RawSamples(x, y, 3, torch.float64, mean=(0.5, 0.25), std=(0.5, 0.125))
+    assert samples.black().tolist() == [-1.0, -2.0]
+    assert torch.equal(samples.inputs(torch.tensor([0]))[0, :, 1, 1], samples.black())
+    assert RawSamples(x, y, 3, torch.float64).black().tolist() == [0.0, 0.0]
 
 
 def test_only_images_are_cropped():

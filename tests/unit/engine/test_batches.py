@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from coterie.engine._batches import plan
+from coterie.engine._batches import BatchPlan, last_epoch_mean, plan
 from coterie.engine.optim import LocalTraining
 from coterie.rng import Rng
 
@@ -39,3 +39,28 @@ def test_no_two_clients_and_no_two_rounds_share_an_order():
         for purpose in ("batches", "batches.personal")
     ]
     assert len(torch.cat(orders).unique(dim=0)) == 48
+
+
+def test_every_epoch_draws_another_order():
+    schedule = plan(LocalTraining(epochs=3, batch_size=20), torch.tensor([20]), torch.tensor([0]), Rng(0), "batches")
+    orders = {tuple(order.tolist()) for order in schedule.order[0]}
+    assert len(orders) == 3
+    assert all(sorted(order) == list(range(20)) for order in orders)
+
+
+def test_a_number_of_steps_ends_in_the_middle_of_an_epoch():
+    """Twelve samples in batches of five: an epoch has three steps, the fourth begins the next."""
+    schedule = plan(LocalTraining(steps=4, batch_size=5), torch.tensor([12]), torch.tensor([0]), Rng(0), "batches")
+    assert schedule.length.tolist() == [[5, 5, 2, 5]]
+    assert sorted(schedule.order[0, :3][schedule.order[0, :3] >= 0].tolist()) == list(range(12))
+
+
+def test_the_training_loss_is_the_mean_over_the_batches_of_the_last_epoch():
+    """Of six steps the last epoch has three, 10, 20 and 60; a client with two steps has 4 in its last."""
+    nan = torch.nan
+    losses = torch.tensor([[1.0, 2.0, 3.0, 10.0, 20.0, 60.0], [9.0, 4.0, nan, nan, nan, nan], [nan] * 6])
+    length = torch.tensor([[5, 5, 2, 5, 5, 2], [3, 3, 0, 0, 0, 0], [0] * 6])
+    schedule = BatchPlan(torch.zeros(3, 6, 5, dtype=torch.int64), length, torch.tensor([3, 1, 0]))
+    means = last_epoch_mean(losses, schedule)
+    assert means[:2].tolist() == [30.0, 4.0]
+    assert bool(means[2].isnan())

@@ -34,11 +34,12 @@ def trained(engine: str, wanted: str) -> tuple[Task, torch.Tensor, torch.Tensor]
 
 @pytest.mark.parametrize("engine", ["loop", "vmap"])
 def test_bfloat16_products_leave_parameters_and_losses_in_float32(engine):
-    """The models are near those of full precision (bfloat16 keeps 8 bits), and are no bfloat16 numbers."""
+    """Models and losses are near those of full precision (bfloat16 keeps 8 bits), and are no bfloat16 numbers."""
     _, full, losses = trained(engine, "full")
     task, params, rough = trained(engine, "bf16")
     assert params.dtype == rough.dtype == task.loss(params, "train").dtype == torch.float32
     assert not torch.equal(params, params.bfloat16().float())
+    assert not torch.equal(rough, rough.bfloat16().float())
     assert 1e-5 < float((params - full).abs().max()) < 0.05
     assert 0 < float((rough - losses).abs().max()) < 0.05
     assert not torch.is_autocast_enabled("cpu")

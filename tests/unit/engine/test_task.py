@@ -14,6 +14,7 @@ from coterie.engine._batches import plan
 from coterie.engine._work import step_keys
 from coterie.engine.task import LocalTraining, Task
 from coterie.errors import ConfigError, ModelError
+from coterie.exchange.base import Message, read
 from coterie.rng import Rng
 from coterie.studies import config
 from coterie.testing import tiny_federation
@@ -181,6 +182,26 @@ def test_the_proximal_term_pulls_towards_the_anchor():
     assert torch.equal(free, zero)
 
 
+@pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
+def test_the_proximal_term_has_the_gradient_of_half_the_squared_distance(engine):
+    """A step of SGD with the anchor at distance 1 of each parameter: lr x mu towards it beside the step of the loss."""
+    t = task(engine, model="linear")
+    start = t.init(Rng(0)).clone()
+    local = LocalTraining(steps=1, batch_size=12, optimizer="sgd", lr=0.1)
+    free, _ = t.train(start, Rng(0).at(0), local)
+    pulled, _ = t.train(start, Rng(0).at(0), local, anchor=start + 1, prox=0.6)
+    assert torch.allclose(pulled - free, torch.full_like(start, 0.1 * 0.6), atol=1e-12)
+
+
+def test_a_second_training_in_a_round_draws_batches_of_its_own():
+    t = task(model="linear")
+    local = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1)
+    start, rng = t.init(Rng(0)), Rng(0).at(0)
+    first, again, other = (t.train(start, rng, local, purpose=name)[0] for name in ("batches", "batches", "personal"))
+    assert torch.equal(first, again)
+    assert bool((first != other).any(1).all())
+
+
 def test_a_module_that_cannot_be_batched_falls_back_with_one_warning_that_names_the_layer():
     class Decides(nn.Module):
         def __init__(self):
@@ -253,6 +274,54 @@ def test_losses_of_all_clients_are_those_of_each_client_alone(loss_table):
     params = t.init(Rng(0)) + torch.randn(6, t.layout.size, generator=torch.Generator().manual_seed(1))
     table = loss_table(t, params)
     assert torch.allclose(table.diagonal(), t.loss(params, "train"))
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
+def test_a_large_set_is_measured_whole(engine):
+    """300 samples, more than an engine takes in one call: loss and accuracy as plain PyTorch computes them."""
+    federation = tiny_federation(train=300)
+    t = task(engine, model="linear", federation=federation)
+    params = t.init(Rng(0)) + torch.randn(6, t.layout.size, generator=torch.Generator().manual_seed(1))
+    found = t.measure(params, "train")
+    for client in range(6):
+        x, y = federation.x[client, :300], federation.y[client, :300]
+        outputs = t.layout.module(params[client])(x).detach()
+        assert float(found["loss"][client]) == pytest.approx(float(functional.cross_entropy(outputs, y)), abs=1e-12)
+        assert float(found["accuracy"][client]) == pytest.approx(float((outputs.argmax(1) == y).double().mean()))
+
+
+def test_class_counts_are_those_of_training():
+    federation = tiny_federation()
+    expected = [torch.bincount(y[:12], minlength=3).tolist() for y in federation.y]
+    assert task(model="linear").class_counts().tolist() == expected
+
+
+def test_the_accuracy_on_all_test_sets_together_counts_each_sample_once():
+    """A model that is right on all 30 samples of one test set and wrong on both of another: 30 of 32."""
+    federation = tiny_federation()
+    bias = torch.tensor([0.0, 5.0, 0.0], dtype=torch.float64)  # it always says class 1
+    tests = tuple(
+        replace(test, x=test.x[:size], y=torch.full((size,), label))
+        for test, size, label in zip(federation.tests, (30, 2), (1, 2), strict=True)
+    )
+    model = nn.Linear(4, 3).double()
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.copy_(bias)
+    t = task(model=model, federation=replace(federation, tests=tests), init="given")
+    assert t.pooled_accuracy(t.init(Rng(0))).tolist() == [30 / 32] * 6
+
+
+def test_losses_that_were_kept_are_of_the_models_that_are_scored():
+    """Models change between two scores, their number does not: the losses are those of the new ones."""
+    t = task(model="linear")
+    ids = torch.arange(6)
+    peers = ((ids + 1) % 6)[:, None]
+    for change in (0.0, 1.0):
+        table = t.init(Rng(0)) + change * torch.randn(6, t.layout.size, generator=torch.Generator().manual_seed(2))
+        inbox = read(Message(table, ids=ids), ids, peers, 6)
+        assert torch.equal(t.score(inbox, keep=True), t.score(inbox))
+        assert torch.equal(t.score(inbox, keep=True), t.score(inbox))
 
 
 def test_clients_without_validation_data_have_no_validation_loss():

@@ -131,3 +131,19 @@ def test_a_wrong_clock_an_older_roster_and_another_study_are_told(three, monkeyp
     assert not good
     for part in ("clock -3600.0 s", "it runs something else: rounds is 99 there and 4 here", "version 0 of the roster"):
         assert part in one
+
+
+@pytest.mark.parametrize(("seconds", "fine"), [(-20.0, True), (20.0, True), (-40.0, False), (40.0, False)])
+def test_a_clock_that_is_late_or_early_by_half_a_minute_does_not_pass(three, monkeypatch, seconds, fine):
+    """Nothing else is wrong with the member."""
+    asking, there, sign = three
+    monkeypatch.setattr(doctor, "_LOOK", 0.1)
+
+    def skewed(nonce: str) -> bytes:
+        text = there._head(nonce)[64:].decode()
+        return replace(Head(**json.loads(text)), time=time.time() + seconds).seal(sign)
+
+    there.transport.serve_head(skewed)
+    one, good = next(iter(doctor._others(asking)))
+    assert f"clock {seconds:+.0f}" in one.replace(".0 s", "")
+    assert good is fine

@@ -3,14 +3,17 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from coterie.errors import ExchangeError, TransportError
 from coterie.exchange.base import Message, PeersMissing, Reply
+from coterie.net import exchange as remote
 from coterie.net import local
 from coterie.net.post import RoundMissed, Terms
+from coterie.net.wire import Address
 from coterie.rng import Rng
 
 
@@ -98,6 +101,47 @@ def test_missing_peers_are_drawn_again_and_asked_once(network):
     assert pull(a, 2).mask.tolist() == [[False]], "later exchanges of the round do not ask for a new draw"
 
 
+def test_a_round_has_one_deadline_however_often_its_peers_are_drawn_again(network, monkeypatch):
+    """Of ten seconds the first draw takes four and the second three: six and then three are left."""
+    _, (a, b, c, d), _ = network(4, redraws=3, deadline=10.0)
+    for exchange in (a, b, d):
+        begin(exchange)
+    publish(b)
+    publish(d)
+    c.post.transport.close()
+    clock, left, gather = SimpleNamespace(now=100.0), [], a.post.gather
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def slow(wanted, template, seconds):
+        left.append(seconds)
+        found = gather(wanted, template, seconds)
+        clock.now += 4.0 if len(left) == 1 else 3.0
+        return found
+
+    monkeypatch.setattr(a.post, "gather", slow)
+    with pytest.raises(PeersMissing):
+        pull(a, 2)
+    pull(a, 1)
+    begin(d, 1)
+    publish(d)
+    begin(a, 1)
+    pull(a, 3)
+    assert left == pytest.approx([10.0, 6.0, 10.0])
+
+
+def test_what_came_is_put_in_the_order_of_the_clients(network):
+    """Client 1 asks 2 and 0, in that order; what a rule or a mix gets is the rows of 0, 1 and 2."""
+    _, (a, b, c), _ = network(3)
+    for exchange in (a, b, c):
+        begin(exchange)
+    publish(a)
+    publish(c)
+    inbox = pull(b, 2, 0)
+    assert inbox.table[:, 0].tolist() == [0.0, 1.0, 2.0]
+    assert inbox.index.tolist() == [[2, 0]]
+    assert inbox.field("samples").tolist() == [[3.0, 1.0]]
+
+
 def test_a_peer_whose_token_went_is_known_to_be_away_at_the_next_round(network):
     _, (a, b, c), _ = network(3)
     for exchange in (a, b, c):
@@ -164,6 +208,19 @@ def test_an_older_incarnation_is_refused(network):
         assert bool(arrived.all()) == (round == 0)
         b.post.incarnation = 4
     assert events[-1]["missing"] == {"1": "refused:replay"}
+
+
+def test_a_message_from_before_a_restart_is_refused_afterwards(network):
+    """Started for the third time, then one of its second start comes: a replay."""
+    _, (a, b), _ = network(2)
+    arrived = []
+    for round, incarnation in enumerate((5, 7, 6)):
+        b.post.incarnation = incarnation
+        begin(a, round)
+        begin(b, round)
+        publish(b)
+        arrived.append(bool(pull(a, 1).mask.all()))
+    assert arrived == [True, True, False]
 
 
 def test_a_node_that_fell_behind_learns_how_far(network):
@@ -267,15 +324,16 @@ def test_traces_on_their_way_to_the_server_may_have_gaps_and_nothing_else(networ
         own = Message(torch.ones(1, 4), {"samples": torch.tensor([samples]), "trace": torch.tensor([[1.0, trace]])})
         return exchange.serve(own, double, torch.zeros(()))
 
-    for round, (samples, arrived) in enumerate([(1.0, [0, 1]), (torch.nan, [0])]):
+    rounds = [(1.0, torch.nan, [0, 1]), (torch.nan, 1.0, [0]), (1.0, torch.inf, [0])]
+    for round, (samples, trace, arrived) in enumerate(rounds):
         begin(a, round)
         begin(b, round)
         with ThreadPoolExecutor() as pool:
-            answers = [pool.submit(serve, a), pool.submit(serve, b, samples)]
+            answers = [pool.submit(serve, a), pool.submit(serve, b, samples, trace)]
             answers[0].result()
         assert next(e for e in reversed(events) if e["event"] == "serve")["arrived"] == arrived
-    begin(a, 2)
-    begin(b, 2)
+    begin(a, 3)
+    begin(b, 3)
     publish(b, Message(torch.ones(1, 4), {"trace": torch.tensor([[torch.nan]])}))
     assert not a.pull(Message(torch.ones(1, 4), {"trace": torch.ones(1, 1)}), torch.tensor([[1]])).mask.any()
 
@@ -288,6 +346,30 @@ def test_everybody_learns_the_cohort_from_the_server(network):
         return exchange.cohort(lambda: torch.tensor([0, 2])).tolist()
 
     assert everywhere(exchanges, choose) == [[0, 2]] * 3
+
+
+@pytest.mark.parametrize("ids", [[0, 0, 2], [2, 0], [0, 3], [-1, 0]])
+def test_a_cohort_that_is_no_set_of_clients_is_refused(network, ids):
+    """Twice the same, out of order, beyond the population of three, below 0: a server that is wrong or lies."""
+    _, (a, b, _c), _ = network(3)
+    begin(b)
+    a.post.publish({"ids": torch.tensor(ids)}, Address(0, 0, -1, "cohort"))
+    with pytest.raises(TransportError, match="cohort is not a set of clients in ascending order"):
+        b.cohort(lambda: torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("index", "rows", "said"),
+    [([0], 2, "shows 1 rows and has 2"), ([0, 2], 1, "shows 2 rows and has 1"), ([-1], 1, "")],
+)
+def test_an_answer_that_shows_other_rows_than_it_has_is_refused(network, index, rows, said):
+    """A row that no slot shows, a slot without a row, a slot below 0."""
+    _, (a, b), _ = network(2)
+    begin(b)
+    answer = {"table": torch.ones(rows, 4), "index": torch.tensor(index)}
+    a.post.publish(answer, Address(0, 0, 1, "reply"), to="n1")
+    with pytest.raises(TransportError, match=f"the server's answer {said}"):
+        b.serve(message(1), double, torch.zeros(()))
 
 
 def test_a_method_with_a_server_needs_one_in_the_roster():

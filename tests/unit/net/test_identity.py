@@ -35,11 +35,12 @@ def test_private_keys_are_for_their_owner_only_and_never_overwritten(folder):
         identity.make_request(folder, "north", "192.0.2.7:7447")
 
 
-def test_a_key_that_others_can_read_is_refused(folder, tmp_path):
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660])
+def test_a_key_that_others_can_read_is_refused(folder, tmp_path, mode):
     copy = tmp_path / "k.key"
     copy.write_bytes((folder / "north.key").read_bytes())
-    copy.chmod(0o644)
-    with pytest.raises(TransportError, match="mode 0644, so others can read this key; run chmod 600"):
+    copy.chmod(mode)
+    with pytest.raises(TransportError, match=f"mode {mode:04o}, so others can read this key; run chmod 600"):
         identity.load_key(copy)
 
 

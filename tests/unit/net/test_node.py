@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -26,6 +27,7 @@ from coterie.net.node import Node, Patience, RunSpec
 from coterie.net.post import Terms
 from coterie.net.transport import Hub, InProcess
 from coterie.results import traffic
+from coterie.rng import Rng
 from coterie.simulation.loop import Loop
 from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
@@ -226,6 +228,41 @@ def test_a_late_joiner_takes_part_from_the_round_of_the_others(networks):
     loop = network.replayed()
     for number, node in network.nodes.items():
         assert torch.equal(node.loop.state.params[0], loop.state.params[number])
+
+
+@pytest.mark.parametrize(("kind", "away"), [("random", [3]), ("fedavg", [])])
+def test_members_that_are_away_cannot_be_chosen_as_peers(networks, kind, away):
+    """A member that did not answer at the start; with a server it is the server that misses it."""
+    node = networks(kind).node(0)
+    node.exchange.away(["n3"])
+    node.exchange.begin(Rng(3).at(0))
+    everybody = torch.arange(6)
+    rnd = node.loop._context(0, torch.tensor([0]), everybody)
+    assert everybody[~rnd.reachable].tolist() == away
+
+
+def test_a_node_that_fell_behind_goes_to_the_round_in_the_middle_of_the_others(networks, monkeypatch):
+    """Others are in rounds 3, 5 and 9, and one is done: to 5. It never goes back, and never before its warm-up."""
+    node = networks("random", rounds=20).node(0)
+    rounds = {"n1": (3, "running"), "n2": (9, "running"), "n3": (5, "running"), "n4": (20, "done")}
+    heads = {name: SimpleNamespace(round=round, state=state) for name, (round, state) in rounds.items()}
+    monkeypatch.setattr(node, "ask_heads", lambda names: heads)
+    for before, after in ((1, 5), (5, 5), (7, 7), (-1, -1)):
+        node.loop.next_round = before
+        node._catch_up()
+        assert node.loop.next_round == after
+
+
+def test_a_deadline_has_room_for_three_transfers_and_two_trainings(networks):
+    """Transfers of 20 s on average and trainings of 8, 10 and 60 s: 3 x 20 + 2 x 10; half a minute at least."""
+    node = networks("random").node(0)
+    node.post.terms = Terms(deadline=0.0)
+    assert node.deadline() == 30.0
+    node.post.traffic.transfer, node.post.traffic.received = 60.0, 3
+    node._local = [8.0, 60.0, 10.0]
+    assert node.deadline() == 80.0
+    node.post.terms = Terms(deadline=7.0)
+    assert node.deadline() == 7.0
 
 
 def test_a_node_with_another_method_is_turned_away_and_told_why(networks):

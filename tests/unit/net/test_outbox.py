@@ -50,6 +50,14 @@ def test_a_question_waits_for_its_message(outbox):
     assert ask(outbox, "c", at(0)) == [parcel("m")]
 
 
+def test_a_question_about_the_round_that_is_going_on_waits_though_others_of_it_are_there(outbox):
+    outbox.publish(at(3), parcel("first"))
+    answers = ask(outbox, "b", at(3, exchange=1))
+    assert answers == []
+    outbox.publish(at(3, exchange=1), parcel("second"))
+    assert answers == [parcel("second")]
+
+
 def test_the_last_eight_rounds_are_kept_and_older_ones_are_gone(outbox):
     for round in range(10):
         outbox.publish(at(round), parcel(str(round)))

@@ -76,6 +76,7 @@ def test_problems_of_a_member_are_named(made, tmp_path):
         (lambda r: replace(r, members=(*r.members, Member("a*", "127.0.0.1:1", ()))), r"name 'a\*'"),
         (lambda r: replace(r, members=(*r.members, Member("x", "nowhere", ()))), "expected host:port"),
         (lambda r: replace(r, members=(*r.members, Member("x", "127.0.0.1:1", (), "zz"))), "is no public key"),
+        (lambda r: replace(r, members=(r.members[0], replace(r.members[1], key=r.members[0].key))), "have the key 0"),
         (lambda r: replace(r, members=()), "0 members"),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load
+from safetensors.torch import load, save
 
 from coterie.net import identity
 from coterie.net.payload import Refused, Template, decode, encode
@@ -118,6 +118,20 @@ def test_what_cannot_be_sent_is_refused_by_the_sender(bad):
     half = frozenset({"params"}) if bad == 1e6 else frozenset()
     with pytest.raises(Refused, match="not_finite"):
         sealed({"params": torch.tensor([0.0, bad])}, half=half)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf])
+def test_where_values_may_be_missing_nan_passes_and_infinity_never(bad):
+    """Neither a sender lets it out nor a reader in, who gets the bytes of one that does."""
+    gaps, trace = frozenset({"trace"}), torch.tensor([1.0, torch.nan])
+    template = Template.of({"trace": trace}, gaps=gaps)
+    came = decode(bytearray(encode({"trace": trace}, gaps=gaps)), template)["trace"]
+    assert torch.equal(came.isnan(), trace.isnan())
+    wrong = {"trace": torch.tensor([1.0, bad])}
+    with pytest.raises(Refused, match="not_finite"):
+        encode(wrong, gaps=gaps)
+    with pytest.raises(Refused, match="not_finite"):
+        decode(bytearray(save(wrong)), template)
 
 
 @pytest.mark.parametrize(

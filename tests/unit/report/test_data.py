@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from coterie.report.data import payload
-from coterie.report.data.packing import dense, pack, thin
+from coterie.report.data.packing import dense, over_seeds, pack, thin
 from coterie.report.data.reads import cells
 from coterie.results.equal_bytes import at_equal_bytes
 from coterie.results.summary import find_runs
@@ -51,6 +51,13 @@ def test_thinning_keeps_the_first_and_the_last_point():
     """Of 1,000 rounds five are kept, evenly spread; of three all."""
     np.testing.assert_array_equal(thin(1001, 5), [0, 250, 500, 750, 1000])
     np.testing.assert_array_equal(thin(3, 5), [0, 1, 2])
+
+
+def test_a_mean_over_seeds_is_over_those_that_have_a_value():
+    """1 and 3; 4 alone; none."""
+    mean, spread = over_seeds(np.array([[1.0, np.nan, np.nan], [3.0, 4.0, np.nan]]))
+    np.testing.assert_array_equal(mean, [2.0, 4.0, np.nan])
+    np.testing.assert_array_equal(spread, [1.0, 0.0, np.nan])
 
 
 def test_a_client_that_sat_out_keeps_its_last_value(write_run, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import pandas as pd
 import pytest
 
 from coterie.errors import ConfigError
@@ -120,6 +121,20 @@ def test_what_is_predicted_is_what_is_counted(method, init):
         expected = method.cost(setting, round)
         for name, value in found.items():
             assert value / 6 == pytest.approx(getattr(expected, name)), f"{name} in round {round}"
+
+
+def test_the_bytes_of_a_round_are_those_of_models_and_of_what_goes_beside_them():
+    """Two models of 40 bytes in round 0 with 5 and 6 bytes of extras, 7 from the server in round 1 and 3 to it.
+
+    What the warm-up counted is of no round.
+    """
+    columns = ["round", "client", "metric", "value"]
+    counted = [(-1, 0, "extra_bytes", 100), (0, 0, "extra_bytes", 5), (0, 1, "extra_bytes", 6)]
+    counted += [(1, 0, "bytes_down", 7), (1, 1, "bytes_up", 3), (1, 1, "loss", 9)]
+    edges = pd.DataFrame({"round": [0, 0], "reader": [0, 1], "read": [1, 0], "bytes": [40, 40]})
+    received, sent = traffic.traffic(pd.DataFrame(counted, columns=columns), edges, 3)
+    assert received.tolist() == [91.0, 7.0, 0.0]
+    assert sent.tolist() == [0.0, 3.0, 0.0]
 
 
 def test_counting_a_server_based_run():

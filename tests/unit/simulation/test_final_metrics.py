@@ -68,6 +68,24 @@ def test_class_metrics_are_those_of_the_predictions(engine: str):
         assert table.train_prior_accuracy[client] == pytest.approx(expected)
 
 
+def test_a_class_without_test_samples_is_left_out_of_balanced_accuracy():
+    """The first test set has the classes 0 and 1 alone: the mean of those two recalls, not a third less."""
+    federation = testing.tiny_federation()
+    first, second = federation.tests
+    held = first.y < 2
+    federation = dataclasses.replace(federation, tests=(TestSet(first.x[held], first.y[held], first.name), second))
+    settings = testing.tiny_settings(extra_metrics=("balanced_accuracy",), evaluate="final")
+    loop = testing.follow(FedAvg(), federation=federation, settings=settings)
+    params = loop.final()
+    table = loop.record.metrics.query("split == 'test' and metric == 'balanced_accuracy'").set_index("client")["value"]
+    for client in range(6):
+        test = federation.tests[int(federation.test_of[client])]
+        right = loop.task.layout.module(params[client])(test.x).argmax(1) == test.y
+        recalls = [float(right[test.y == label].double().mean()) for label in test.y.unique()]
+        assert table[client] == pytest.approx(sum(recalls) / len(recalls))
+    assert table[0] > 0
+
+
 def pooled(loop, row: torch.Tensor) -> float:
     """Accuracy of one model on both test sets together."""
     federation = uneven()

@@ -29,9 +29,10 @@ def losses(result, client, model="current"):
     return rows.sort_values("round").value.tolist()
 
 
-def test_the_best_model_is_that_of_the_lowest_recorded_validation_loss():
-    """Spec invariant 7, first part."""
-    result = run(rounds=8)
+@pytest.mark.parametrize("order", ["exchange_first", "train_first"])
+def test_the_best_model_is_that_of_the_lowest_recorded_validation_loss(order):
+    """Spec invariant 7, first part; where training comes first, what is judged is the model before the exchange."""
+    result = run(rounds=8, order=order)
     for client in range(6):
         assert losses(result, client, "best")[0] == pytest.approx(min(losses(result, client)), abs=1e-9)
 
@@ -137,6 +138,13 @@ def test_tests_happen_in_rounds_of_validation_and_both_end_with_the_last_round()
     assert happened == {"validation": [-1, 1, 3, 4], "test": [1, 3, 4]}
 
 
+def test_the_last_round_is_validated_so_that_its_models_can_be_the_best():
+    """Five rounds, every second of them validated: the fifth all the same, before the best models are tested."""
+    rows = run(rounds=5, validate_every=2).metrics
+    current = rows[(rows["split"] == "validation") & (rows["model"] == "current") & (rows["metric"] == "loss")]
+    assert sorted(current["round"].unique()) == [-1, 1, 3, 4]
+
+
 def test_tests_between_validations_are_refused():
     with pytest.raises(ConfigError, match=r"eval_every is 3; expected a multiple of validate_every \(2\)"):
         tiny_settings(validate_every=2, eval_every=3)
@@ -146,6 +154,22 @@ def test_train_first_trains_before_the_exchange_and_has_no_warm_up():
     result = run(order="train_first", rounds=3, evaluate="final")
     assert result.timing["train_samples"] == 3 * 6 * 12
     assert run(rounds=3).timing["train_samples"] == 4 * 6 * 12
+
+
+def test_the_warm_up_has_the_epochs_that_it_is_given():
+    """Six clients of 12 samples train in two rounds, and before them for no epoch, for two, or as in a round."""
+    for epochs, passes in ((0, 2), (2, 4), (None, 3)):
+        assert run(rounds=2, warmup_epochs=epochs).timing["train_samples"] == passes * 6 * 12
+
+
+def test_noise_that_is_drawn_at_every_access_is_another_in_each_round():
+    """With a learning rate of 0 nothing else changes a validation loss from round to round."""
+    federation = dataclasses.replace(tiny_federation(), noise=torch.tensor([0.0, 0.5] * 3, dtype=torch.float64))
+    settings = tiny_settings(rounds=3, local=LocalTraining(lr=0.0))
+    result = simulate(federation, Random(2), model="linear", settings=settings, seed=1)
+    for client in range(6):
+        found = {round(loss, 9) for loss in losses(result, client)}  # of the warm-up and three rounds
+        assert len(found) == (4 if client % 2 else 1)
 
 
 def test_mixing_conserves_mean_and_convexity_with_a_learning_rate_of_zero():
@@ -264,6 +288,13 @@ def test_best_models_are_kept_only_where_somebody_needs_them():
     assert len(tracker.best) == 0
     assert tracker.best_loss.tolist() == [0.5, 1.0]
     assert tracker.stopped.tolist() == [False, True]
+
+
+def test_a_run_does_not_go_on_with_another_seed(tmp_path):
+    federation, settings = tiny_federation(), tiny_settings(rounds=2)
+    simulate(federation, Random(), model="linear", settings=settings, seed=1, folder=tmp_path)
+    with pytest.raises(CheckpointError, match="other settings or data"):
+        simulate(federation, Random(), model="linear", settings=settings, seed=2, folder=tmp_path, resume=True)
 
 
 def test_a_run_does_not_go_on_with_inputs_that_were_prepared_otherwise(tmp_path):

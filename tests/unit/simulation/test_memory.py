@@ -16,6 +16,12 @@ def test_a_forecast_is_worked_out_by_hand():
     assert (WANTED.models, WANTED.block, WANTED.needed) == (12000, 8000, 20000)
 
 
+def test_optimizer_states_that_are_kept_are_there_twice_in_a_round():
+    """Two moments: four copies of the models of 4,000 bytes beside the three, and one of the best."""
+    kept = _memory.forecast(clients=10, params=100, itemsize=4, block=5, data=0, keeps_best=True, moments=2)
+    assert kept.models == (3 + 1 + 2 * 2) * 4000
+
+
 def test_servers_second_models_and_training_first_take_further_copies():
     """A server that sees everybody: one copy; a second model of each client: two more. Trained models to judge: two."""
     whole = {"whole": True, "tracks": 1, "train_first": False}

@@ -32,6 +32,21 @@ def test_reading_the_tables_joins_their_chunks_and_changes_nothing():
     assert often.metrics["value"].tolist()[:3] == [1.0, 2.0, 3.0]
 
 
+def test_an_edge_says_what_became_of_a_model_that_was_asked_for():
+    """Mixed, only evaluated, or lost on the way, whatever weight was meant for it; an empty slot is no edge."""
+    record = Record(torch.zeros(4, dtype=torch.int64))
+    info = {
+        "peers": torch.tensor([[2, 3, 0, -1]]),
+        "arrived": torch.tensor([[True, True, False, False]]),
+        "weights": torch.tensor([[0.5, 0.0, 0.25, 0.0]]),
+        "bytes": torch.tensor([[40, 40, 0, 0]]),
+    }
+    record.add_edges(3, torch.tensor([1]), info)
+    assert record.edges.astype({"purpose": str}).values.tolist() == [
+        [3, 1, 2, "mix", 0.5, 40], [3, 1, 3, "probe", 0.0, 40], [3, 1, 0, "missing", 0.0, 0]
+    ]  # fmt: skip
+
+
 def test_a_frame_is_a_copy():
     """What a user does to a table of results does not reach the record."""
     record = filled(2)

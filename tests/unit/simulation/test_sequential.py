@@ -1,12 +1,16 @@
 """Sequential schedules: acting in waves is acting one after another."""
 
+from itertools import chain
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coterie.engine.optim import LocalTraining
+from coterie.engine.task import Task
 from coterie.methods.random_gossip import Random
+from coterie.rng import Rng
 from coterie.simulation import _sequential
 from coterie.simulation.run import simulate
 from coterie.testing.tiny import tiny_federation, tiny_settings
@@ -62,3 +66,18 @@ def test_a_run_in_waves_is_a_run_one_by_one(schedule, monkeypatch):
     assert (in_waves.metrics[["round", "client", "metric"]] == one_by_one.metrics[["round", "client", "metric"]]).all(
         axis=None
     )
+
+
+def test_the_order_is_drawn_anew_in_every_round():
+    """With lr = 0 and everyone reading everyone, three rounds of means taken one after another, by hand."""
+    federation, number = tiny_federation(), 3
+    settings = tiny_settings(
+        schedule="sequential", init="per_client", local=LocalTraining(lr=0.0), rounds=number, evaluate="final"
+    )
+    result = simulate(federation, Random(5), model="linear", settings=settings, seed=1)
+    live = Task(federation.host(range(6)), "linear", dtype=torch.float64, init="per_client").init(Rng(1)).clone()
+    orders = [Rng(1).at(index).generator("order").permutation(6).tolist() for index in range(number)]
+    assert len(set(map(tuple, orders))) == number
+    for client in chain.from_iterable(orders):
+        live[client] = live.mean(0)
+    assert torch.allclose(result.params, live, rtol=0, atol=1e-12)

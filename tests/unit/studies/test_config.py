@@ -58,6 +58,11 @@ def test_a_study_file_becomes_settings_methods_and_seeds():
     assert study.methods[0].method == METHODS["random"](num_peers=3)
 
 
+def test_a_number_of_seeds_is_that_many_from_0_on():
+    assert read("seeds=3").seeds == (0, 1, 2)
+    assert read("seeds=[3]").seeds == (3,)
+
+
 def test_a_method_may_override_local_training_and_leaves_the_others_alone():
     gossip, local = read().methods
     assert gossip.settings.local == LocalTraining(lr=0.01)
@@ -171,7 +176,14 @@ def test_the_hash_is_that_of_what_decides_the_results():
     """Names and what only changes the speed are left out; everything else is in."""
     base = config.digest(read())
     assert config.digest(read("name=other", "engine=loop", "description=x", "checkpoint_seconds=1")) == base
-    for change in ("rounds=5", "local.lr=0.02", "data.train=20", "methods.Gossip.num_peers=1", "seeds=[0]"):
+    for change in (
+        "rounds=5",
+        "local.lr=0.02",
+        "data.train=20",
+        "methods.Gossip.num_peers=1",
+        "seeds=[0]",
+        "scale=0.5",
+    ):
         assert config.digest(read(change)) != base, change
 
 

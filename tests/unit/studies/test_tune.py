@@ -72,6 +72,20 @@ def test_a_blind_federation_has_nothing_of_its_test_sets(study):
     assert found.x is federation.x
 
 
+def test_no_trial_has_the_test_sets(study, monkeypatch):
+    """Whatever a method or a metric may look at: there is one sample of zeros."""
+    seen: list[int] = []
+    simulate = tune.simulate
+
+    def spy(federation, *args, **kwargs):
+        seen.extend(len(test.x) for test in federation.tests)
+        return simulate(federation, *args, **kwargs)
+
+    monkeypatch.setattr(tune, "simulate", spy)
+    tune.tune(study, {"lr": [0.001]}, widenings=0)
+    assert set(seen) == {1}
+
+
 def test_the_best_point_is_chosen_and_the_grid_goes_on_beyond_its_edge(study):
     """Two rounds from zero want a larger step than 1e-4: the grid grows by its own ratio until a point is inside."""
     tuned = tune.tune(study, {"methods.Alone.lr": [0.0001, 0.0003]}, widenings=2)
