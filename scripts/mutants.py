@@ -301,15 +301,13 @@ def stored_rows(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text("utf-8"))["results"] if path.exists() else []
 
 
-def keep(path: Path, words: Sequence[str], rows: Sequence[Mapping[str, Any]], at: str | None) -> None:
-    """Write the results with the command, the commit, the version and the machine."""
-    sys.path[:0] = [str(ROOT / "benchmarks")]
-    from _measured import keep, machine
+def keep(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the results below the head of all stored results; the settings are those of a run of all faults."""
+    from coterie._util.origin import keep, machine
 
-    import coterie
-
-    command = ("python", "scripts/mutants.py", *words)
-    keep(path, command, rows, machine("pytest"), commit=at, version=coterie.__version__, totals=totals(rows))
+    parts = {Path(row["file"]).parts for row in rows}  # src, coterie, the package
+    speaks_of = sorted({one[2] if len(one) > 2 else "/".join(one) for one in parts})
+    keep(path, rows, speaks_of, {"faults": len(rows)}, seeds=(), where=machine("pytest"), totals=totals(rows))
 
 
 def unexplained(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -367,7 +365,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 130
     rows = merged(faults, results, stored, at)
     if not arguments.dry:
-        keep(path, sys.argv[1:] if words is None else words, rows, at)
+        keep(path, rows)
     here = [row for row in rows if row["name"] in results]
     share = rate(here)
     print(f"{share:.1%} of {len(here)} faults were noticed", file=sys.stderr)

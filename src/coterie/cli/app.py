@@ -196,15 +196,19 @@ def list_(
 ) -> None:
     """List the studies in a folder with the state of their runs: finished, unfinished, damaged or missing."""
     from coterie.results import coverage
-    from coterie.studies.run import found_studies, study_standings
+    from coterie.studies.run import found_studies, stored, study_standings
 
     console = Console()
     out = folder or out
     known = found_studies(out)
     if not known:
         console.print(f"no study in {out}; `coterie run` makes one", markup=False, highlight=False)
-    for place, study, _ in known:
-        runs = study_standings(place)
+    for place in known:
+        try:
+            study, runs = stored(place)[0], study_standings(place)
+        except CoterieError as error:  # the others are wanted all the same
+            console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+            continue
         done = sum(run.state == "finished" for run in runs)
         state = "finished" if done == len(runs) else f"{done} of {len(runs)} runs finished"
         for line in (f"{place}  {study.name}: {state}", *(f"  {text}" for text in coverage.lines(runs))):

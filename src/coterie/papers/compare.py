@@ -181,10 +181,10 @@ def read(folder: str | Path) -> Result:
         path = path.parent.parent
     if not (path / summary.CONFIG).is_file():
         raise DataError(f"{folder} holds no study: no {summary.CONFIG}; give a folder that `coterie run` made")
-    study = config.loads((path / summary.CONFIG).read_text("utf-8"), str(path / summary.CONFIG), to_run=False)
+    study = config.loads(summary.text_of(path, summary.CONFIG), str(path / summary.CONFIG), to_run=False)
     archived = not summary.holds_runs(path) and (path / SUMMARY).is_file()
     if archived:
-        content = json.loads((path / SUMMARY).read_text("utf-8"))
+        content = json.loads(summary.text_of(path, SUMMARY))
     elif study.sweep:
         content = joined(read_sweep(path))
     else:

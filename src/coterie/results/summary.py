@@ -262,8 +262,10 @@ def planned(folder: Path) -> list[tuple[str, int]]:
     """
     for place, only in ((folder, None), (folder.parent, folder.name)):
         try:
-            content = tomllib.loads((place / CONFIG).read_text("utf-8"))
-        except (OSError, ValueError):
+            content = tomllib.loads(text_of(place, CONFIG))
+        except ValueError:
+            continue
+        if not content:
             continue
         if content.get("sweep"):  # its points are studies of their own
             return []
@@ -442,11 +444,21 @@ def description(folder: str | Path) -> dict[str, Any]:
     Raises:
         DataError: when it is missing or damaged.
     """
-    folder = Path(folder)
-    if (fault := manifest.fault(folder, FEDERATION)) and (folder / manifest.FILE).exists():
-        raise DataError(f"{folder}: {fault}; `coterie resume {folder}` writes it again")
-    path = folder / FEDERATION
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    return json.loads(text_of(Path(folder), FEDERATION) or "{}")
+
+
+def text_of(folder: Path, name: str) -> str:
+    """Return the text of a file of a study, "" where there never was one.
+
+    A folder without a manifest, such as one of stored results, is taken as it is.
+
+    Raises:
+        DataError: when the file is missing or damaged.
+    """
+    if (folder / manifest.FILE).exists() and (fault := manifest.fault(folder, name)):
+        raise DataError(f"{folder}: {fault}; `coterie run STUDY --resume` writes it again")
+    path = folder / name
+    return path.read_text("utf-8") if path.is_file() else ""
 
 
 def cluster_names(folder: str | Path, clusters: Iterable[int]) -> dict[int, str]:

@@ -334,14 +334,9 @@ def read_study(folder: str | Path) -> Study:
     return _read(study, out / study.name)
 
 
-def found_studies(out: str | Path) -> list[tuple[Path, StudyConfig, list[Job]]]:
-    """Return the studies under a folder: where each is, what it is, and its runs."""
-    known = []
-    for path in sorted(Path(out).rglob(summary.FEDERATION)):
-        if (path.parent / CONFIG).exists():
-            study, _ = stored(path.parent)
-            known.append((path.parent, study, jobs_of(study)))
-    return known
+def found_studies(out: str | Path) -> list[Path]:
+    """Return the folders of the studies under a folder."""
+    return [path.parent for path in sorted(Path(out).rglob(summary.FEDERATION)) if (path.parent / CONFIG).exists()]
 
 
 def study_standings(folder: Path) -> list[Standing]:

@@ -358,6 +358,20 @@ def test_list_tells_how_each_run_stands(coterie, lacking):
     assert len(lines) == 3
 
 
+def test_list_names_a_damaged_study_beside_the_others(coterie, lacking):
+    """Its file has another seed than it was written with."""
+    shutil.copytree(lacking, "runs/other")
+    path = Path("runs/tiny/config.toml")
+    path.write_text(path.read_text().replace("seeds = [0", "seeds = [9"))
+    status, out, _ = coterie("list")
+    assert status == 0
+    assert "runs/tiny: config.toml is damaged: it is not what B2SUMS lists; `coterie run STUDY --resume`" in out
+    for command in ("show", "compare", "report"):
+        status, _, err = coterie(command, "runs/tiny")
+        assert (status, err.count("\n")) == (2, 1), err
+        assert "config.toml is damaged" in err
+
+
 def test_list_and_show_tell_of_what_was_run(coterie):
     assert "no study in runs" in coterie("list")[1]
     run(coterie, "--quiet")

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from coterie.engine.task import LocalTraining
-from coterie.errors import CheckpointError, ConfigError, RunExistsError
+from coterie.errors import CheckpointError, ConfigError, OutOfMemory, RunExistsError
 from coterie.exchange.in_memory import InMemory
 from coterie.methods.random_gossip import Random
 from coterie.rng import Rng
@@ -214,6 +214,47 @@ def test_sequential_schedules_let_later_clients_read_merged_models(schedule):
     for client in order:
         live[client] = live.mean(0)
     assert torch.allclose(result.params, live)
+
+
+def test_a_run_is_made_longer_and_not_shorter(tmp_path):
+    """Five rounds can follow three; three would be those of another run than what the folder holds."""
+    federation = tiny_federation()
+    for rounds in (3, 5):
+        settings = tiny_settings(rounds=rounds)
+        simulate(federation, Random(2), model="linear", settings=settings, folder=tmp_path / "run", resume=True)
+    with pytest.raises(CheckpointError, match="is that of round 5; expected at most rounds = 3"):
+        simulate(
+            federation, Random(2), model="linear", settings=tiny_settings(rounds=3), folder=tmp_path / "run",
+            resume=True,
+        )  # fmt: skip
+
+
+def test_the_newest_checkpoint_is_taken(tmp_path):
+    """Nothing is trained when a finished run goes on: the one before would need its last round again."""
+    federation, heard = tiny_federation(), []
+    settings = tiny_settings(rounds=3, checkpoint_seconds=0)
+    for _ in range(2):
+        simulate(
+            federation, Random(2), model="linear", settings=settings, folder=tmp_path / "run", resume=True,
+            observer=heard.append,
+        )  # fmt: skip
+    assert len(heard) == 4, "the warm-up and three rounds"
+    assert (tmp_path / "run" / checkpoint.BEFORE).exists()
+
+
+def test_the_end_of_memory_is_one_line_and_no_reason_for_another_engine(monkeypatch):
+    """torch says it in a RuntimeError, in a round or while an engine is tried."""
+    from coterie.engine._loop import LoopEngine
+
+    def full(*_, **__):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried")
+
+    for name in ("train", "gradients"):
+        with monkeypatch.context() as patch:
+            patch.setattr(LoopEngine, name, full)
+            with pytest.raises(OutOfMemory, match="cpu has no more memory: set a smaller block") as told:
+                run(rounds=1, engine="loop")
+        assert "\n" not in str(told.value)
 
 
 def test_faults_are_masks_and_counted():
