@@ -4,8 +4,8 @@
     python benchmarks/reliability.py kills --number 200
     python benchmarks/reliability.py faults --number 200
 
-Each experiment runs a small study, of DAC and FedAvg with two seeds, to its end and also half of it; then it damages a
-copy, and reads it or goes on with it. Everything is drawn from `--seed`. The results are kept in
+Each experiment runs a small study, of DAC and FedAvg, to its end or until it is stopped; then it reads what is left, or
+goes on with it. Everything is drawn from `--seed`. The results are kept in
 docs/reference/runs/reliability, from which scripts/reliability.py writes the page.
 """
 
@@ -53,10 +53,10 @@ class _Stop(Exception):
     """Ends the study that is left half done."""
 
 
-def run(out: Path, observer: Callable[[Any], None] | None = None) -> None:
+def run(out: Path, observer: Callable[[Any], None] | None = None, *, seeds: Sequence[int] = (0,)) -> None:
     """Run the study, or go on with it, in a folder; every round is followed by a checkpoint."""
     study = make_study(
-        {"DAC": Dac(num_peers=2), "FedAvg": FedAvg()}, name=NAME, seeds=(0, 1), model="linear",
+        {"DAC": Dac(num_peers=2), "FedAvg": FedAvg()}, name=NAME, seeds=seeds, model="linear",
         settings=Settings(rounds=5, checkpoint_seconds=0),
     )  # fmt: skip
     run_study(study, out=out, resume=True, federation=lambda seed: tiny_federation(seed=seed), observer=observer)
@@ -73,9 +73,9 @@ def prepared(folder: Path) -> tuple[Path, Path]:
         if seen == 9:
             raise _Stop
 
-    run(finished)
+    run(finished, seeds=(0, 1))
     with contextlib.suppress(_Stop):
-        run(half, stop)
+        run(half, stop, seeds=(0, 1))
     return finished, half
 
 
@@ -97,9 +97,9 @@ def results(out: Path) -> dict[str, Any]:
     return found
 
 
-def went_on(out: Path) -> dict[str, Any]:
+def went_on(out: Path, seeds: Sequence[int] = (0,)) -> dict[str, Any]:
     """Go on with a study to its end, and return what it leaves."""
-    run(out)
+    run(out, seeds=seeds)
     return results(out)
 
 
@@ -175,7 +175,7 @@ def corruptions(number: int, seed: int) -> list[dict[str, Any]]:
                 gone = what.removeprefix("missing ") if source is finished else ""
                 unmissed = gone if gone.endswith("/checkpoint.safetensors") else None  # a finished run does not need it
                 kept = {name: content for name, content in right.items() if name != unmissed}
-                found, said = outcome(partial(went_on, copy), kept)
+                found, said = outcome(partial(went_on, copy, (0, 1)), kept)
             rows.append({"folder": source.name, "kind": kind, "what": what, "then": act, "outcome": found})
             if found.isupper():
                 rows[-1]["said"] = said
@@ -207,7 +207,7 @@ class Moments:
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         """Be told of a call by `sys.setprofile`."""
         own = frame.f_code.co_filename.startswith(_OWN)
-        if own and frame.f_code is manifest.replace_files.__code__ and event in ("call", "return"):
+        if own and frame.f_code.co_name == manifest.replace_files.__name__ and event in ("call", "return"):
             self._writing += 1 if event == "call" else -1
         name = getattr(arg, "__name__", "") if event == "c_call" else ""
         counts = (name in _CALLS_TO_FILES) if self._files else (own and event in ("call", "c_call"))

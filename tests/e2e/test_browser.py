@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import coterie
+from coterie._util import manifest
 from coterie.report.page import write_report
 from coterie.report.watch import Watch
 from coterie.results.summary import summarize
@@ -353,6 +354,8 @@ def test_hostile_names_stay_text_in_every_view(browser, study, tmp_path):
     (copy / "federation.json").write_text(
         json.dumps(told | {"clusters": [evil, "b"], "shift": [evil] * 6, "name": evil})
     )
+    for folder in (copy, *(copy / "DAC (tau=30)").iterdir()):
+        manifest.replace_files(folder, {path.name: path.read_bytes() for path in folder.glob("[cf]*.*")})
     address = write_report(copy).as_uri()
     for view in VIEWS:
         load(browser, address, view)

@@ -4,7 +4,6 @@ The experiments of benchmarks/reliability.py, with fewer trials and another seed
 """
 
 import collections
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,10 +12,12 @@ from pathlib import Path
 from benchmarks import reliability
 
 from coterie.results.summary import find_runs
+from coterie.studies import config
+from coterie.studies.run import run_study
 
 STUDY = """
 name = "shared"
-rounds = 6
+rounds = 3
 seeds = [0]
 data = { dataset = "digits", num_clients = 4 }
 model = { kind = "linear" }
@@ -31,7 +32,7 @@ kind = "local"
 
 
 def test_every_damage_ends_in_the_right_bytes_or_in_one_clear_line():
-    rows = reliability.corruptions(40, seed=101)
+    rows = reliability.corruptions(32, seed=101)
     bad = [row for row in rows if row["outcome"].isupper()]
     assert not bad, bad[0]
     happened = collections.Counter(row["outcome"] for row in rows)
@@ -39,14 +40,14 @@ def test_every_damage_ends_in_the_right_bytes_or_in_one_clear_line():
 
 
 def test_a_run_that_was_killed_at_any_moment_goes_on_to_the_same_bytes():
-    rows = reliability.kills(16, seed=102)
+    rows = reliability.kills(8, seed=102)
     assert all(row["killed"] and row["whole"] for row in rows)
     assert {row["outcome"] for row in rows} <= {"right", "right, and said"}
     assert {row["writing"] for row in rows} == {True, False}
 
 
 def test_a_full_or_failing_disk_and_the_end_of_memory_are_one_line_and_lose_nothing():
-    rows = reliability.faults(12, seed=103)
+    rows = reliability.faults(8, seed=103)
     assert all(row["one_line"] for row in rows)
     assert {row["outcome"] for row in rows} <= {"right", "right, and said"}
 
@@ -68,10 +69,7 @@ def test_three_processes_share_a_study(tmp_path: Path):
     assert sorted((run.label, run.seed) for run in runs if run.finished) == [
         (label, seed) for label in ("local", "random") for seed in range(4)
     ]
-    again = tmp_path / "again"
-    again.mkdir()
-    shutil.copy(tmp_path / "shared.toml", again)
-    subprocess.run([*start, "4"], cwd=again, check=True, capture_output=True)
-    for path in (again / "runs/shared").rglob("*.parquet"):
-        there = folder / path.relative_to(again / "runs/shared")
+    alone = run_study(config.load(tmp_path / "shared.toml", ["seeds=[2]"]), out=tmp_path / "alone").folder
+    for path in alone.rglob("*.parquet"):
+        there = folder / path.relative_to(alone)
         assert there.read_bytes() == path.read_bytes(), f"{there} is not that of one process alone"

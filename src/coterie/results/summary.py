@@ -261,8 +261,9 @@ def planned(folder: Path) -> list[tuple[str, int]]:
             is known.
     """
     for place, only in ((folder, None), (folder.parent, folder.name)):
+        text = text_of(place, CONFIG)
         try:
-            content = tomllib.loads(text_of(place, CONFIG))
+            content = tomllib.loads(text)
         except ValueError:
             continue
         if not content:

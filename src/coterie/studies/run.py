@@ -418,4 +418,5 @@ def _prepare(study: StudyConfig, folder: Path, federation: Federation, *, resume
     described = (json.dumps(describe(federation)) + "\n").encode()
     with claimed(folder, wait=summary.STUDY_WAIT):
         content = config.dumps(_with_stored_seeds(study, folder) if resume else study).encode()
-        manifest.replace_files(folder, {CONFIG: content, summary.FEDERATION: described})
+        manifest.replace_files(folder, {CONFIG: content})
+        manifest.replace_files(folder, {summary.FEDERATION: described})

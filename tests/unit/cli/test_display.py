@@ -108,7 +108,7 @@ def test_the_best_of_a_column_is_bold_and_of_losses_that_is_the_least(metric, be
 
 
 def test_the_share_of_clients_that_lost_is_in_percent():
-    row = {"label": "DAC", "mean": 0.125, "worst_tenth": -0.05, "lost": 0.25}
+    row = {"label": "DAC", "mean": 0.125, "worst_tenth": -0.05, "lost": 0.25, "seeds": 3}
     text = io.StringIO()
     gains = {"baseline": "Local", "metric": "accuracy", "rows": [row]}
     Console(file=text, width=80).print(_display._gain_table(gains, ACCURACY, ["Local", "DAC"]))

@@ -54,10 +54,10 @@ def test_thinning_keeps_the_first_and_the_last_point():
 
 
 def test_a_mean_over_seeds_is_over_those_that_have_a_value():
-    """1 and 3; 4 alone; none."""
+    """1 and 3; 4 alone, which has no deviation; none."""
     mean, spread = over_seeds(np.array([[1.0, np.nan, np.nan], [3.0, 4.0, np.nan]]))
     np.testing.assert_array_equal(mean, [2.0, 4.0, np.nan])
-    np.testing.assert_array_equal(spread, [1.0, 0.0, np.nan])
+    np.testing.assert_array_equal(spread, [1.0, np.nan, np.nan])
 
 
 def test_a_client_that_sat_out_keeps_its_last_value(write_run, tmp_path):

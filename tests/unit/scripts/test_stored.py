@@ -11,7 +11,7 @@ import pytest
 import reproduction
 import stored
 
-from coterie._util import origin
+from coterie._util import manifest, origin
 from coterie.errors import CoterieError
 from coterie.results import summary
 from coterie.studies import config
@@ -246,6 +246,11 @@ def test_pages_tell_the_age_and_what_is_inferred(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------- keeping
 
 
+def changed(path, content):
+    """Change a file of a run, and mean it."""
+    manifest.replace_files(path.parent, {path.name: json.dumps(content).encode()})
+
+
 def finished(folder: Path, write_run, final_rows, **changes) -> Path:
     """A study of one method and two seeds, as runs leave it."""
     for seed, accuracy in ((0, 0.5), (1, 0.25)):
@@ -259,7 +264,7 @@ def finished(folder: Path, write_run, final_rows, **changes) -> Path:
         }  # fmt: skip
         known = json.loads(path.read_text())
         known["packages"]["numpy"] = "2"
-        path.write_text(json.dumps({**known, **more}))
+        changed(path, {**known, **more})
     (folder / "config.toml").write_text('name = "small"\n')
     return folder
 
@@ -285,10 +290,10 @@ def test_a_study_with_an_unfinished_run_or_one_without_a_commit_is_not_kept(hist
         stored.keep(run, where=tmp_path / "kept")
     run = finished(tmp_path / "small", write_run, final_rows)
     path = run / "Local/seed-1/provenance.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "commit": None}))
+    changed(path, {**json.loads(path.read_text()), "commit": None})
     with pytest.raises(CoterieError, match="a run does not say the commit"):
         stored.keep(run, where=tmp_path / "kept")
-    path.write_text(json.dumps({**json.loads(path.read_text()), "commit": "0" * 40}))
+    changed(path, {**json.loads(path.read_text()), "commit": "0" * 40})
     with pytest.raises(CoterieError, match=r"no commit of .* comes before the others; run it anew"):
         stored.keep(run, where=tmp_path / "kept")
 
@@ -297,7 +302,7 @@ def test_a_study_run_at_several_commits_is_as_old_as_the_first_of_them(history, 
     run = finished(tmp_path / "small", write_run, final_rows)
     path = run / "Local/seed-1/provenance.json"
     before, last = stored.git("rev-list", "--max-count=2", "--reverse", "--first-parent", "HEAD").splitlines()
-    path.write_text(json.dumps({**json.loads(path.read_text()), "commit": before, "dirty": True}))
+    changed(path, {**json.loads(path.read_text()), "commit": before, "dirty": True})
     told = json.loads((stored.keep(run, in_one_go=False, where=tmp_path / "kept") / "origin.json").read_text())
     assert (told["commit"], set(told["commits"]), told["dirty"]) == (before, {before, last}, True)
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import warnings
 
 import pytest
 import torch
@@ -23,6 +24,14 @@ def refuse_three(job, emit):
 
 def fill_the_disk(job, emit):
     raise OSError(28, "No space left on device", "somewhere")
+
+
+def warn(job, emit):
+    warnings.warn(f"one of job {job}", stacklevel=2)
+
+
+def lack_memory(job, emit):
+    raise MemoryError
 
 
 def fill_row(job, emit):
@@ -49,6 +58,18 @@ def test_two_workers_do_every_job_once_and_report():
     assert os.getpid() not in {result[1] for _, result in done}
     assert {result[2] for _, result in done} == {1}
     assert sorted(map(str, heard)) == ["doing 1", "doing 2", "doing 3"]
+
+
+def test_a_warning_of_a_worker_is_given_here():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert len(list(fan_out(warn, [1, 2], 2, print))) == 2
+    assert sorted(str(one.message) for one in said) == ["one of job 1", "one of job 2"]
+
+
+def test_the_end_of_memory_in_a_worker_reaches_the_caller():
+    with pytest.raises(MemoryError):
+        list(fan_out(lack_memory, [1, 2], 2, print))
 
 
 def test_tensors_of_a_job_are_shared_with_the_workers_not_copied():
