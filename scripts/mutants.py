@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import multiprocessing
 import os
 import queue
 import shutil
@@ -37,6 +38,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +49,29 @@ AIM = 0.95
 """The share of faults that the tests must notice."""
 NOT_COPIED = {".git", ".venv", "runs", "dist", "build", "site", ".pytest_cache", ".ruff_cache", ".hypothesis"}
 """Entries of the project's folder that no test needs."""
-PYTEST = ("-x", "-q", "-n0", "-p", "no:cacheprovider", "--no-header", "--tb=no", "-rfE")
+PYTEST = (
+    "-x",
+    "-q",
+    "-n0",
+    "-p",
+    "no:cacheprovider",
+    "--no-header",
+    "--tb=no",
+    "-rfE",
+    "-W",
+    "ignore::pytest.PytestAssertRewriteWarning",
+)
 STOPPED = threading.Event()
 """Set when the work ends early; nothing is started any more."""
-RUNNING: set[subprocess.Popen[str]] = set()
+RUNNING: set[BaseProcess] = set()
 LOCK = threading.Lock()
+SERVER = multiprocessing.get_context("forkserver")
+WARM = (
+    "torch", "torch.func", "numpy", "pandas", "pyarrow.parquet", "scipy.stats", "scipy.sparse.csgraph",
+    "sklearn.cluster", "sklearn.metrics", "sklearn.datasets", "safetensors.torch", "pytest", "beartype", "jaxtyping",
+    "hypothesis", "typer", "rich", "PIL.Image",
+)  # fmt: skip
+"""Packages that most tests need. They are loaded once: each process of tests is a fork of one that has them."""
 
 
 class Unusable(Exception):
@@ -131,44 +151,50 @@ def copied(root: Path, folder: Path) -> Path:
 
 def pytest(copy: Path, tests: Sequence[str], limit: float) -> tuple[int | None, str]:
     """Run tests in a copy; return pytest's exit status, None when it was stopped at the limit, and what it wrote."""
-    environment = {
-        **os.environ,
+    with tempfile.NamedTemporaryFile("r", suffix=".txt", errors="replace") as output:
+        with LOCK:
+            if STOPPED.is_set():
+                raise KeyboardInterrupt
+            SERVER.set_forkserver_preload(list(WARM))
+            process = SERVER.Process(target=_pytest, args=(copy, tuple(tests), output.name))
+            process.start()
+            RUNNING.add(process)
+        try:
+            process.join(limit)
+            return process.exitcode, output.read() if process.exitcode is not None else ""
+        finally:
+            end(process)
+            with LOCK:
+                RUNNING.discard(process)
+
+
+def _pytest(copy: Path, tests: Sequence[str], output: str) -> None:
+    """Run tests in this process, which has the warm packages and nothing of the project, and end it."""
+    os.setsid()
+    handle = os.open(output, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(handle, stream)
+    os.chdir(copy)
+    os.environ |= {
         "PYTHONPATH": str(copy / "src"),
         "PYTHONDONTWRITEBYTECODE": "1",  # of two versions of a file within a second, one would be taken for the other
         "OMP_NUM_THREADS": "1",
     }
-    with LOCK:
-        if STOPPED.is_set():
-            raise KeyboardInterrupt
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *PYTEST, *tests],
-            cwd=copy,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        RUNNING.add(process)
-    try:
-        output, _ = process.communicate(timeout=limit)
-        return process.returncode, output
-    except subprocess.TimeoutExpired:
-        return None, ""
-    finally:
-        end(process)
-        process.communicate()  # closes the pipe
-        with LOCK:
-            RUNNING.discard(process)
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(copy / "src"))
+    import pytest
+
+    status = pytest.main([*PYTEST, *tests])
+    sys.stdout.flush()
+    os._exit(int(status))
 
 
-def end(process: subprocess.Popen[str]) -> None:
+def end(process: BaseProcess) -> None:
     """End a process and all that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(ProcessLookupError, TypeError):
+        os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+    process.kill()
+    process.join()
 
 
 def stop() -> None:

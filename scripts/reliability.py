@@ -18,7 +18,8 @@ from stored import told
 HEAD = """<!-- made by scripts/reliability.py; do not edit -->
 # Reliability, measured
 
-Each experiment runs a small study (DAC and FedAvg, a checkpoint after every round), does something to it at random, and compares every file it leaves, byte by byte, with those of a study that nothing happened to. *Right* means
+Each experiment runs a small study (DAC and FedAvg, a checkpoint after every round), does something to it at random, and
+compares every file it leaves, byte by byte, with those of a study that nothing happened to. *Right* means
 equal bytes; *right, and said* that a line told what had been damaged or which run is missing; *refused* that one clear
 line told what is wrong and what to do. [Resume a study](../how-to/resume.md) tells what stands behind it.
 """
