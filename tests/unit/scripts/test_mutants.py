@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -168,15 +170,20 @@ def test_an_entry_that_cannot_be_meant_is_named(
     assert said in capsys.readouterr().err
 
 
-def test_an_interrupt_leaves_no_folder_and_no_process(tiny: Path, tmp_path: Path):
-    place = tmp_path / "temporary"
-    place.mkdir()
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A temporary folder with a short name: sockets lie in it."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def test_an_interrupt_leaves_no_folder_and_no_process(tiny: Path, place: Path):
     words = [sys.executable, "scripts/mutants.py", "--root", str(tiny), "--only", "never", "--limit", "60"]
     environment = {**os.environ, "TMPDIR": str(place)}
     with subprocess.Popen(words, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert "the code as it is" in process.stderr.readline()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not any("600" in path.read_text() for path in place.glob("*/*/*/src/tiny.py")):
             assert time.monotonic() < deadline
         process.send_signal(signal.SIGINT)
