@@ -39,7 +39,7 @@ def replace_files(folder: Path, contents: Mapping[str, Content], rotate: Mapping
     kept = {name: older for name, older in (rotate or {}).items() if not fault(folder, name)}
     with ExitStack() as files:
         fresh: _Digests = {}
-        for name, content in reversed(contents.items()):  # the last to be opened is the first in place
+        for name, content in reversed(list(contents.items())):  # the last to be opened is the first in place
             temporary = files.enter_context(replacing(folder / name))
             temporary.write_bytes(content) if isinstance(content, bytes) else content(temporary)
             fresh[name] = frozenset({_digest(temporary)})
@@ -56,16 +56,17 @@ def fault(folder: Path, name: str) -> str:
 
     The manifest of a folder without one lists nothing.
     """
-    listed, read = _read(folder), None
-    while listed != read:  # another process may be replacing the file: then the manifest has changed as well
-        read = listed
+    listed = _read(folder)
+    while True:
         try:
             found = _digest(folder / name)
         except FileNotFoundError:
             found = ""
-        if found in read.get(name, ()):
+        if found in listed.get(name, ()):
             return ""
-        listed = _read(folder)
+        read, listed = listed, _read(folder)
+        if read == listed:  # else another process may have replaced the file
+            break
     if not found:
         return f"{name} is missing"
     if not (folder / FILE).exists():

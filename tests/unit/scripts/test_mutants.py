@@ -89,8 +89,9 @@ tests = ["tests/test_tiny.py::test_count"]
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> Path:
-    """A project of one module with two tests and three faults."""
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project of one module with two tests and three faults, which needs no package but pytest."""
+    monkeypatch.setattr(mutants, "WARM", ("pytest",))
     root = tmp_path / "tiny project"
     (root / "tests/mutants").mkdir(parents=True)
     (root / "src").mkdir()
