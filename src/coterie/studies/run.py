@@ -369,7 +369,8 @@ def _read(study: StudyConfig, folder: Path) -> Study:
 
 def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: bool) -> None:
     """Refuse to change an existing folder, unless asked to and the folder is of this study."""
-    if not folder.exists() or all(path.name.startswith(".") for path in folder.iterdir()):
+    begun = [path for path in folder.glob("*") if path.name != manifest.FILE and not path.name.startswith(".")]
+    if not begun:  # also where a process was killed before it had written anything else
         return
     if not (folder / CONFIG).exists():
         raise RunExistsError(f"{folder} exists and is no study; choose another folder with --out")

@@ -306,6 +306,19 @@ def test_a_run_that_another_process_works_on_is_left_to_it(tmp_path):
     assert (done.elsewhere, len(finished_runs(tmp_path / "tiny"))) == ({}, 4)
 
 
+def test_a_study_that_was_killed_before_its_first_file_can_be_started(tmp_path):
+    """There is a lock, and a manifest that lists what is to come."""
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny/B2SUMS").write_text(f"{'0' * 64}  config.toml\n")
+    (tmp_path / "tiny/.lock").touch()
+    done = run_study(small("seeds=[0]", "rounds=1"), out=tmp_path, federation=tiny_federation(seed=0))
+    assert len(done.rows)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/thesis.txt").touch()
+    with pytest.raises(RunExistsError, match="exists and is no study"):
+        run_study(small("name=other"), out=tmp_path, federation=tiny_federation(seed=0))
+
+
 def test_a_damaged_study_file_is_named_and_written_again(finished, tmp_path):
     shutil.copytree(finished.folder, tmp_path / "tiny")
     path = tmp_path / "tiny" / "config.toml"
