@@ -74,6 +74,14 @@ def test_a_thread_may_claim_again_and_another_may_not(tmp_path):
     assert found == ["refused", "refused", "claimed"]
 
 
+def test_a_claim_ends_with_its_block(tmp_path):
+    """A second one of the same thread holds as the first did."""
+    for _ in range(2):
+        with claimed(tmp_path):
+            assert f"process {os.getpid()} " in in_use(tmp_path)
+        assert in_use(tmp_path) == ""
+
+
 def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch):
     def none(_self):
         raise OSError(errno.ENOLCK, "No locks available")
