@@ -126,10 +126,8 @@ def unbroken() -> Iterator[None]:
 
 def _prepare(folder: Path, study: str, described: str) -> None:
     """Write the files of a study that precede a run, for report, watch, compare and show."""
-    top, text = folder.parent.parent, study.encode()
-    manifest.replace_files(folder, {summary.CONFIG: text})
-    with claimed(top, wait=summary.STUDY_WAIT):
-        manifest.replace_files(top, {summary.CONFIG: text, summary.FEDERATION: described.encode()})
+    manifest.replace_files(folder, {summary.CONFIG: study.encode()})
+    summary.write_files(folder.parent.parent, {summary.CONFIG: study, summary.FEDERATION: described})
 
 
 def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:

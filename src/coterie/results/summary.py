@@ -8,7 +8,7 @@ import json
 import math
 import tomllib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -644,11 +644,15 @@ def json_ready(value: Any) -> Any:
 
 def write_summary(study: str | Path) -> Path:
     """Write summary.json into a study's folder, and return its path."""
-    folder = Path(study)
-    text = json.dumps(json_ready(summarize(study)), indent=1, ensure_ascii=False)
-    with claimed(folder, wait=STUDY_WAIT):
-        manifest.replace_files(folder, {SUMMARY: text.encode()})
-    return folder / SUMMARY
+    write_files(Path(study), {SUMMARY: json.dumps(json_ready(summarize(study)), indent=1, ensure_ascii=False)})
+    return Path(study) / SUMMARY
+
+
+def write_files(study: Path, texts: Mapping[str, str]) -> None:
+    """Write files of a study by name, one after the other, while no other process writes some of the same study."""
+    with claimed(study, wait=STUDY_WAIT):
+        for name, text in texts.items():
+            manifest.replace_files(study, {name: text.encode()})
 
 
 TIMED = (metrics.ACCURACY.name, metrics.GLOBAL_ACCURACY.name)

@@ -217,18 +217,20 @@ def run_study(
         if observer is not None and isinstance(message, Progress):
             observer(message)
 
-    tried: set[Job] = set()
-    while waiting := [job for job in jobs_of(study) if job not in tried and _open(run_folder(folder, job))]:
+    left = [job for job in jobs_of(study) if not _whole(run_folder(folder, job))]
+    while waiting := [job for job in left if not in_use(run_folder(folder, job))]:
         crew = min(workers, len(waiting))
         given = (
             _Given(job, _shared(plan.data(job.seed)) if crew > 1 else None)
             for job in waiting
             if _open(run_folder(folder, job))
         )
-        tried |= {one.job for one, mine in fan_out(plan, given, crew, emit) if mine}
+        mine = {one.job for one, did in fan_out(plan, given, crew, emit) if did}
+        left = [job for job in left if job not in mine and not _whole(run_folder(folder, job))]
     elsewhere = {job: who for job in jobs_of(study) if (who := in_use(run_folder(folder, job)))}
-    summary.write_summary(folder)
-    return replace(_read(study, folder), elsewhere=elsewhere)
+    done = _read(study, folder)
+    summary.write_files(folder, {summary.SUMMARY: json.dumps(done.summary, indent=1, ensure_ascii=False)})
+    return replace(done, elsewhere=elsewhere)
 
 
 def _whole(folder: Path) -> bool:
@@ -416,8 +418,7 @@ def _prepare(study: StudyConfig, folder: Path, federation: Federation, *, resume
             for lock in folder.rglob(LOCK):
                 all_of_it.enter_context(claimed(lock.parent))
             shutil.rmtree(folder)
-    described = (json.dumps(describe(federation)) + "\n").encode()
-    with claimed(folder, wait=summary.STUDY_WAIT):
-        content = config.dumps(_with_stored_seeds(study, folder) if resume else study).encode()
-        manifest.replace_files(folder, {CONFIG: content})
-        manifest.replace_files(folder, {summary.FEDERATION: described})
+    described = json.dumps(describe(federation)) + "\n"
+    with claimed(folder, wait=summary.STUDY_WAIT):  # the seeds that are there are read and written as one
+        content = config.dumps(_with_stored_seeds(study, folder) if resume else study)
+        summary.write_files(folder, {CONFIG: content, summary.FEDERATION: described})

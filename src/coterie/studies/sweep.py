@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coterie._util import manifest
-from coterie._util.claims import claimed
 from coterie.errors import ConfigError, RunExistsError, unknown
 from coterie.models.layout import ModelSource
 from coterie.results.coverage import Standing, as_json, common
-from coterie.results.summary import STUDY_WAIT, SUMMARY, holds_runs, json_ready, summarize
+from coterie.results.summary import SUMMARY, holds_runs, json_ready, summarize, write_files
 from coterie.simulation.run import Observer
 from coterie.studies import config
 from coterie.studies.config import keys, put
@@ -121,14 +119,9 @@ def run_sweep(
     done = []
     for one in studies:
         done.append(run(one))
-        _write(folder, CONFIG, config.dumps(study, decided=False))
-    _write(folder, SUMMARY, json.dumps(joined(done), indent=1) + "\n")
+        write_files(folder, {CONFIG: config.dumps(study, decided=False)})
+    write_files(folder, {SUMMARY: json.dumps(joined(done), indent=1) + "\n"})
     return tuple(done)
-
-
-def _write(folder: Path, name: str, text: str) -> None:
-    with claimed(folder, wait=STUDY_WAIT):
-        manifest.replace_files(folder, {name: text.encode()})
 
 
 def read_sweep(folder: str | Path) -> tuple[Study, ...]:
