@@ -170,10 +170,8 @@ def test_one_cluster_has_no_was():
     assert regression == {"n_clusters": 3.0, "rand": 1.0, "adjusted_rand": 1.0}
 
 
-@pytest.mark.parametrize("method", [FedAvg(), Ifca(clusters=2), SosicFl(endpoints=3, regions=2)], ids=lambda m: m.kind)
-@pytest.mark.option("Settings.extra_metrics", "gradient_variance")
-def test_the_gradient_variance_is_that_of_what_clients_trained(method: Method, monkeypatch: pytest.MonkeyPatch):
-    """Against what went into and came out of local training, once a round, alike for each client of the cohort."""
+def updates(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Return a list to which each local training from now on adds what it changed."""
     seen: list[torch.Tensor] = []
     train = Task.train
 
@@ -183,6 +181,14 @@ def test_the_gradient_variance_is_that_of_what_clients_trained(method: Method, m
         return out, info
 
     monkeypatch.setattr(Task, "train", spy)
+    return seen
+
+
+@pytest.mark.parametrize("method", [FedAvg(), Ifca(clusters=2), SosicFl(endpoints=3, regions=2)], ids=lambda m: m.kind)
+@pytest.mark.option("Settings.extra_metrics", "gradient_variance")
+def test_the_gradient_variance_is_that_of_what_clients_trained(method: Method, monkeypatch: pytest.MonkeyPatch):
+    """Against what went into and came out of local training, once a round, alike for each client of the cohort."""
+    seen = updates(monkeypatch)
     settings = testing.tiny_settings(extra_metrics=("gradient_variance",), participation=0.5, rounds=3)
     loop = testing.follow(method, settings=settings)
     found = loop.record.metrics.query("metric == 'gradient_variance'").groupby("round")["value"]
@@ -298,15 +304,7 @@ def test_accuracies_can_be_reduced_with_other_weights():
 @pytest.mark.option("Settings.extra_metrics", "composed_gradient_variance")
 def test_the_composed_variance_is_that_of_the_mean_over_endpoints(monkeypatch: pytest.MonkeyPatch):
     """Three endpoints of 3 x 4 weights and 3 biases: the variance over clients of their means, summed."""
-    seen: list[torch.Tensor] = []
-    train = Task.train
-
-    def spy(task: Task, params: torch.Tensor, *args: Any, **kwargs: Any):
-        out, info = train(task, params, *args, **kwargs)
-        seen.append(out - params)
-        return out, info
-
-    monkeypatch.setattr(Task, "train", spy)
+    seen = updates(monkeypatch)
     settings = testing.tiny_settings(extra_metrics=("composed_gradient_variance",), rounds=2)
     loop = testing.follow(SosicFl(endpoints=3, regions=2), settings=settings)
     found = loop.record.metrics.query("metric == 'composed_gradient_variance'").groupby("round")["value"].mean()
