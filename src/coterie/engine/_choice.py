@@ -10,7 +10,7 @@ from coterie.engine._loop import LoopEngine
 from coterie.engine._vmap import VmapEngine
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.compiler import CompilerError
-from coterie.engine.native.stack import NotAStackError
+from coterie.engine.native.trace import NotTraceableError
 from coterie.errors import ConfigError, ModelError, OutOfMemory, unknown
 from coterie.models.layout import Layout
 
@@ -125,7 +125,7 @@ def make(
     if name == "compiled" or (name == "auto" and precision == "full" and compiling_pays(layout, x, expected)):
         try:
             return CompiledEngine(layout, objective, x, y)
-        except (NotAStackError, CompilerError) as error:
+        except (NotTraceableError, CompilerError) as error:
             if name == "compiled" or isinstance(error, CompilerError):
                 warnings.warn(f"the vmap engine is used: the module cannot be compiled: {error}", stacklevel=3)
     if name == "auto" and not batching_pays(layout, x, batch_size):

@@ -1,4 +1,4 @@
-"""The compiled engine: the whole step of a stack of layers as one native program."""
+"""The compiled engine: the whole training step of a module as one native program."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -11,27 +11,32 @@ from coterie.engine._base import Engine, Objective, cross_entropy, squared_error
 from coterie.engine._loop import LoopEngine
 from coterie.engine._vmap import VmapEngine
 from coterie.engine._work import Pairs, RawSamples, Training
+from coterie.engine.native import stack
 from coterie.engine.native.library import NativeProgram
-from coterie.engine.native.stack import NotAStackError
+from coterie.engine.native.trace import NotTraceableError
+from coterie.engine.native.traced import TracedProgram
 from coterie.engine.optim import LocalTraining
 from coterie.models.layout import Layout
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
 
 
-class CompiledEngine(VmapEngine):
-    """Trains and measures with the native program of a plain stack of layers, on a CPU.
+class CompiledEngine(Engine):
+    """Trains and measures with a native program, on a CPU.
 
-    The program is compared with the loop engine on the sample batch before it is used.
+    A plain stack of layers runs on kernels that put the samples of a batch side by side; any other module is traced,
+    and the operations of its step are written one after another. The program is compared with the loop engine on the
+    sample batch before it is used. What a program cannot do (a mixture of endpoints for each sample, batch
+    normalization of one sample) is left to another engine.
 
     Args:
         layout: of the module.
-        objective: cross-entropy or squared error.
+        objective: the loss of each sample.
         x: a small batch of prepared inputs.
         y: its targets.
 
     Raises:
-        NotAStackError: when the module is no stack, or the program's results differ from the module's.
+        NotTraceableError: when the module cannot be traced, or the program's results differ from the module's.
         CompilerError: when it cannot be compiled.
     """
 
@@ -45,13 +50,31 @@ class CompiledEngine(VmapEngine):
         y: Shaped[Tensor, "samples *targets"],
     ) -> None:
         super().__init__(layout, objective)
-        if objective not in (cross_entropy, squared_error):
-            raise NotAStackError("its objective is neither cross-entropy nor squared error")
         if x.device.type != "cpu":
-            raise NotAStackError(f"native programs run on a CPU, not on {x.device.type}")
-        self.program = NativeProgram(layout, tuple(x.shape[1:]))
+            raise NotTraceableError(f"native programs run on a CPU, not on {x.device.type}")
+        self.program, self._other = self._best(x, y)
         self.compile_seconds = self.program.seconds
         self._compare(x, y)
+
+    def _best(self, x: Tensor, y: Tensor) -> tuple[NativeProgram | TracedProgram, Engine]:
+        """Return the program, and the engine for what it cannot do."""
+        layout = self.layout
+        if self.objective in (cross_entropy, squared_error):
+            try:
+                return NativeProgram(layout, tuple(x.shape[1:])), VmapEngine(layout, self.objective)
+            except stack.NotAStackError:
+                pass
+        return TracedProgram(layout, self.objective, x, y), LoopEngine(layout, self.objective)
+
+    def gradients(
+        self, rows: Tensor, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Engine.gradients`."""
+        return self._other.gradients(rows, x, y, inputs)
+
+    def forward(self, rows: Tensor, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        """See `Engine.forward`."""
+        return self._other.forward(rows, x, inputs)
 
     def _compare(self, x: Tensor, y: Tensor) -> None:
         """Take one gradient step with the program and with the loop engine."""
@@ -72,22 +95,23 @@ class CompiledEngine(VmapEngine):
         for ours, theirs in zip(*results, strict=True):
             limit = _TOLERANCE[layout.dtype] * max(1.0, float(theirs.abs().max()))
             if bool(((ours - theirs).abs() > limit).any()):
-                raise NotAStackError("its native program does not compute what it does")
+                raise NotTraceableError("its native program does not compute what it does")
 
     def _unequal(self) -> dict[str, Tensor]:
-        """Return weights of the endpoints, if the module has any, that tell them apart."""
-        if self.program.alpha is None:
-            return {}
-        endpoints = self.layout.zero_inputs(1)[self.program.alpha].shape[-1]
-        weights = torch.arange(1, endpoints + 1, dtype=self.layout.dtype)
-        return {self.program.alpha: (weights / weights.sum())[None, None]}
+        """Return values of the input buffers that tell their entries apart: weights of the endpoints of a simplex."""
+        values = {}
+        for name, own in self.layout.zero_inputs(1).items():
+            if name not in self.layout.keys and own.is_floating_point():
+                weights = torch.arange(1, own[0].numel() + 1, dtype=self.layout.dtype).reshape(own.shape)
+                values[name] = (weights / weights.sum())[:, None]
+        return values
 
     def train(
         self, rows: Float[Tensor, "clients params"], work: Training, block: int
     ) -> Float[Tensor, "clients steps"]:
-        """See `Engine.train`; `block` matters only where each sample has its own mixture of endpoints."""
-        if any(name == self.program.alpha and value.ndim > 3 for name, value in work.inputs.items()):
-            return super().train(rows, work, block)
+        """See `Engine.train`; `block` matters only where another engine trains."""
+        if not self.program.fits(work):
+            return self._other.train(rows, work, block)
         return self.program.train(rows, work)
 
     def measure(

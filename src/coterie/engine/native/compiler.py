@@ -47,17 +47,18 @@ def machine() -> tuple[str, ...]:
     return (version.stdout, native, platform.machine(), platform.processor(), features)
 
 
-def load(text: str) -> tuple[ctypes.CDLL, float]:
+def load(text: str, flags: tuple[str, ...] = ()) -> tuple[ctypes.CDLL, float]:
     """Return the compiled program and the seconds it took to compile; 0 when it was compiled before.
 
     Args:
         text: of the program.
+        flags: of the compiler, beside the usual ones.
 
     Raises:
         CompilerError: when there is no compiler, or it fails.
     """
     here = machine()
-    key = hashlib.sha256("\n".join((text, *_FLAGS, *here)).encode()).hexdigest()[:24]
+    key = hashlib.sha256("\n".join((text, *_FLAGS, *flags, *here)).encode()).hexdigest()[:24]
     library = cache_folder() / "compiled" / f"{key}.so"
     seconds = 0.0
     try:
@@ -65,7 +66,7 @@ def load(text: str) -> tuple[ctypes.CDLL, float]:
         _check_private(library.parent)
         if not _trusted(library):
             started = time.perf_counter()
-            _compile(text, library, (*_FLAGS, here[1]))
+            _compile(text, library, (*_FLAGS, *flags, here[1]))
             seconds = time.perf_counter() - started
         return ctypes.CDLL(str(library)), seconds
     except OSError as error:

@@ -32,23 +32,29 @@ def use_threads(number: int) -> None:
     _threads = number
 
 
-class _Store(ctypes.Structure):
+class Store(ctypes.Structure):
+    """Samples as they are stored: bytes with a table of their values for each channel, or numbers."""
+
     _fields_ = (
         ("x", _POINTER), ("values", _POINTER), ("classes", _POINTER), ("targets", _POINTER), ("bytes", _LONG),
     )  # fmt: skip
 
 
-class _CropFlip(ctypes.Structure):
+class CropFlip(ctypes.Structure):
+    """Random crops and flips of a training; see `engine._augment`."""
+
     _fields_ = (("keys", _POINTER), ("fill", _POINTER), ("padding", _LONG))
 
 
-class _Noise(ctypes.Structure):
+class NoiseJob(ctypes.Structure):
+    """Noise that is drawn at every access; see `engine.noise`."""
+
     _fields_ = (("keys", _POINTER), ("sigma", _POINTER), ("width", _LONG))
 
 
 class _Training(ctypes.Structure):
     _fields_ = (
-        ("store", _Store), ("augment", _CropFlip), ("noise", _Noise), ("rows", _POINTER), ("anchor", _POINTER),
+        ("store", Store), ("augment", CropFlip), ("noise", NoiseJob), ("rows", _POINTER), ("anchor", _POINTER),
         ("alpha", _POINTER),
         ("places", _POINTER), ("length", _POINTER), ("keys", _POINTER), ("losses", _POINTER), ("moments", _POINTER),
         ("taken", _POINTER), ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG),
@@ -59,39 +65,70 @@ class _Training(ctypes.Structure):
 
 class _Measuring(ctypes.Structure):
     _fields_ = (
-        ("store", _Store), ("noise", _Noise), ("table", _POINTER), ("alpha", _POINTER), ("places", _POINTER),
+        ("store", Store), ("noise", NoiseJob), ("table", _POINTER), ("alpha", _POINTER), ("places", _POINTER),
         ("count", _POINTER), ("models", _POINTER), ("sets", _POINTER), ("loss", _POINTER), ("score", _POINTER),
         ("row", _LONG), ("width", _LONG),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class _Kept:
+class Kept:
     """Samples in the form that the program reads, with the tensors that own the memory."""
 
-    store: _Store
+    store: Store
     owners: tuple[Tensor | None, ...]
 
 
-def _at(tensor: Tensor | None) -> int | None:
+def at(tensor: Tensor | None) -> int | None:
+    """Return the address of a tensor's memory."""
     return None if tensor is None else tensor.data_ptr()
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor as contiguous 64-bit integers."""
     return tensor.to(torch.int64).contiguous()
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def rows_of(tensor: Tensor) -> Tensor:
     """Return a matrix whose rows are contiguous; rows may be shared."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
-def _noise_of(noise: Noise | None) -> tuple[_Noise, tuple[Tensor, ...]]:
+def noise_of(noise: Noise | None) -> tuple[NoiseJob, tuple[Tensor, ...]]:
     """Return noise in the form the program reads, and the tensors that own the memory."""
     if noise is None:
-        return _Noise(None, None, 1), ()
-    owners = (_whole(noise.keys), noise.sigma.to(torch.float64).contiguous())
-    return _Noise(_at(owners[0]), _at(owners[1]), noise.width), owners
+        return NoiseJob(None, None, 1), ()
+    owners = (whole(noise.keys), noise.sigma.to(torch.float64).contiguous())
+    return NoiseJob(at(owners[0]), at(owners[1]), noise.width), owners
+
+
+def stored(samples: RawSamples, dtype: torch.dtype) -> Kept:
+    """Return samples in the form that programs read."""
+    values = None
+    if samples.x.dtype == torch.uint8:
+        x, channels = samples.x.contiguous(), samples.features[0]
+        every = torch.arange(256, dtype=torch.uint8).reshape(256, *(1 for _ in samples.features))
+        levels = RawSamples(every.expand(256, channels, *every.shape[2:]), every, 0, dtype, samples.mean, samples.std)
+        values = levels.inputs(torch.arange(256)).reshape(256, channels).T.contiguous()
+    else:
+        x = samples.x.to(dtype).contiguous()
+    classes = whole(samples.y) if samples.classes else None
+    targets = None if samples.classes else samples.y.to(dtype).contiguous()
+    store = Store(at(x), at(values), at(classes), at(targets), int(values is not None))
+    return Kept(store, (None if x is samples.x else x, values, classes, targets))
+
+
+def on_threads(function: Callable[..., None], job: ctypes.Structure, number: int) -> None:
+    """Run a function of the program over ranges of clients or pairs."""
+    threads = min(_threads or torch.get_num_threads(), number)
+    if threads <= 1:
+        function(ctypes.byref(job), 0, number)
+        return
+    size = math.ceil(number / (4 * threads))
+    with ThreadPoolExecutor(threads) as pool:
+        starts = range(0, number, size)
+        for done in [pool.submit(function, ctypes.byref(job), s, min(s + size, number)) for s in starts]:
+            done.result()
 
 
 class NativeProgram:
@@ -122,30 +159,13 @@ class NativeProgram:
         for name in ("train", "measure"):
             function = getattr(self._library, name)
             function.argtypes, function.restype = (_POINTER, _LONG, _LONG), None
-        self._kept: weakref.WeakKeyDictionary[RawSamples, _Kept] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[RawSamples, Kept] = weakref.WeakKeyDictionary()
 
-    def _store(self, samples: RawSamples) -> _Store:
+    def _store(self, samples: RawSamples) -> Store:
         kept = self._kept.get(samples)
         if kept is None:
-            kept = self._kept[samples] = self._keep(samples)
+            kept = self._kept[samples] = stored(samples, self.layout.dtype)
         return kept.store
-
-    def _keep(self, samples: RawSamples) -> _Kept:
-        dtype = self.layout.dtype
-        values = None
-        if samples.x.dtype == torch.uint8:
-            x, channels = samples.x.contiguous(), samples.features[0]
-            every = torch.arange(256, dtype=torch.uint8).reshape(256, *(1 for _ in samples.features))
-            levels = RawSamples(
-                every.expand(256, channels, *every.shape[2:]), every, 0, dtype, samples.mean, samples.std
-            )
-            values = levels.inputs(torch.arange(256)).reshape(256, channels).T.contiguous()
-        else:
-            x = samples.x.to(dtype).contiguous()
-        classes = _whole(samples.y) if samples.classes else None
-        targets = None if samples.classes else samples.y.to(dtype).contiguous()
-        store = _Store(_at(x), _at(values), _at(classes), _at(targets), int(values is not None))
-        return _Kept(store, (None if x is samples.x else x, values, classes, targets))
 
     def _mixtures(self, inputs: Mapping[str, Tensor], *shape: int) -> Tensor | None:
         """Return the weights of the endpoints, those of the module where none are given."""
@@ -156,29 +176,33 @@ class NativeProgram:
             given = self.layout.zero_inputs(1)[self.alpha].expand(*shape, -1)
         return given.to(self.layout.dtype).contiguous()
 
+    def fits(self, work: Training) -> bool:
+        """Return whether the program can do a training: no sample has a mixture of endpoints of its own."""
+        return not any(name == self.alpha and value.ndim > 3 for name, value in work.inputs.items())
+
     def train(self, rows: Float[Tensor, "clients params"], work: Training) -> Float[Tensor, "clients steps"]:
         """Train clients in place; see `Engine.train`."""
         local = work.local
         losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
-        places, length = _whole(work.places), _whole(work.length)
-        keys = None if work.keys is None else _whole(work.keys[0])
-        taken = None if work.taken is None else _whole(work.taken)
-        anchor = None if work.anchor is None or not work.prox else _rows(work.anchor)
+        places, length = whole(work.places), whole(work.length)
+        keys = None if work.keys is None else whole(work.keys[0])
+        taken = None if work.taken is None else whole(work.taken)
+        anchor = None if work.anchor is None or not work.prox else rows_of(work.anchor)
         draws, fill = None, None
         if work.augment is not None:
-            draws, fill = _whole(work.augment.keys), work.augment.fill.to(rows.dtype).contiguous()
+            draws, fill = whole(work.augment.keys), work.augment.fill.to(rows.dtype).contiguous()
         alpha = self._mixtures(work.inputs, *work.length.shape)
         assert rows.stride(1) == 1
         assert work.moments is None or work.moments.is_contiguous()
-        augment = _CropFlip(_at(draws), _at(fill), work.augment.padding if work.augment else 0)
-        noise, _draws = _noise_of(work.noise)
+        augment = CropFlip(at(draws), at(fill), work.augment.padding if work.augment else 0)
+        noise, _draws = noise_of(work.noise)
         job = _Training(
-            self._store(work.samples), augment, noise, _at(rows), _at(anchor), _at(alpha), _at(places), _at(length),
-            _at(keys), _at(losses), _at(work.moments), _at(taken), rows.stride(0),
+            self._store(work.samples), augment, noise, at(rows), at(anchor), at(alpha), at(places), at(length),
+            at(keys), at(losses), at(work.moments), at(taken), rows.stride(0),
             0 if anchor is None else anchor.stride(0), work.steps, places.shape[2], self.layout.trainable,
             int(local.optimizer == "adam"), local.lr, local.momentum, local.weight_decay, work.prox,
         )  # fmt: skip
-        self._run(self._library.train, job, len(rows))
+        on_threads(self._library.train, job, len(rows))
         return losses
 
     def measure(
@@ -186,25 +210,12 @@ class NativeProgram:
     ) -> dict[str, Float[Tensor, " pairs"]]:
         """Return the mean of each metric for each pair; see `Engine.measure`."""
         values = torch.empty(2, len(pairs.models), dtype=torch.float64)
-        table, alpha = _rows(table), self._mixtures(inputs, len(table))
-        places, count, models, sets = (_whole(t) for t in (pairs.places, pairs.count, pairs.models, pairs.sets))
-        noise, _draws = _noise_of(pairs.noise)
+        table, alpha = rows_of(table), self._mixtures(inputs, len(table))
+        places, count, models, sets = (whole(t) for t in (pairs.places, pairs.count, pairs.models, pairs.sets))
+        noise, _draws = noise_of(pairs.noise)
         job = _Measuring(
-            self._store(pairs.samples), noise, _at(table), _at(alpha), _at(places), _at(count), _at(models), _at(sets),
-            _at(values[0]), _at(values[1]), table.stride(0), places.shape[1],
+            self._store(pairs.samples), noise, at(table), at(alpha), at(places), at(count), at(models), at(sets),
+            at(values[0]), at(values[1]), table.stride(0), places.shape[1],
         )  # fmt: skip
-        self._run(self._library.measure, job, len(pairs.models))
+        on_threads(self._library.measure, job, len(pairs.models))
         return dict(zip(pairs.metrics, values.to(self.layout.dtype), strict=True))
-
-    @staticmethod
-    def _run(function: Callable[..., None], job: ctypes.Structure, number: int) -> None:
-        """Run a function of the program over ranges of clients or pairs."""
-        threads = min(_threads or torch.get_num_threads(), number)
-        if threads <= 1:
-            function(ctypes.byref(job), 0, number)
-            return
-        size = math.ceil(number / (4 * threads))
-        with ThreadPoolExecutor(threads) as pool:
-            starts = range(0, number, size)
-            for done in [pool.submit(function, ctypes.byref(job), s, min(s + size, number)) for s in starts]:
-                done.result()

@@ -15,7 +15,7 @@ from torch.fx.proxy import TraceError
 from torch.nn import functional
 
 from coterie.engine._rewrites import strided
-from coterie.models.layout import KeyedDropout
+from coterie.models.layout import KeyedDropout, ReturnedBatchNorm
 from coterie.models.simplex_layers import SimplexHead
 
 
@@ -97,7 +97,9 @@ _TRACE_ERRORS = (TraceError, TypeError, ValueError, RuntimeError, AttributeError
 
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, KeyedDropout | SimplexHead) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, KeyedDropout | ReturnedBatchNorm | SimplexHead) or super().is_leaf_module(
+            m, module_qualified_name
+        )
 
 
 def layers(module: nn.Module) -> list[Layer]:

@@ -29,6 +29,7 @@ from coterie.engine.native.stack import (
     NotAStackError,
     layers,
 )
+from coterie.engine.native.trace import NotTraceableError
 from coterie.engine.task import LocalTraining
 from coterie.methods import METHODS
 from coterie.models.layout import Layout, build
@@ -319,7 +320,7 @@ def test_a_wrong_program_is_not_used(monkeypatch):
         return right(self, rows, replace(work, local=replace(work.local, lr=2.0)), block)
 
     monkeypatch.setattr(CompiledEngine, "train", wrong)
-    with pytest.raises(NotAStackError, match="does not compute what it does"):
+    with pytest.raises(NotTraceableError, match="does not compute what it does"):
         CompiledEngine(layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2)))
 
 

@@ -1,0 +1,554 @@
+"""Values of a native program, the loops that compute them, and the memory that holds them.
+
+A value is an expression over places in memory: elementwise operations and views only change the expression, and one
+loop computes as many of them as meet. Memory is one arena; a place is used again when its value was read last.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+
+from coterie.engine.native.trace import Dim, NotTraceableError, Size, at
+
+_MANY = 1009  # samples at which sizes are compared; a prime, so that no product of other sizes equals one of them
+_PART = 64  # numbers that are added in one precision before the next level of a sum
+_ROOM = 64  # bytes at the end of each buffer, which loads of whole vectors may read
+
+
+def product(sizes: Sequence[Size]) -> Size:
+    """Return the product of sizes."""
+    total: Size = 1
+    for size in sizes:
+        total = total * size
+    return total
+
+
+def c_type(dtype: torch.dtype) -> str:
+    """Return the type of the program's numbers for a type of PyTorch's."""
+    if dtype.is_floating_point:
+        return "T"
+    return "uint8_t" if dtype == torch.bool else "int64_t"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Places in memory, or with an empty `buffer` the number `offset + sum of index * stride` itself."""
+
+    buffer: str
+    offset: Size
+    strides: tuple[Size, ...]
+
+    def text(self, index: Sequence[str]) -> str:
+        """Return the C++ of one entry."""
+        terms = [str(self.offset)] if self.offset != 0 else []
+        for name, stride in zip(index, self.strides, strict=True):
+            if stride != 0 and name != "0":
+                terms.append(name if stride == 1 else f"{name} * {stride}")
+        place = " + ".join(terms) or "0"
+        return f"{self.buffer}[{place}]" if self.buffer else f"({place})"
+
+
+@dataclass(frozen=True)
+class Value:
+    """An array as an expression.
+
+    Args:
+        shape: its sizes.
+        leaves: what it is made of, each with a stride (or 0) for each axis.
+        make: (text of each leaf) -> text of an entry.
+        dtype: of an entry.
+        cost: how many operations an entry takes; 0 for what lies in memory, and for constants.
+    """
+
+    shape: tuple[Size, ...]
+    leaves: tuple[Leaf, ...]
+    make: Callable[[Sequence[str]], str]
+    dtype: torch.dtype
+    cost: int = 0
+
+    @property
+    def leaf(self) -> Leaf | None:
+        """The memory of a value that is no expression."""
+        return self.leaves[0] if self.make is _first and self.leaves[0].buffer else None
+
+    def moved(self, shape: Sequence[Size], move: Callable[[Leaf], Leaf]) -> "Value":
+        """Return a view."""
+        return replace(self, shape=tuple(shape), leaves=tuple(map(move, self.leaves)))
+
+
+def _first(parts: Sequence[str]) -> str:
+    return parts[0]
+
+
+def in_memory(
+    buffer: str, shape: Sequence[Size], strides: Sequence[Size], dtype: torch.dtype, offset: Size = 0
+) -> Value:
+    """Return a value that lies in memory."""
+    return Value(tuple(shape), (Leaf(buffer, offset, tuple(strides)),), _first, dtype)
+
+
+def dense(shape: Sequence[Size], order: Sequence[int] | None = None) -> list[Size]:
+    """Return the strides of an array without gaps; `order` names its axes from the outermost to the innermost."""
+    strides: list[Size] = [0] * len(shape)
+    step: Size = 1
+    for axis in reversed(order if order is not None else range(len(shape))):
+        strides[axis] = step
+        step = step * shape[axis]
+    return strides
+
+
+def combined(
+    make: Callable[..., str], values: Sequence[Value], dtype: torch.dtype, cost: int, shape: Sequence[Size]
+) -> Value:
+    """Return an elementwise function of values, broadcast to a shape."""
+    leaves, counts = [], []
+    for value in values:
+        value = expanded(value, shape)
+        leaves += value.leaves
+        counts.append(len(value.leaves))
+
+    def text(parts: Sequence[str]) -> str:
+        pieces, start = [], 0
+        for value, count in zip(values, counts, strict=True):
+            pieces.append(value.make(parts[start : start + count]))
+            start += count
+        return make(*pieces)
+
+    return Value(tuple(shape), tuple(leaves), text, dtype, cost + sum(v.cost for v in values))
+
+
+def expanded(value: Value, shape: Sequence[Size]) -> Value:
+    """Return a value broadcast to a shape."""
+    if tuple(shape) == value.shape:
+        return value
+    missing = len(shape) - len(value.shape)
+    same = [old != 1 or new == 1 for old, new in zip(value.shape, shape[missing:], strict=True)]
+
+    def move(leaf: Leaf) -> Leaf:
+        strides = [stride if keep else 0 for stride, keep in zip(leaf.strides, same, strict=True)]
+        return replace(leaf, strides=(*[0] * missing, *strides))
+
+    return value.moved(shape, move)
+
+
+def reshaped(value: Value, shape: Sequence[Size]) -> Value | None:
+    """Return a value in another shape, or None where that takes a copy."""
+    groups = _groups(value.shape, shape)
+    leaves = []
+    for leaf in value.leaves:
+        strides: list[Size] = [0] * len(shape)
+        for old, new in groups:
+            inner = [axis for axis in old if value.shape[axis] != 1]
+            for a, b in pairwise(inner):
+                if leaf.strides[a] != leaf.strides[b] * value.shape[b]:
+                    return None
+            step: Size = leaf.strides[inner[-1]] if inner else 0
+            for axis in reversed(new):
+                strides[axis] = step if shape[axis] != 1 else 0
+                step = step * shape[axis]
+        leaves.append(replace(leaf, strides=tuple(strides)))
+    return replace(value, shape=tuple(shape), leaves=tuple(leaves))
+
+
+def _groups(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[list[int], list[int]]]:
+    """Split the axes of two shapes into the smallest groups of equal size."""
+    groups = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        left, right = [], []
+        sizes = [1, 1]
+        while sizes[0] != sizes[1] or not (left or right):
+            if i < len(old) and (sizes[0] < sizes[1] or not left):
+                sizes[0] *= at(old[i], _MANY)
+                left.append(i)
+                i += 1
+            if j < len(new) and (sizes[1] < sizes[0] or not right):
+                sizes[1] *= at(new[j], _MANY)
+                right.append(j)
+                j += 1
+            if sizes[0] != sizes[1] and (i == len(old) if sizes[0] < sizes[1] else j == len(new)):
+                raise NotTraceableError("two shapes of it do not match")
+        groups.append((left, right))
+    return groups
+
+
+@dataclass
+class Statement:
+    """A piece of a program, with the buffers it reads and writes."""
+
+    text: str
+    reads: frozenset[str]
+    writes: frozenset[str]
+
+
+@dataclass
+class Buffer:
+    """Memory of a program. `place` is where it lies, when that is not the arena."""
+
+    size: Size
+    type: str
+    place: str = ""
+
+
+@dataclass
+class Program:
+    """Statements in order, and the buffers they use."""
+
+    statements: list[Statement] = field(default_factory=list)
+    buffers: dict[str, Buffer] = field(default_factory=dict)
+
+    def buffer(self, size: Size, dtype: torch.dtype | str) -> str:
+        """Make a new buffer and return its name."""
+        name = f"b{len(self.buffers)}"
+        self.buffers[name] = Buffer(size, dtype if isinstance(dtype, str) else c_type(dtype))
+        return name
+
+    def emit(self, text: str, reads: Sequence[str], writes: Sequence[str]) -> None:
+        """Add a statement."""
+        self.statements.append(Statement(text, frozenset(reads), frozenset(writes)))
+
+    # ------------------------------------------------------------------ elementwise loops
+
+    def assign(self, target: Leaf, value: Value, *, add: str = "") -> None:
+        """Compute a value into memory.
+
+        Args:
+            target: where, with a stride for each axis of the value.
+            value: what.
+            add: C++ condition under which it is added to what is there.
+        """
+        nest = Nest(value.shape, (target, *value.leaves), _order(value.shape, target.strides))
+        entry = value.make([leaf.text(nest.names) for leaf in nest.leaves[1:]])
+        place = nest.leaves[0].text(nest.names)
+        line = f"{place} = {entry};" if not add else f"{place} = ({add} ? {place} : T(0)) + {entry};"
+        self.emit(nest.around(line), [leaf.buffer for leaf in value.leaves], [target.buffer])
+
+    def stored(self, value: Value, order: Sequence[int] | None = None) -> Value:
+        """Return a value in memory: itself, or computed into a new buffer.
+
+        Args:
+            value: the value.
+            order: its axes from the outermost to the innermost; None for where they lie best.
+        """
+        if order is None and value.leaf is not None:
+            return value
+        order = list(order) if order is not None else order_of(value)
+        strides = dense(value.shape, order)
+        name = self.buffer(product(value.shape), value.dtype)
+        result = in_memory(name, value.shape, strides, value.dtype)
+        assert result.leaf is not None
+        self.assign(result.leaf, value)
+        return result
+
+    def contiguous(self, value: Value, order: Sequence[int] | None = None) -> Value:
+        """Return a value in memory without gaps, in an order of its axes."""
+        order = list(order) if order is not None else list(range(len(value.shape)))
+        wanted = dense(value.shape, order)
+        leaf = value.leaf
+        if leaf is not None:
+            pairs = zip(leaf.strides, wanted, value.shape, strict=True)
+            if all(a == b or size == 1 for a, b, size in pairs):
+                return in_memory(leaf.buffer, value.shape, wanted, value.dtype, leaf.offset)
+        return self.stored(value, order)
+
+    # ------------------------------------------------------------------ reductions
+
+    def reduced(self, values: Sequence[Value], axes: Sequence[int], kind: str) -> list[Value]:
+        """Reduce values of one shape over axes, which stay with size 1.
+
+        Args:
+            values: sums of several are computed in one pass.
+            axes: to reduce.
+            kind: "sum", "max", "min", "any", "all", "argmax" or "argmin".
+        """
+        shape = values[0].shape
+        axes = [axis for axis in axes if shape[axis] != 1]
+        kept_shape = [1 if axis in axes else size for axis, size in enumerate(shape)]
+        if not axes and kind in ("sum", "max", "min", "any", "all"):
+            return [self.stored(value) for value in values]
+        order = [axis for axis in order_of(max(values, key=lambda v: len(v.leaves) > 0)) if shape[axis] != 1]
+        kept, gone = [a for a in order if a not in axes], [a for a in order if a in axes]
+        inner = gone and kept and order[-1] in axes
+        if (
+            kind == "sum"
+            and inner
+            and order.index(gone[0]) < order.index(kept[-1])
+            and at(shape[order[-1]], _MANY) < 64
+        ):
+            first = [axis for axis in gone if order.index(axis) < order.index(kept[-1])]
+            half = self.reduced(values, first, kind)
+            return self.reduced(half, [a for a in gone if a not in first], kind)
+        dtype = torch.int64 if kind.startswith("arg") else values[0].dtype
+        if kind in ("any", "all"):
+            dtype = torch.bool
+        names = [self.buffer(product(kept_shape), dtype) for _ in values]
+        strides = dense(kept_shape, [*[a for a in range(len(shape)) if a not in kept], *kept])
+        results = [in_memory(name, kept_shape, strides, dtype) for name in names]
+        leaves = [leaf for value in values for leaf in value.leaves]
+        targets = [expanded(result, shape).leaves[0] for result in results]
+        reads = [leaf.buffer for leaf in leaves]
+        if (
+            kind == "sum"
+            and kept
+            and order[-1] in kept
+            and isinstance(shape[kept[-1]], int)
+            and shape[kept[-1]] <= 4096
+        ):
+            text = self._sums_of_columns(shape, kept, gone, values, targets)
+        elif kind == "sum":
+            text = self._sums_of_rows(shape, kept, gone, values, targets)
+        else:
+            text = self._extremes(shape, kept, gone, values[0], targets[0], kind)
+        self.emit(text, reads, names)
+        return results
+
+    @staticmethod
+    def _entries(values: Sequence[Value], leaves: Sequence[Leaf], names: Sequence[str]) -> list[str]:
+        entries, start = [], 0
+        for value in values:
+            count = len(value.leaves)
+            entries.append(value.make([leaf.text(names) for leaf in leaves[start : start + count]]))
+            start += count
+        return entries
+
+    def _sums_of_rows(
+        self, shape: Sequence[Size], kept: list[int], gone: list[int], values: Sequence[Value], targets: list[Leaf]
+    ) -> str:
+        """Sum where the innermost axis is summed: a sum a row, added up in parts."""
+        leaves = (*targets, *(leaf for value in values for leaf in value.leaves))
+        nest = Nest(shape, leaves, [*kept, *gone], split=len(kept))
+        entries = self._entries(values, nest.leaves[len(targets) :], nest.names)
+        body = nest.summed("", [f"part{k} += {entry};" for k, entry in enumerate(entries)], len(values))
+        stores = " ".join(f"{t.text(nest.names)} = total{k};" for k, t in enumerate(nest.leaves[: len(targets)]))
+        totals = " ".join(f"double total{k} = 0;" for k in range(len(values)))
+        return nest.outer(f"{{ {totals} {body} {stores} }}")
+
+    def _sums_of_columns(
+        self, shape: Sequence[Size], kept: list[int], gone: list[int], values: Sequence[Value], targets: list[Leaf]
+    ) -> str:
+        """Sum where the innermost axis stays: its entries are summed side by side, in parts."""
+        columns = kept[-1]
+        width = shape[columns]
+        leaves = (*targets, *(leaf for value in values for leaf in value.leaves))
+        nest = Nest(shape, leaves, [*kept[:-1], *gone, columns], split=len(kept) - 1, last=True)
+        name = nest.names[columns]
+        entries = self._entries(values, nest.leaves[len(targets) :], nest.names)
+        loop = f"VECTORIZE for (long {name} = 0; {name} < {width}; {name}++)"
+        lines = [f"part{k}[{name}] += {entry};" for k, entry in enumerate(entries)]
+        body = nest.summed(loop, lines, len(values), str(width))
+        ends = [
+            f"for (long {name} = 0; {name} < {width}; {name}++) {t.text(nest.names)} = total{k}[{name}];"
+            for k, t in enumerate(nest.leaves[: len(targets)])
+        ]
+        totals = " ".join(f"double total{k}[{width}] = {{}};" for k in range(len(values)))
+        return nest.outer(f"{{ {totals} {body} {' '.join(ends)} }}")
+
+    def _extremes(
+        self, shape: Sequence[Size], kept: list[int], gone: list[int], value: Value, target: Leaf, kind: str
+    ) -> str:
+        nest = Nest(shape, (target, *value.leaves), [*kept, *gone], split=len(kept), merge=not kind.startswith("arg"))
+        entry = value.make([leaf.text(nest.names) for leaf in nest.leaves[1:]])
+        place = nest.leaves[0].text(nest.names)
+        kept_type = c_type(value.dtype)
+        if kind.startswith("arg"):
+            sign = ">" if kind == "argmax" else "<"
+            if len(gone) != 1:
+                raise NotTraceableError(f"{kind} over several axes")
+            number = nest.names[gone[0]]
+            body = f"{kept_type} v = {entry}; if ({number} == 0 || v {sign} best || (v != v && best == best)) best = v, which = {number};"
+            return nest.outer(
+                f"{{ {kept_type} best = 0; int64_t which = 0; {nest.inner('{ ' + body + ' }')} {place} = which; }}"
+            )
+        start, take = {
+            "max": ("-INFINITY", "best = (v > best || v != v) ? v : best;"),
+            "min": ("INFINITY", "best = (v < best || v != v) ? v : best;"),
+            "any": ("0", "best = best || v;"),
+            "all": ("1", "best = best && v;"),
+        }[kind]
+        if kept_type == "int64_t" and kind in ("max", "min"):
+            start = "INT64_MIN" if kind == "max" else "INT64_MAX"
+        body = nest.inner(f"{{ {kept_type} v = {entry}; {take} }}")
+        return nest.outer(f"{{ {kept_type} best = {start}; {body} {place} = best; }}")
+
+    # ------------------------------------------------------------------ memory
+
+    def arena(self, samples: int, outputs: Sequence[str] = ()) -> tuple[dict[str, int], int]:
+        """Return the place of each buffer in bytes, and the size of the arena, for batches of up to some samples."""
+        first: dict[str, int] = {}
+        last: dict[str, int] = {}
+        for number, statement in enumerate(self.statements):
+            for name in statement.reads | statement.writes:
+                first.setdefault(name, number)
+                last[name] = number
+        for name in outputs:
+            last[name] = len(self.statements)
+        places: dict[str, int] = {}
+        free: list[tuple[int, int]] = []
+        sizes: dict[str, int] = {}
+        top = 0
+        for number, statement in enumerate(self.statements):
+            for name in sorted(statement.writes | statement.reads):
+                buffer = self.buffers.get(name)
+                if buffer is None or buffer.place or first[name] != number:
+                    continue
+                need = (self.bytes_of(buffer, samples) + _ROOM + 63) // 64 * 64
+                fitting = [piece for piece in free if piece[1] >= need]
+                if fitting:
+                    start, length = min(fitting, key=lambda piece: (piece[1], piece[0]))
+                    free.remove((start, length))
+                    if length > need:
+                        free.append((start + need, length - need))
+                else:
+                    start, top = top, top + need
+                places[name], sizes[name] = start, need
+            for name in statement.reads | statement.writes:
+                if name in places and last[name] == number:
+                    free.append((places[name], sizes[name]))
+            free = _merged(free)
+        return places, top
+
+    number_bytes: int = 4
+
+    def bytes_of(self, buffer: Buffer, samples: int) -> int:
+        """Return the bytes of a buffer."""
+        width = {"T": self.number_bytes, "I": self.number_bytes, "int64_t": 8, "uint8_t": 1}[buffer.type]
+        return at(buffer.size, samples) * width
+
+
+def _merged(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, length in sorted(pieces):
+        if merged and sum(merged[-1]) == start:
+            merged[-1] = (merged[-1][0], merged[-1][1] + length)
+        else:
+            merged.append((start, length))
+    return merged
+
+
+def _order(shape: Sequence[Size], strides: Sequence[Size]) -> list[int]:
+    """Return axes from the largest stride to the smallest."""
+    return sorted(range(len(shape)), key=lambda axis: (-abs(at(strides[axis], _MANY)), axis))
+
+
+def order_of(value: Value) -> list[int]:
+    """Return the axes of a value from the outermost to the innermost, as most of what it is made of lies."""
+    axes = range(len(value.shape))
+    for leaf in value.leaves:
+        if leaf.buffer and all(leaf.strides[a] != 0 for a in axes if value.shape[a] != 1):
+            wide = [a for a in _order(value.shape, leaf.strides) if value.shape[a] != 1]
+            return [*(a for a in axes if value.shape[a] == 1), *wide]
+    return list(axes)
+
+
+class Nest:
+    """Loops over a shape; axes that lie side by side in every leaf become one.
+
+    Args:
+        shape: the sizes.
+        leaves: what the body reads and writes.
+        order: axes from the outermost to the innermost loop.
+        split: how many of the axes belong to the outer loops; those inside them are a reduction.
+        last: whether the innermost axis is no part of the loops: the body runs over it.
+        merge: whether axes may become one.
+
+    Attributes:
+        names: the index of each axis of `shape`; "0" where it takes part in another's.
+        leaves: with the strides that belong to them.
+    """
+
+    def __init__(
+        self, shape: Sequence[Size], leaves: Sequence[Leaf], order: Sequence[int], *, split: int | None = None,
+        last: bool = False, merge: bool = True,
+    ) -> None:  # fmt: skip
+        sizes = list(shape)
+        names = [f"i{axis}" if size != 1 else "0" for axis, size in enumerate(shape)]
+        marks = {axis: (number >= split if split is not None else False) for number, axis in enumerate(order)}
+        loop = [axis for axis in order if shape[axis] != 1]
+        end = len(loop) - 1 if last else len(loop)
+        k = 0
+        while merge and k + 1 < end:
+            a, b = loop[k], loop[k + 1]
+            if marks[a] == marks[b] and all(leaf.strides[a] == leaf.strides[b] * sizes[b] for leaf in leaves):
+                sizes[b] = sizes[b] * sizes[a]
+                names[a] = "0"
+                loop.pop(k)
+                end -= 1
+                k = max(0, k - 1)
+            else:
+                k += 1
+        self.names, self.sizes, self.leaves = names, sizes, list(leaves)
+        self._last = [loop[-1]] if last and loop else []
+        body = loop[: len(loop) - len(self._last)]
+        self._outer = [axis for axis in body if not marks[axis]]
+        self._inner = [axis for axis in body if marks[axis]]
+
+    def _for(self, axis: int, vector: bool = False) -> str:
+        name = self.names[axis]
+        return f"{'VECTORIZE ' if vector else ''}for (long {name} = 0; {name} < {self.sizes[axis]}; {name}++) "
+
+    def around(self, line: str) -> str:
+        """Return the loops around a body; the innermost one is vectorized."""
+        loops = [*self._outer, *self._inner]
+        return "".join(self._for(axis, axis == loops[-1]) for axis in loops) + "{ " + line + " }"
+
+    def outer(self, line: str) -> str:
+        """Return the outer loops around a body."""
+        return "".join(map(self._for, self._outer)) + line
+
+    def inner(self, line: str) -> str:
+        """Return the loops of a reduction around a body."""
+        return "".join(map(self._for, self._inner)) + line
+
+    def summed(self, loop: str, lines: Sequence[str], number: int, width: str = "") -> str:
+        """Return the loops of sums, in parts that are added to `total0`, `total1`, ... in double precision.
+
+        Args:
+            loop: a loop over columns around the lines, if any.
+            lines: what is added to `part0`, ...
+            number: of sums.
+            width: of the columns; empty without.
+        """
+        axis = self._inner[-1]
+        name, size = self.names[axis], self.sizes[axis]
+        part = _PART if width else 8 * _PART
+        if width:
+            starts = " ".join(f"T part{k}[{width}] = {{}};" for k in range(number))
+            ends = (
+                f"for (long e = 0; e < {width}; e++) {{ "
+                + " ".join(f"total{k}[e] += part{k}[e];" for k in range(number))
+                + " }"
+            )
+        else:
+            starts = " ".join(f"T part{k} = 0;" for k in range(number))
+            ends = " ".join(f"total{k} += part{k};" for k in range(number))
+        text = " ".join(lines)
+        inside = f"{loop} {{ {text} }}"
+        parts = ", ".join(f"part{k}" for k in range(number))
+        vector = "" if width else f'_Pragma("omp simd reduction(+:{parts})") '
+        start = f"s{name}"
+        run = (
+            f"for (long {start} = 0; {start} < {size}; {start} += {part}) {{ {starts} "
+            f"const long e{name} = least({start} + {part}, {size}); "
+            f"{vector}for (long {name} = {start}; {name} < e{name}; {name}++) {inside} {ends} }}"
+        )
+        return "".join(map(self._for, self._inner[:-1])) + run
+
+
+def number(value: float | int | bool | Dim | object, kind: str = "T") -> str:
+    """Return the C++ of a constant."""
+    if isinstance(value, bool):
+        return str(int(value)) if kind != "T" else f"T({int(value)})"
+    if isinstance(value, Dim):
+        return f"T{value}" if kind == "T" else f"int64_t{value}"
+    if isinstance(value, int):
+        return f"T({value})" if kind == "T" else f"int64_t({value}LL)"
+    if isinstance(value, float):
+        if math.isnan(value):
+            return "T(NAN)"
+        if math.isinf(value):
+            return "T(INFINITY)" if value > 0 else "T(-INFINITY)"
+        return f"T({value!r})"
+    raise NotTraceableError(f"a constant of an unknown type ({type(value).__name__})")

@@ -1,0 +1,1369 @@
+"""PyTorch's operations as statements of a native program: what each node of a trace becomes.
+
+A method `_name` of `Lowering` makes the operation `name`. Elementwise operations and views make expressions; products,
+convolutions, pooling and sums make calls of `blocks.h` or loops.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from coterie.engine.native.loops import (
+    Leaf,
+    Program,
+    Value,
+    combined,
+    dense,
+    expanded,
+    in_memory,
+    number,
+    order_of,
+    product,
+    reshaped,
+)  # fmt: skip
+from coterie.engine.native.trace import Dim, Node, NotTraceableError, Ratio, Ref, Size, Trace, at
+
+_LARGE = 40  # operations of an expression above which it is computed into memory
+_ROWS = 48  # rows of a product from which packing its other matrix pays
+
+Number = int | float | bool | Dim | Ratio
+Operand = Value | Number
+
+_BINARY = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_LOGIC = {"logical_and": "&&", "logical_or": "||", "logical_xor": "!="}
+_BITS = {"bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"}
+_UNARY: dict[str, tuple[str, int]] = {  # text, cost
+    "neg": ("(-{0})", 1), "abs": ("std::fabs({0})", 1), "relu": ("chosen({0} < 0, 0, {0})", 1),
+    "exp": ("exponential({0})", 8), "log": ("std::log({0})", 8), "log1p": ("std::log1p({0})", 8),
+    "log2": ("std::log2({0})", 8), "expm1": ("std::expm1({0})", 8), "sqrt": ("std::sqrt({0})", 6),
+    "rsqrt": ("(1 / std::sqrt({0}))", 8), "reciprocal": ("(1 / {0})", 4), "sigmoid": ("sigmoid({0})", 10),
+    "tanh": ("hyperbolic({0})", 10), "erf": ("error_function({0})", 12), "sin": ("std::sin({0})", 8),
+    "cos": ("std::cos({0})", 8), "floor": ("std::floor({0})", 1), "ceil": ("std::ceil({0})", 1),
+    "round": ("std::nearbyint({0})", 1), "trunc": ("std::trunc({0})", 1), "sign": ("(T({0} > 0) - T({0} < 0))", 2),
+    "square": ("({0} * {0})", 1), "atan": ("std::atan({0})", 8), "sinh": ("std::sinh({0})", 8), "cosh": ("std::cosh({0})", 8),
+    "silu": ("({0} * sigmoid({0}))", 11), "hardsigmoid": ("chosen({0} < -3, 0, chosen({0} > 3, 1, {0} / 6 + T(0.5)))", 3),
+    "hardswish": ("({0} * chosen({0} < -3, 0, chosen({0} > 3, 1, {0} / 6 + T(0.5))))", 4),
+    "mish": ("({0} * hyperbolic(softened({0}, 1, 20)))", 24),
+    "log_sigmoid_forward": ("(-softened(-{0}, 1, 20))", 12),
+}  # fmt: skip
+_BACKWARD: dict[str, tuple[str, int]] = {  # of (gradient, saved value); PyTorch too rounds 1 / 6 to 32 bits
+    "tanh_backward": ("({0} * (1 - {1} * {1}))", 3), "sigmoid_backward": ("({0} * {1} * (1 - {1}))", 3),
+    "silu_backward": ("({0} * silu_slope({1}))", 14),
+    "hardsigmoid_backward": ("chosen({1} > -3 && {1} < 3, {0} * T(1.0f / 6), 0)", 2),
+    "hardswish_backward": ("chosen({1} < -3, 0, chosen({1} > 3, {0}, {0} * ({1} / 3 + T(0.5))))", 4),
+    "mish_backward": ("({0} * mish_slope({1}))", 40),
+}  # fmt: skip
+
+
+class Lowering:
+    """Makes the statements of a traced function.
+
+    Args:
+        program: gets them.
+        trace: the function.
+        samples: the most samples of a call.
+        dtype: of the model.
+    """
+
+    def __init__(self, program: Program, trace: Trace, samples: int, dtype: torch.dtype) -> None:
+        self.program, self.trace, self.samples, self.dtype = program, trace, samples, dtype
+        self.values: dict[Ref, Any] = {}
+        self.uses: dict[Ref, int] = {}
+        self._made: dict[Any, Any] = {}  # padded and packed copies, by what they are copies of
+        self.more: dict[str, str] = {}  # buffers that a kernel can add to, with the text of that argument
+        for node in trace.nodes:
+            for ref in _refs((node.args, list(node.kwargs.values()))):
+                self.uses[ref] = self.uses.get(ref, 0) + 1
+        for ref in trace.outputs:
+            if ref is not None:
+                self.uses[ref] = self.uses.get(ref, 0) + 1
+
+    def run(self) -> None:
+        """Lower every node.
+
+        Raises:
+            NotTraceableError: naming an operation that is not known, and the layer it belongs to.
+        """
+        for node in self.trace.nodes:
+            try:
+                self._node(node)
+            except NotTraceableError as error:
+                where = f" in {node.layer!r}" if node.layer else ""
+                raise NotTraceableError(f"{error}{where}") from error
+
+    @classmethod
+    def knows(cls, name: str) -> bool:
+        """Return whether an operation can be lowered as it is."""
+        tables = (_UNARY, _BACKWARD, _BINARY, _COMPARE, _LOGIC, _BITS)
+        return hasattr(cls, f"_op_{name}") or any(name in table for table in tables)
+
+    def _node(self, node: Node) -> None:
+        self._kinds = [None if ref is None else self.trace.kinds[ref.number] for ref in node.outs]
+        args = [self._operand(a) for a in node.args]
+        kwargs = {key: self._operand(value) for key, value in node.kwargs.items()}
+        name = node.name
+        handler: Callable[..., Any] | None = getattr(self, f"_op_{name}", None)
+        if handler is not None:
+            result = handler(*args, **kwargs)
+        elif name in _UNARY:
+            text, cost = _UNARY[name]
+            result = self._map(text.format, args[0], cost=cost)
+        elif name in _BACKWARD:
+            text, cost = _BACKWARD[name]
+            result = self._map(text.format, args[0], args[1], cost=cost)
+        elif name in _BINARY:
+            result = self._arithmetic(_BINARY[name], *args, **kwargs)
+        elif name in _COMPARE:
+            result = self._compare(_COMPARE[name], args[0], args[1])
+        elif name in _LOGIC:
+            operator = _LOGIC[name]
+            result = self._map(lambda a, b: f"(({a} != 0) {operator} ({b} != 0))", args[0], args[1])
+        elif name in _BITS:
+            operator = _BITS[name]
+            result = self._map(lambda a, b: f"({a} {operator} {b})", args[0], args[1])
+        elif all(ref is None or ref.number in self.trace.constants for ref in node.outs):
+            result = [None if ref is None else self._constant(self.trace.constants[ref.number]) for ref in node.outs]
+        else:
+            raise NotTraceableError(f"the operation {name} is not known")
+        results = result if isinstance(result, list) else [result]
+        results = [*results, *[None] * (len(node.outs) - len(results))]
+        for ref, value, kind in zip(node.outs, results, self._kinds, strict=True):
+            if ref is None or kind is None:
+                continue
+            if value is None:  # what nobody reads
+                self.values[ref] = None
+                continue
+            if [at(a, 1009) for a in value.shape] != [at(b, 1009) for b in kind.shape]:
+                raise NotTraceableError(f"the operation {name} made {value.shape} for {kind.shape}")
+            self.values[ref] = self._kept(ref, value)
+
+    def _kept(self, ref: Ref, value: Value) -> Value:
+        """Return a value, in memory where several need it or it is a long expression."""
+        used = self.uses.get(ref, 0)
+        if value.dtype != torch.bool and ((used > 1 and value.cost) or value.cost > _LARGE):
+            return self.program.stored(value)
+        return value
+
+    def _operand(self, value: Any) -> Any:
+        if isinstance(value, Ref):
+            if value not in self.values:
+                if value.number not in self.trace.constants:
+                    raise NotTraceableError("a tensor that it makes is too large, or depends on the number of samples")
+                self.values[value] = self._constant(self.trace.constants[value.number])
+            return self.values[value]
+        if isinstance(value, list | tuple):
+            return [self._operand(part) for part in value]
+        return value
+
+    def _constant(self, tensor: torch.Tensor) -> Value:
+        if tensor.numel() == 1:
+            return self._filled(tensor.shape, tensor.item(), tensor.dtype)
+        if tensor.numel() > 1 << 16:
+            raise NotTraceableError("it holds a large tensor that is neither a parameter nor a buffer of numbers")
+        name = self.program.buffer(tensor.numel(), tensor.dtype)
+        entries = ", ".join(number(v, self.program.buffers[name].type) for v in tensor.flatten().tolist())
+        self.program.buffers[name].place = f"static const {self.program.buffers[name].type} {name}_[] = {{{entries}}};"
+        return in_memory(name, tensor.shape, dense(tensor.shape), tensor.dtype)
+
+    # ------------------------------------------------------------------ elementwise
+
+    def _filled(self, shape: Sequence[Size], value: Any, dtype: torch.dtype) -> Value:
+        text = self._number(value, dtype)
+        return Value(tuple(shape), (), lambda _parts: text, dtype)
+
+    @staticmethod
+    def _number(value: Any, dtype: torch.dtype) -> str:
+        if isinstance(value, Ratio):
+            if value.places:
+                return f"(T(n * {value.places}) / T(n * {value.places} - 1))"
+            return f"(T({value.value!r}) / T(n))"
+        return number(value, "T" if dtype.is_floating_point else "int64_t")
+
+    def _map(
+        self, make: Callable[..., str], *operands: Operand, cost: int = 1, dtype: torch.dtype | None = None
+    ) -> Value:
+        """Return an elementwise function, in the type of the node's result."""
+        kind = self._kinds[0]
+        assert kind is not None
+        dtype = dtype or kind.dtype
+        if dtype.is_floating_point and dtype != self.dtype:
+            raise NotTraceableError(f"numbers of type {str(dtype).removeprefix('torch.')}")
+        values = [o for o in operands if isinstance(o, Value)]
+        floating = dtype.is_floating_point or any(v.dtype.is_floating_point for v in values)
+        texts = [
+            o
+            if isinstance(o, Value)
+            else self._number(o, torch.float32 if floating or isinstance(o, float) else torch.int64)
+            for o in operands
+        ]
+
+        def entry(*parts: str) -> str:
+            given = iter(parts)
+            pieces = []
+            for text in texts:
+                if isinstance(text, Value):
+                    part = next(given)
+                    pieces.append(f"T({part})" if floating and not text.dtype.is_floating_point else part)
+                else:
+                    pieces.append(text)
+            return make(*pieces)
+
+        shape = _broadcast([v.shape for v in values])
+        return combined(entry, values, dtype, cost, shape)
+
+    def _arithmetic(
+        self, operator: str, a: Operand, b: Operand, *rest: Any, alpha: Number = 1, rounding_mode: Any = None
+    ) -> Value:
+        if rest:
+            alpha = rest[0]
+        if rounding_mode is not None:
+            round_ = {"floor": "std::floor", "trunc": "std::trunc"}[rounding_mode]
+            return self._map(lambda p, q: f"{round_}(T({p}) / T({q}))", a, b, cost=5)
+        if operator == "/" and isinstance(b, int | float):
+            return self._map(lambda p, q: f"({p} / {q})", a, b, cost=2)
+        if alpha != 1:
+            return self._map(lambda p, q, s: f"({p} {operator} {s} * {q})", a, b, alpha, cost=2)
+        return self._map(lambda p, q: f"({p} {operator} {q})", a, b, cost=4 if operator == "/" else 1)
+
+    def _compare(self, operator: str, a: Operand, b: Operand) -> Value:
+        return self._map(lambda p, q: f"({p} {operator} {q})", a, b)
+
+    def _op_rsub(self, a: Operand, b: Operand, alpha: Number = 1) -> Value:
+        return self._map(lambda p, q, s: f"({q} - {s} * {p})", a, b, alpha)
+
+    def _op_pow(self, a: Operand, b: Operand) -> Value:
+        simple = {2: "({0} * {0})", 1: "{0}", 3: "({0} * {0} * {0})", -1: "(1 / {0})", 0.5: "std::sqrt({0})",
+                  -0.5: "(1 / std::sqrt({0}))", -2: "(1 / ({0} * {0}))"}  # fmt: skip
+        if isinstance(b, int | float) and b in simple:
+            return self._map(simple[b].format, a, cost=2)
+        return self._map(lambda p, q: f"std::pow({p}, {q})", a, b, cost=20)
+
+    def _op_where(self, condition: Value, a: Operand, b: Operand) -> Value:
+        kind = self._kinds[0]
+        assert kind is not None
+        if kind.dtype.is_floating_point:
+            text = lambda c, p, q: f"chosen(({c}) != 0, {p}, {q})"  # noqa: E731
+        else:
+            text = lambda c, p, q: f"(({c}) != 0 ? int64_t({p}) : int64_t({q}))"  # noqa: E731
+        return self._map(text, condition, a, b)
+
+    def _op_masked_fill(self, x: Value, mask: Value, value: Operand) -> Value:
+        return self._map(lambda m, p, q: f"chosen(({m}) != 0, {q}, {p})", mask, x, value)
+
+    def _op_clamp(
+        self, x: Value, low: Operand | None = None, high: Operand | None = None, *, min: Any = None, max: Any = None
+    ) -> Value:
+        low, high = low if low is not None else min, high if high is not None else max
+        if low is not None:
+            x = self._map(lambda p, q: f"chosen({p} < {q}, {q}, {p})", x, low)
+        if high is not None:
+            x = self._map(lambda p, q: f"chosen({p} > {q}, {q}, {p})", x, high)
+        return x
+
+    def _op_clamp_min(self, x: Value, low: Operand) -> Value:
+        return self._op_clamp(x, low)
+
+    def _op_clamp_max(self, x: Value, high: Operand) -> Value:
+        return self._op_clamp(x, None, high)
+
+    def _op_hardtanh(self, x: Value, low: Number = -1.0, high: Number = 1.0) -> Value:
+        return self._op_clamp(x, low, high)
+
+    def _op_hardtanh_backward(self, g: Value, x: Value, low: Number, high: Number) -> Value:
+        return self._map(lambda a, b, p, q: f"chosen({b} <= {p} || {b} >= {q}, 0, {a})", g, x, low, high)
+
+    def _op_maximum(self, a: Value, b: Value) -> Value:
+        return self._map(lambda p, q: f"chosen({p} > {q} || {p} != {p}, {p}, {q})", a, b)
+
+    def _op_minimum(self, a: Value, b: Value) -> Value:
+        return self._map(lambda p, q: f"chosen({p} < {q} || {p} != {p}, {p}, {q})", a, b)
+
+    def _op_threshold_backward(self, g: Value, x: Value, threshold: Number) -> Value:
+        return self._map(lambda a, b, t: f"chosen({b} <= {t}, 0, {a})", g, x, threshold)
+
+    def _op_leaky_relu(self, x: Value, slope: Number = 0.01) -> Value:
+        return self._map(lambda a, s: f"chosen({a} > 0, {a}, {a} * {s})", x, slope)
+
+    def _op_leaky_relu_backward(self, g: Value, x: Value, slope: Number, _is_result: bool) -> Value:
+        return self._map(lambda a, b, s: f"chosen({b} > 0, {a}, {a} * {s})", g, x, slope)
+
+    def _op__prelu_kernel(self, x: Value, weight: Value) -> Value:
+        return self._map(lambda a, w: f"chosen({a} > 0, {a}, {a} * {w})", x, weight)
+
+    def _op__prelu_kernel_backward(self, g: Value, x: Value, weight: Value) -> list[Value]:
+        back = self._map(lambda a, b, w: f"chosen({b} > 0, {a}, {a} * {w})", g, x, weight)
+        return [back, self._map(lambda a, b: f"chosen({b} > 0, 0, {a} * {b})", g, x)]
+
+    def _op_elu(self, x: Value, alpha: Number = 1.0, scale: Number = 1.0, input_scale: Number = 1.0) -> Value:
+        text = "chosen({0} > 0, {0} * {2}, (exponential({0} * {3}) - 1) * {1} * {2})"
+        return self._map(text.format, x, alpha, scale, input_scale, cost=10)
+
+    def _op_elu_backward(
+        self, g: Value, alpha: Number, scale: Number, input_scale: Number, is_result: bool, x: Value
+    ) -> Value:
+        if is_result:
+            text = "chosen({1} <= 0, {0} * {4} * ({1} + {2} * {3}), {0} * {3})"
+        else:
+            text = "chosen({1} <= 0, {0} * {4} * {2} * {3} * exponential({1} * {4}), {0} * {3})"
+        return self._map(text.format, g, x, alpha, scale, input_scale, cost=10)
+
+    def _op_softplus(self, x: Value, beta: Number = 1, threshold: Number = 20) -> Value:
+        return self._map("softened({0}, {1}, {2})".format, x, float_(beta), float_(threshold), cost=12)
+
+    def _op_softplus_backward(self, g: Value, x: Value, beta: Number, threshold: Number) -> Value:
+        text = "chosen({1} * {2} > {3}, {0}, {0} * sigmoid({1} * {2}))"
+        return self._map(text.format, g, x, float_(beta), float_(threshold), cost=12)
+
+    def _op_log_sigmoid_backward(self, g: Value, x: Value, _buffer: Any) -> Value:
+        return self._map("({0} * sigmoid(-{1}))".format, g, x, cost=10)
+
+    def _op_gelu(self, x: Value, approximate: str = "none") -> Value:
+        if approximate == "tanh":
+            inner = "T(0.7978845608028654) * ({0} + T(0.044715) * {0} * {0} * {0})"
+            return self._map(("(T(0.5) * {0} * (1 + hyperbolic(" + inner + ")))").format, x, cost=16)
+        return self._map("(T(0.5) * {0} * (1 + error_function({0} * T(0.7071067811865476))))".format, x, cost=16)
+
+    def _op_gelu_backward(self, g: Value, x: Value, approximate: str = "none") -> Value:
+        name = "gelu_slope_tanh" if approximate == "tanh" else "gelu_slope"
+        return self._map(("({0} * " + name + "({1}))").format, g, x, cost=24)
+
+    def _op_logical_not(self, x: Value) -> Value:
+        return self._map(lambda a: f"(!({a}))", x)
+
+    def _op_bitwise_not(self, x: Value) -> Value:
+        return self._op_logical_not(x) if x.dtype == torch.bool else self._map(lambda a: f"(~{a})", x)
+
+    def _op_isnan(self, x: Value) -> Value:
+        return self._map(lambda a: f"({a} != {a})", x)
+
+    def _op___rshift__(self, a: Operand, b: Operand) -> Value:
+        return self._map(lambda p, q: f"({p} >> {q})", a, b)
+
+    def _op___lshift__(self, a: Operand, b: Operand) -> Value:
+        return self._map(lambda p, q: f"({p} << {q})", a, b)
+
+    _op_bitwise_right_shift, _op_bitwise_left_shift = _op___rshift__, _op___lshift__
+
+    def _op___and__(self, a: Operand, b: Operand) -> Value:
+        return self._map(lambda p, q: f"({p} & {q})", a, b)
+
+    def _op___xor__(self, a: Operand, b: Operand) -> Value:
+        return self._map(lambda p, q: f"({p} ^ {q})", a, b)
+
+    def _op___or__(self, a: Operand, b: Operand) -> Value:
+        return self._map(lambda p, q: f"({p} | {q})", a, b)
+
+    def _op_remainder(self, a: Operand, b: Operand) -> Value:
+        kind = self._kinds[0]
+        assert kind is not None
+        if kind.dtype.is_floating_point:
+            return self._map(lambda p, q: f"({p} - std::floor({p} / {q}) * {q})", a, b, cost=6)
+        return self._map(lambda p, q: f"((({p} % {q}) + {q}) % {q})", a, b, cost=6)
+
+    def _op_mse_loss(self, a: Value, b: Value, reduction: int = 1) -> Value:
+        _each(reduction)
+        return self._map(lambda p, q: f"(({p} - {q}) * ({p} - {q}))", a, b, cost=2)
+
+    def _op_mse_loss_backward(self, g: Value, a: Value, b: Value, reduction: int) -> Value:
+        _each(reduction)
+        return self._map(lambda d, p, q: f"(2 * ({p} - {q}) * {d})", g, a, b, cost=3)
+
+    def _op_smooth_l1_loss(self, a: Value, b: Value, reduction: int = 1, beta: Number = 1.0) -> Value:
+        _each(reduction)
+        text = "chosen(std::fabs({0} - {1}) < {2}, T(0.5) * ({0} - {1}) * ({0} - {1}) / {2}, std::fabs({0} - {1}) - T(0.5) * {2})"
+        return self._map(text.format, a, b, float_(beta), cost=8)
+
+    def _op_smooth_l1_loss_backward(self, g: Value, a: Value, b: Value, reduction: int, beta: Number) -> Value:
+        _each(reduction)
+        text = "({0} * chosen({1} - {2} <= -{3}, -1, chosen({1} - {2} >= {3}, 1, ({1} - {2}) / {3})))"
+        return self._map(text.format, g, a, b, float_(beta), cost=8)
+
+    def _op_huber_loss(self, a: Value, b: Value, reduction: int = 1, delta: Number = 1.0) -> Value:
+        _each(reduction)
+        text = "chosen(std::fabs({0} - {1}) < {2}, T(0.5) * ({0} - {1}) * ({0} - {1}), {2} * (std::fabs({0} - {1}) - T(0.5) * {2}))"
+        return self._map(text.format, a, b, float_(delta), cost=8)
+
+    def _op_huber_loss_backward(self, g: Value, a: Value, b: Value, reduction: int, delta: Number) -> Value:
+        _each(reduction)
+        text = "({0} * chosen({1} - {2} < -{3}, -{3}, chosen({1} - {2} > {3}, {3}, {1} - {2})))"
+        return self._map(text.format, g, a, b, float_(delta), cost=8)
+
+    def _op_binary_cross_entropy_with_logits(
+        self, x: Value, y: Value, weight: Value | None = None, pos_weight: Value | None = None, reduction: int = 1
+    ) -> Value:
+        _each(reduction)
+        if pos_weight is None:
+            loss = self._map(lambda a, b: f"((1 - {b}) * {a} + softened(-{a}, 1, 80))", x, y, cost=16)
+        else:
+            loss = self._map(
+                lambda a, b, p: f"((1 - {b}) * {a} + (1 + ({p} - 1) * {b}) * softened(-{a}, 1, 80))",
+                x,
+                y,
+                pos_weight,
+                cost=18,
+            )
+        return loss if weight is None else self._map(lambda a, w: f"({a} * {w})", loss, weight)
+
+    # ------------------------------------------------------------------ types, fills and copies
+
+    def _op__to_copy(self, x: Value, **_options: Any) -> Value:
+        kind = self._kinds[0]
+        assert kind is not None
+        if kind.dtype == x.dtype:
+            return x
+        if kind.dtype.is_floating_point:
+            return self._map(lambda a: a, x)
+        if kind.dtype == torch.bool:
+            return self._map(lambda a: f"({a} != 0)", x, dtype=torch.bool)
+        source = x.dtype
+        make = (lambda a: f"int64_t({a})") if source.is_floating_point or source == torch.bool else (lambda a: a)
+        return combined(make, [x], kind.dtype, 1, x.shape)
+
+    def _op_clone(self, x: Value, **_options: Any) -> Value:
+        return x
+
+    _op_detach = _op_alias = _op_lift_fresh = _op_contiguous = _op_lift_fresh_copy = _op_clone
+
+    def _op_copy(self, x: Value, source: Value, *_rest: Any) -> Value:
+        return expanded(self._op__to_copy(source), x.shape)
+
+    def _op_zero(self, x: Value) -> Value:
+        return self._filled(x.shape, 0, x.dtype)
+
+    def _op_fill(self, x: Value, value: Operand) -> Value:
+        return expanded(value, x.shape) if isinstance(value, Value) else self._filled(x.shape, value, x.dtype)
+
+    def _like(self, value: Any) -> Value:
+        kind = self._kinds[0]
+        assert kind is not None
+        return self._filled(kind.shape, value, kind.dtype)
+
+    def _op_zeros(self, *_args: Any, **_options: Any) -> Value:
+        return self._like(0)
+
+    _op_zeros_like = _op_new_zeros = _op_empty = _op_empty_like = _op_new_empty = _op_empty_strided = (
+        _op_new_empty_strided
+    ) = _op_zeros
+
+    def _op_ones(self, *_args: Any, **_options: Any) -> Value:
+        return self._like(1)
+
+    _op_ones_like = _op_new_ones = _op_ones
+
+    def _op_full(self, _shape: Any, value: Any, **_options: Any) -> Value:
+        return self._like(value)
+
+    _op_full_like = _op_new_full = _op_full
+
+    def _op_scalar_tensor(self, value: Any, **_options: Any) -> Value:
+        return self._like(value)
+
+    def _op_arange(self, *args: Any, **_options: Any) -> Value:
+        kind = self._kinds[0]
+        assert kind is not None
+        start, step = (args[0], args[2] if len(args) > 2 else 1) if len(args) > 1 else (0, 1)
+        if kind.dtype.is_floating_point or not isinstance(step, int) or not isinstance(start, int):
+            raise NotTraceableError("arange of numbers that are no integers")
+        size = kind.shape[0]
+        leaf = Leaf("", start, (step,))
+        if not isinstance(size, Dim):
+            return Value(kind.shape, (leaf,), lambda parts: f"int64_t{parts[0]}", kind.dtype)
+        # the entries of later samples go on where those of earlier ones end
+        return Value(kind.shape, (leaf,), lambda parts: f"(int64_t{parts[0]} + from * {size.slope * step})", kind.dtype)
+
+    # ------------------------------------------------------------------ views
+
+    def _op_permute(self, x: Value, axes: Sequence[int]) -> Value:
+        axes = [axis % len(x.shape) for axis in axes]
+        return x.moved(
+            [x.shape[a] for a in axes], lambda leaf: replace(leaf, strides=tuple(leaf.strides[a] for a in axes))
+        )
+
+    def _op_transpose(self, x: Value, a: int, b: int) -> Value:
+        axes = list(range(len(x.shape)))
+        axes[a], axes[b] = axes[b], axes[a]
+        return self._op_permute(x, axes)
+
+    def _op_t(self, x: Value) -> Value:
+        return self._op_permute(x, [1, 0]) if len(x.shape) == 2 else x
+
+    def _op_unsqueeze(self, x: Value, axis: int) -> Value:
+        axis %= len(x.shape) + 1
+        shape = (*x.shape[:axis], 1, *x.shape[axis:])
+        return x.moved(shape, lambda leaf: replace(leaf, strides=(*leaf.strides[:axis], 0, *leaf.strides[axis:])))
+
+    def _op_squeeze(self, x: Value, axes: Any = None) -> Value:
+        wanted = (
+            range(len(x.shape))
+            if axes is None
+            else [a % len(x.shape) for a in (axes if isinstance(axes, list) else [axes])]
+        )
+        keep = [a for a, size in enumerate(x.shape) if size != 1 or a not in wanted]
+        return x.moved(
+            [x.shape[a] for a in keep], lambda leaf: replace(leaf, strides=tuple(leaf.strides[a] for a in keep))
+        )
+
+    def _op_expand(self, x: Value, _shape: Any, **_options: Any) -> Value:
+        kind = self._kinds[0]
+        assert kind is not None
+        return expanded(x, kind.shape)
+
+    def _op_select(self, x: Value, axis: int, place: Size) -> Value:
+        axis %= len(x.shape)
+        if isinstance(place, int) and place < 0:
+            place = x.shape[axis] + place
+        keep = [a for a in range(len(x.shape)) if a != axis]
+
+        def move(leaf: Leaf) -> Leaf:
+            return replace(
+                leaf, offset=leaf.offset + place * leaf.strides[axis], strides=tuple(leaf.strides[a] for a in keep)
+            )
+
+        return x.moved([x.shape[a] for a in keep], move)
+
+    def _op_slice(self, x: Value, axis: int = 0, start: Any = None, _end: Any = None, step: int = 1) -> Value:
+        axis %= len(x.shape)
+        kind = self._kinds[0]
+        assert kind is not None
+        return self._sliced(x, axis, start or 0, kind.shape[axis], step)
+
+    @staticmethod
+    def _sliced(x: Value, axis: int, start: Size, length: Size, step: int = 1) -> Value:
+        if isinstance(start, int) and start < 0:
+            start = x.shape[axis] + start
+        shape = [length if a == axis else size for a, size in enumerate(x.shape)]
+
+        def move(leaf: Leaf) -> Leaf:
+            strides = tuple(s * step if a == axis else s for a, s in enumerate(leaf.strides))
+            return replace(leaf, offset=leaf.offset + start * leaf.strides[axis], strides=strides)
+
+        return x.moved(shape, move)
+
+    def _op_flip(self, x: Value, axes: Sequence[int]) -> Value:
+        for axis in axes:
+            axis %= len(x.shape)
+
+            def move(leaf: Leaf, axis: int = axis) -> Leaf:
+                strides = tuple(-s if a == axis else s for a, s in enumerate(leaf.strides))
+                return replace(leaf, offset=leaf.offset + (x.shape[axis] - 1) * leaf.strides[axis], strides=strides)
+
+            x = x.moved(x.shape, move)
+        return x
+
+    def _op_view(self, x: Value, *_shape: Any) -> Value:
+        kind = self._kinds[0]
+        assert kind is not None
+        return self._shaped(x, kind.shape)
+
+    _op__unsafe_view = _op_reshape = _op__reshape_alias = _op_view
+
+    def _shaped(self, x: Value, shape: Sequence[Size]) -> Value:
+        found = reshaped(x, shape)
+        if found is None and x.leaf is None:  # perhaps as it lies best, where the axes of some leaf cannot be joined
+            order = order_of(x)
+            if reshaped(in_memory("", x.shape, dense(x.shape, order), x.dtype), shape) is not None:
+                found = reshaped(self.program.stored(x, order), shape)
+        if found is None:
+            found = reshaped(self.program.contiguous(x), shape)
+        assert found is not None
+        return found
+
+    def _parts(self, x: Value, axis: int) -> list[Value]:
+        axis %= len(x.shape)
+        parts, start = [], 0
+        for kind in self._kinds:
+            size: Size = 1 if kind is None else kind.shape[axis]
+            parts.append(self._sliced(x, axis, start, size))
+            start = start + size
+        return parts
+
+    def _op_split(self, x: Value, _size: Any, axis: int = 0) -> list[Value]:
+        return self._parts(x, axis)
+
+    _op_unsafe_split = _op_split_with_sizes = _op_unsafe_split_with_sizes = _op_chunk = _op_unsafe_chunk = _op_split
+
+    def _op_unbind(self, x: Value, axis: int = 0) -> list[Value]:
+        return [self._op_select(x, axis, place) for place in range(len(self._kinds))]
+
+    def _op_as_strided(
+        self, x: Value, shape: Sequence[Size], strides: Sequence[Size], offset: Size, base: Sequence[Size]
+    ) -> Value:
+        flat, _axes = self._storage(x, base)
+        leaf = flat.leaf
+        assert leaf is not None
+        return in_memory(leaf.buffer, shape, strides, x.dtype, leaf.offset + offset)
+
+    def _storage(self, x: Value, strides: Sequence[Size]) -> tuple[Value, list[int]]:
+        """Return a value as it lies in PyTorch's memory."""
+        axes = sorted((a for a, s in enumerate(x.shape)), key=lambda a: (-at(strides[a], 1009), a))
+        wanted = dense(x.shape, axes)
+        if any(a != b and size != 1 for a, b, size in zip(wanted, strides, x.shape, strict=True)):
+            raise NotTraceableError("it writes into a part of a tensor that has gaps")
+        return self.program.contiguous(x, axes), axes
+
+    def _op_write(
+        self, x: Value, value: Value, shape: Sequence[Size], strides: Sequence[Size], offset: Size, base: Sequence[Size]
+    ) -> Value:
+        _flat, axes = self._storage(x, base)
+        copy = self.program.stored(x, axes)
+        assert copy.leaf is not None
+        target = Leaf(copy.leaf.buffer, copy.leaf.offset + offset, tuple(strides))
+        self.program.assign(target, value)
+        return copy
+
+    # ------------------------------------------------------------------ joining, padding, picking
+
+    def _op_cat(self, values: Sequence[Value], axis: int = 0) -> Value:
+        kind = self._kinds[0]
+        assert kind is not None
+        values = [v for v in values if v.shape != (0,)]
+        axis %= len(kind.shape)
+        target = self._target(kind.shape, kind.dtype)
+        start: Size = 0
+        for value in values:
+            self._place(target, axis, start, value)
+            start = start + value.shape[axis]
+        return target
+
+    def _target(self, shape: Sequence[Size], dtype: torch.dtype, order: Sequence[int] | None = None) -> Value:
+        name = self.program.buffer(product(shape), dtype)
+        return in_memory(name, shape, dense(shape, order), dtype)
+
+    def _place(self, target: Value, axis: int, start: Size, value: Value, step: int = 1) -> None:
+        part = self._sliced(target, axis, start, value.shape[axis], step)
+        assert part.leaf is not None
+        self.program.assign(part.leaf, value)
+
+    def _op_stack(self, values: Sequence[Value], axis: int = 0) -> Value:
+        kind = self._kinds[0]
+        assert kind is not None
+        axis %= len(kind.shape)
+        target = self._target(kind.shape, kind.dtype)
+        for place, value in enumerate(values):
+            self._place(target, axis, place, self._op_unsqueeze(value, axis))
+        return target
+
+    def _zeros(self, shape: Sequence[Size], dtype: torch.dtype, order: Sequence[int] | None = None) -> Value:
+        target = self._target(shape, dtype, order)
+        assert target.leaf is not None
+        name, size = target.leaf.buffer, product(shape)
+        self.program.emit(f"memset({name}, 0, sizeof(*{name}) * {size});", [], [name])
+        return target
+
+    def _op_select_backward(self, g: Value, shape: Sequence[Size], axis: int, place: int) -> Value:
+        target = self._zeros(shape, g.dtype)
+        axis %= len(shape)
+        start = place if place >= 0 else shape[axis] + place
+        self._place(target, axis, start, self._op_unsqueeze(g, axis))
+        return target
+
+    def _op_slice_backward(
+        self, g: Value, shape: Sequence[Size], axis: int, start: Size, _end: Any, step: int
+    ) -> Value:
+        target = self._zeros(shape, g.dtype)
+        axis %= len(shape)
+        if isinstance(start, int) and start < 0:
+            start = shape[axis] + start
+        self._place(target, axis, start, g, step)
+        return target
+
+    def _op_roll(self, x: Value, shifts: Sequence[int], axes: Sequence[int] = ()) -> Value:
+        if not axes:
+            raise NotTraceableError("roll over all axes")
+        for shift, axis in zip(shifts, axes, strict=True):
+            size = x.shape[axis]
+            if isinstance(size, Dim):
+                raise NotTraceableError("roll over the samples of a batch")
+            start = -shift % size
+            axis %= len(x.shape)
+            target = self._target(x.shape, x.dtype)
+            self._place(target, axis, 0, self._sliced(x, axis, start, size - start))
+            if start:
+                self._place(target, axis, size - start, self._sliced(x, axis, 0, start))
+            x = target
+        return x
+
+    def _op_constant_pad_nd(self, x: Value, pads: Sequence[int], value: Number = 0) -> Value:
+        if any(p < 0 for p in pads):
+            for k in range(len(pads) // 2):
+                axis = len(x.shape) - 1 - k
+                before, after = min(0, pads[2 * k]), min(0, pads[2 * k + 1])
+                x = self._sliced(x, axis, -before, x.shape[axis] + before + after)
+            pads = [max(0, p) for p in pads]
+        shape = list(x.shape)
+        starts = [0] * len(shape)
+        for k in range(len(pads) // 2):
+            axis = len(shape) - 1 - k
+            shape[axis], starts[axis] = shape[axis] + pads[2 * k] + pads[2 * k + 1], pads[2 * k]
+        if value == 0:
+            target = self._zeros(shape, x.dtype)
+        else:
+            target = self.program.stored(self._filled(shape, value, x.dtype), range(len(shape)))
+        part = target
+        for axis, start in enumerate(starts):
+            part = self._sliced(part, axis, start, x.shape[axis])
+        assert part.leaf is not None
+        self.program.assign(part.leaf, x)
+        return target
+
+    def _op_repeat(self, x: Value, counts: Sequence[Size]) -> Value:
+        missing = len(counts) - len(x.shape)
+        for _ in range(missing):
+            x = self._op_unsqueeze(x, 0)
+        mixed: list[Size] = []
+        for count, size in zip(counts, x.shape, strict=True):
+            mixed += [count, size]
+        wide = x
+        for axis in range(len(x.shape)):
+            wide = self._op_unsqueeze(wide, 2 * axis)
+        wide = expanded(wide, mixed)
+        return self._shaped(wide, [c * s for c, s in zip(counts, x.shape, strict=True)])
+
+    def _picked(self, x: Value, axis: int, index: Value, shape: Sequence[Size]) -> Value:
+        """Return entries of a value at places along an axis; both have a stride for each axis of the result."""
+        leaf = x.leaf
+        assert leaf is not None
+        stride = leaf.strides[axis]
+        size = x.shape[axis]
+        fixed = replace(leaf, strides=tuple(0 if a == axis else s for a, s in enumerate(leaf.strides)))
+        count = len(index.leaves)
+
+        def make(parts: Sequence[str]) -> str:
+            place = index.make(parts[1 : 1 + count])
+            return f"(&{parts[0]})[inside({place}, {size}) * {stride}]"
+
+        return Value(tuple(shape), (fixed, *expanded(index, shape).leaves), make, x.dtype, 2 + index.cost)
+
+    def _op_gather(self, x: Value, axis: int, index: Value, **_options: Any) -> Value:
+        x = self.program.stored(x)
+        axis %= len(x.shape)
+        return self._picked(x, axis, index, index.shape)
+
+    def _op_embedding(self, weight: Value, index: Value, *_options: Any) -> Value:
+        return self._rows_at(self.program.stored(weight), 0, index)
+
+    def _op_index_select(self, x: Value, axis: int, index: Value) -> Value:
+        return self._rows_at(self.program.stored(x), axis % len(x.shape), index)
+
+    def _op_index(self, x: Value, indices: Sequence[Value | None]) -> Value:
+        given = [(axis, index) for axis, index in enumerate(indices) if index is not None]
+        if len(given) != 1 or given[0][1].dtype == torch.bool:
+            raise NotTraceableError("indexing with several tensors, or with a mask")
+        return self._rows_at(self.program.stored(x), given[0][0], given[0][1])
+
+    def _rows_at(self, x: Value, axis: int, index: Value) -> Value:
+        """Return the entries of `x` at places along an axis; the axes of the places take its place."""
+        many = len(index.shape)
+        shape = [*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]]
+        leaf = x.leaf
+        assert leaf is not None
+        stride, size = leaf.strides[axis], x.shape[axis]
+        fixed = replace(leaf, strides=(*leaf.strides[:axis], *[0] * many, *leaf.strides[axis + 1 :]))
+        after = len(x.shape) - axis - 1
+        count = len(index.leaves)
+        leaves = [replace(part, strides=(*[0] * axis, *part.strides, *[0] * after)) for part in index.leaves]
+
+        def make(parts: Sequence[str]) -> str:
+            return f"(&{parts[0]})[inside({index.make(parts[1 : 1 + count])}, {size}) * {stride}]"
+
+        return Value(tuple(shape), (fixed, *leaves), make, x.dtype, 2 + index.cost)
+
+    def _added(self, shape: Sequence[Size], axis: int, index: Value, g: Value) -> Value:
+        """Return zeros to which the entries of `g` are added at places along an axis, in order."""
+        target = self._zeros(shape, g.dtype)
+        assert target.leaf is not None
+        many = len(index.shape)
+        stride = target.leaf.strides[axis]
+        names = [f"i{a}" for a in range(len(g.shape))]
+        strides = (*target.leaf.strides[:axis], *[0] * many, *target.leaf.strides[axis + 1 :])
+        place = index.make([leaf.text(names[axis : axis + many]) for leaf in index.leaves])
+        entry = g.make([leaf.text(names) for leaf in g.leaves])
+        to = f"(&{Leaf(target.leaf.buffer, 0, strides).text(names)})[inside({place}, {shape[axis]}) * {stride}]"
+        loops = "".join(f"for (long {i} = 0; {i} < {size}; {i}++) " for i, size in zip(names, g.shape, strict=True))
+        reads = [leaf.buffer for leaf in (*index.leaves, *g.leaves)]
+        self.program.emit(f"{loops}{to} += {entry};", [*reads, target.leaf.buffer], [target.leaf.buffer])
+        return target
+
+    def _op_embedding_dense_backward(self, g: Value, index: Value, rows: int, padding: int, scale: bool) -> Value:
+        if scale:
+            raise NotTraceableError("embeddings whose gradient is scaled by frequency")
+        if padding >= 0:
+            mask = self._map_bool(lambda a: f"({a} == {padding})", index)
+            g = self._map(lambda m, a: f"chosen({m}, 0, {a})", self._op_unsqueeze(mask, -1), g)
+        return self._added((rows, g.shape[-1]), 0, index, g)
+
+    def _map_bool(self, make: Callable[..., str], *values: Value) -> Value:
+        return combined(make, list(values), torch.bool, 1, _broadcast([v.shape for v in values]))
+
+    def _op_index_put(self, x: Value, indices: Sequence[Value | None], g: Value, accumulate: bool = False) -> Value:
+        given = [(axis, index) for axis, index in enumerate(indices) if index is not None]
+        if len(given) != 1 or not accumulate:
+            raise NotTraceableError("writing at places that several tensors name")
+        added = self._added(x.shape, given[0][0], given[0][1], g)
+        return self._map(lambda a, b: f"({a} + {b})", x, added)
+
+    _op__unsafe_index_put = _op_index_put
+
+    def _op_index_add(self, x: Value, axis: int, index: Value, g: Value, alpha: Number = 1) -> Value:
+        added = self._added(x.shape, axis % len(x.shape), index, g)
+        return self._map(lambda a, b, s: f"({a} + {s} * {b})", x, added, alpha)
+
+    def _op_scatter(self, x: Value, axis: int, index: Value, source: Operand) -> Value:
+        axis %= len(x.shape)
+        if index.shape[axis] != 1 or isinstance(source, Value):
+            raise NotTraceableError("scatter of more than one entry")
+        iota = Value(
+            x.shape, (Leaf("", 0, tuple(int(a == axis) for a in range(len(x.shape)))),), _identity, torch.int64
+        )
+        return self._map(lambda i, k, a, v: f"chosen({k} == {i}, {v}, {a})", expanded(index, x.shape), iota, x, source)
+
+    def _op_scatter_add(self, x: Value, axis: int, index: Value, g: Value) -> Value:
+        axis %= len(x.shape)
+        target = self.program.stored(x, range(len(x.shape)))
+        assert target.leaf is not None
+        names = [f"i{a}" for a in range(len(g.shape))]
+        strides = tuple(0 if a == axis else s for a, s in enumerate(target.leaf.strides))
+        place = index.make([leaf.text(names) for leaf in index.leaves])
+        entry = g.make([leaf.text(names) for leaf in g.leaves])
+        to = f"(&{Leaf(target.leaf.buffer, 0, strides).text(names)})[inside({place}, {x.shape[axis]}) * {target.leaf.strides[axis]}]"
+        loops = "".join(f"for (long {i} = 0; {i} < {size}; {i}++) " for i, size in zip(names, index.shape, strict=True))
+        reads = [leaf.buffer for leaf in (*index.leaves, *g.leaves)]
+        self.program.emit(f"{loops}{to} += {entry};", [*reads, target.leaf.buffer], [target.leaf.buffer])
+        return target
+
+    # ------------------------------------------------------------------ reductions
+
+    def _axes(self, x: Value, axes: Any) -> list[int]:
+        if axes is None or axes == []:
+            return list(range(len(x.shape)))
+        return [a % len(x.shape) for a in (axes if isinstance(axes, list) else [axes])]
+
+    def _reduce(self, x: Value, axes: Any, keep: bool, kind: str) -> Value:
+        gone = self._axes(x, axes)
+        (result,) = self.program.reduced([x], gone, kind)
+        return result if keep else self._op_squeeze(result, gone)
+
+    def _op_sum(self, x: Value, axes: Any = None, keepdim: bool = False, **_options: Any) -> Value:
+        if x.dtype.is_floating_point:
+            return self._reduce(x, axes, keepdim, "sum")
+        numbers = combined(lambda a: f"T({a})", [x], self.dtype, 1, x.shape)  # small integers, so without rounding
+        return combined(
+            lambda a: f"int64_t({a})", [self._reduce(numbers, axes, keepdim, "sum")], torch.int64, 1, self._shape()
+        )
+
+    def _shape(self) -> tuple[Size, ...]:
+        kind = self._kinds[0]
+        assert kind is not None
+        return kind.shape
+
+    def _op_mean(self, x: Value, axes: Any = None, keepdim: bool = False, **_options: Any) -> Value:
+        count = product([x.shape[a] for a in self._axes(x, axes)])
+        return self._map(lambda a, c: f"({a} / {c})", self._reduce(x, axes, keepdim, "sum"), count, cost=1)
+
+    def _op_linalg_vector_norm(
+        self, x: Value, order: Number = 2, axes: Any = None, keepdim: bool = False, **_options: Any
+    ) -> Value:
+        if order != 2:
+            raise NotTraceableError(f"a norm of order {order}")
+        squares = self._apart2(lambda a: f"({a} * {a})", x)
+        return self._map("std::sqrt({0})".format, self._reduce(squares, axes, keepdim, "sum"), cost=6)
+
+    def _op_amax(self, x: Value, axes: Any = None, keepdim: bool = False) -> Value:
+        return self._reduce(x, axes, keepdim, "max")
+
+    def _op_amin(self, x: Value, axes: Any = None, keepdim: bool = False) -> Value:
+        return self._reduce(x, axes, keepdim, "min")
+
+    def _op_any(self, x: Value, axes: Any = None, keepdim: bool = False) -> Value:
+        return self._reduce(x, axes, keepdim, "any")
+
+    def _op_all(self, x: Value, axes: Any = None, keepdim: bool = False) -> Value:
+        return self._reduce(x, axes, keepdim, "all")
+
+    def _op_argmax(self, x: Value, axis: int | None = None, keepdim: bool = False) -> Value:
+        if axis is None:
+            raise NotTraceableError("argmax over all axes")
+        return self._reduce(x, axis, keepdim, "argmax")
+
+    def _op_max(self, x: Value, axis: Any = None, keepdim: bool = False) -> Any:
+        if axis is None:
+            return self._reduce(x, None, False, "max")
+        x = self.program.stored(x)
+        return [self._reduce(x, axis, keepdim, "max"), self._reduce(x, axis, keepdim, "argmax")]
+
+    def _op_min(self, x: Value, axis: Any = None, keepdim: bool = False) -> Any:
+        if axis is None:
+            return self._reduce(x, None, False, "min")
+        x = self.program.stored(x)
+        return [self._reduce(x, axis, keepdim, "min"), self._reduce(x, axis, keepdim, "argmin")]
+
+    def _op_value_selecting_reduction_backward(
+        self, g: Value, axis: int, index: Value, shape: Sequence[Size], keepdim: bool
+    ) -> Value:
+        axis %= len(shape)
+        if not keepdim:
+            g, index = self._op_unsqueeze(g, axis), self._op_unsqueeze(index, axis)
+        iota = Value(
+            tuple(shape), (Leaf("", 0, tuple(int(a == axis) for a in range(len(shape)))),), _identity, torch.int64
+        )
+        return self._map(
+            lambda i, k, a: f"chosen({k} == {i}, {a}, 0)", expanded(index, shape), iota, expanded(g, shape)
+        )
+
+    def _moments(self, x: Value, axes: list[int]) -> tuple[Value, Value]:
+        """Return mean and mean squared distance from it."""
+        count = product([x.shape[a] for a in axes])
+        mean = self._apart(lambda a: f"({a} / T({count}))", self.program.reduced([x], axes, "sum")[0])
+        distance = self._apart2(lambda a, m: f"(({a} - {m}) * ({a} - {m}))", x, mean)
+        variance = self._apart(lambda a: f"({a} / T({count}))", self.program.reduced([distance], axes, "sum")[0])
+        return mean, variance
+
+    def _apart(self, make: Callable[[str], str], x: Value) -> Value:
+        return self.program.stored(combined(make, [x], self.dtype, 1, x.shape))
+
+    def _apart2(self, make: Callable[..., str], *values: Value, cost: int = 2) -> Value:
+        return combined(make, list(values), self.dtype, cost, _broadcast([v.shape for v in values]))
+
+    def _variance(self, x: Value, axes: Any, correction: Any, keep: bool) -> tuple[Value, Value]:
+        x = self.program.stored(x)
+        gone = self._axes(x, axes)
+        mean, variance = self._moments(x, gone)
+        count = product([x.shape[a] for a in gone])
+        correction = 1 if correction is None else correction
+        if correction:
+            variance = self._apart(lambda a: f"({a} * (T({count}) / (T({count}) - {correction})))", variance)
+        if keep:
+            return variance, mean
+        return self._op_squeeze(variance, gone), self._op_squeeze(mean, gone)
+
+    def _op_var(self, x: Value, axes: Any = None, *, correction: Any = None, keepdim: bool = False) -> Value:
+        return self._variance(x, axes, correction, keepdim)[0]
+
+    def _op_var_mean(self, x: Value, axes: Any = None, *, correction: Any = None, keepdim: bool = False) -> list[Value]:
+        return list(self._variance(x, axes, correction, keepdim))
+
+    def _op_std(self, x: Value, axes: Any = None, *, correction: Any = None, keepdim: bool = False) -> Value:
+        return self._map("std::sqrt({0})".format, self._variance(x, axes, correction, keepdim)[0], cost=6)
+
+    # ------------------------------------------------------------------ softmax and losses of classes
+
+    def _op__softmax(self, x: Value, axis: int, _half: bool = False) -> Value:
+        axis %= len(x.shape)
+        x = self.program.stored(x)
+        top = self.program.reduced([x], [axis], "max")[0]
+        powers = self.program.stored(self._apart2(lambda a, m: f"exponential({a} - {m})", x, top))
+        total = self._apart(lambda a: f"(1 / {a})", self.program.reduced([powers], [axis], "sum")[0])
+        return self._map(lambda a, s: f"({a} * {s})", powers, total)
+
+    def _op__safe_softmax(self, x: Value, axis: int, *_options: Any) -> Value:
+        axis %= len(x.shape)
+        x = self.program.stored(x)
+        top = self.program.reduced([x], [axis], "max")[0]
+        powers = self._apart2(lambda a, m: f"exponential({a} - chosen({m} == -INFINITY, 0, {m}))", x, top)
+        powers = self.program.stored(powers)
+        total = self._apart(lambda a: f"chosen({a} == 0, 0, 1 / {a})", self.program.reduced([powers], [axis], "sum")[0])
+        return self._map(lambda a, s: f"({a} * {s})", powers, total)
+
+    def _op__softmax_backward_data(self, g: Value, y: Value, axis: int, _dtype: Any) -> Value:
+        g, y = self.program.stored(g), self.program.stored(y)
+        total = self.program.reduced([self._apart2(lambda a, b: f"({a} * {b})", g, y)], [axis % len(y.shape)], "sum")[0]
+        return self._map(lambda a, b, s: f"(({a} - {s}) * {b})", g, y, total)
+
+    def _op__log_softmax(self, x: Value, axis: int, _half: bool = False) -> Value:
+        axis %= len(x.shape)
+        x = self.program.stored(x)
+        top = self.program.reduced([x], [axis], "max")[0]
+        powers = self._apart2(lambda a, m: f"exponential({a} - {m})", x, top)
+        total = self.program.reduced([powers], [axis], "sum")[0]
+        log = self.program.stored(self._apart2(lambda s, m: f"(std::log({s}) + {m})", total, top))
+        return self._map(lambda a, s: f"({a} - {s})", x, log)
+
+    def _op__log_softmax_backward_data(self, g: Value, y: Value, axis: int, _dtype: Any) -> Value:
+        g = self.program.stored(g)
+        total = self.program.reduced([g], [axis % len(y.shape)], "sum")[0]
+        return self._map(lambda a, b, s: f"({a} - exponential({b}) * {s})", g, y, total, cost=10)
+
+    def _op_logsumexp(self, x: Value, axes: Any, keepdim: bool = False) -> Value:
+        x = self.program.stored(x)
+        gone = self._axes(x, axes)
+        top = self.program.reduced([x], gone, "max")[0]
+        powers = self._apart2(lambda a, m: f"exponential({a} - {m})", x, top)
+        total = self.program.reduced([powers], gone, "sum")[0]
+        result = self._map(lambda s, m: f"(std::log({s}) + {m})", total, top, cost=8)
+        return result if keepdim else self._op_squeeze(result, gone)
+
+    def _op_nll_loss_forward(self, x: Value, y: Value, weight: Value | None, reduction: int, ignore: int) -> list[Any]:
+        _each(reduction)
+        axis = min(1, len(x.shape) - 1)
+        x = self.program.stored(x)
+        known = self._map_bool(lambda t: f"({t} == {ignore})", y)
+        safe = combined(lambda t, k: f"({k} ? int64_t(0) : {t})", [y, known], torch.int64, 1, y.shape)
+        picked = self._op_squeeze(
+            self._picked(x, axis, self._op_unsqueeze(safe, axis), [*x.shape[:axis], 1, *x.shape[axis + 1 :]]), axis
+        )
+        if weight is None:
+            return [self._map(lambda k, p: f"chosen({k} != 0, 0, -{p})", known, picked), None]
+        scale = self._rows_at(self.program.stored(weight), 0, safe)
+        return [self._map(lambda k, p, w: f"chosen({k} != 0, 0, -{p} * {w})", known, picked, scale), None]
+
+    def _op_nll_loss_backward(
+        self, g: Value, x: Value, y: Value, weight: Value | None, reduction: int, ignore: int, _total: Any
+    ) -> Value:
+        _each(reduction)
+        axis = min(1, len(x.shape) - 1)
+        iota = Value(
+            x.shape, (Leaf("", 0, tuple(int(a == axis) for a in range(len(x.shape)))),), _identity, torch.int64
+        )
+        y = self.program.stored(y)
+        g, y = self._op_unsqueeze(g, axis), self._op_unsqueeze(y, axis)
+        if weight is not None:
+            w = self.program.stored(weight)
+            w = self._shaped(w, [w.shape[0] if a == axis else 1 for a in range(len(x.shape))])
+            return self._map(
+                lambda k, t, a, v: f"chosen({k} == {t} && {t} != {ignore}, -{a} * {v}, 0)",
+                iota,
+                expanded(y, x.shape),
+                expanded(g, x.shape),
+                w,
+            )
+        return self._map(
+            lambda k, t, a: f"chosen({k} == {t} && {t} != {ignore}, -{a}, 0)",
+            iota,
+            expanded(y, x.shape),
+            expanded(g, x.shape),
+        )
+
+    _op_nll_loss2d_forward, _op_nll_loss2d_backward = _op_nll_loss_forward, _op_nll_loss_backward
+
+    # ------------------------------------------------------------------ normalization
+
+    def _op__native_batch_norm_legit(
+        self, x: Value, weight: Value | None, bias: Value | None, *rest: Any
+    ) -> list[Value]:
+        eps = rest[-1]
+        if len(rest) != 3:
+            raise NotTraceableError("batch normalization of a form that is not known")
+        x = self.program.stored(x)
+        axes = [a for a in range(len(x.shape)) if a != 1]
+        mean, variance = self._moments(x, axes)
+        scale = self._apart(lambda v: f"(1 / std::sqrt({v} + T({eps!r})))", variance)
+        y = self._normalized(x, mean, scale, *(self._channels(p, x) for p in (weight, bias)))
+        return [y, self._shaped(mean, [x.shape[1]]), self._shaped(scale, [x.shape[1]])]
+
+    def _op_native_batch_norm(
+        self, x: Value, weight: Value | None, bias: Value | None, mean: Value | None, var: Value | None, training: bool, _momentum: float,
+        eps: float,
+    ) -> list[Value | None]:  # fmt: skip
+        if training and mean is None:
+            return [*self._op__native_batch_norm_legit(x, weight, bias, True, 0.0, eps)]
+        mean, var = self._channels(mean, x), self._channels(var, x)
+        if training or mean is None or var is None:
+            raise NotTraceableError("a normalization that writes its statistics in place")
+        scale = self._apart(lambda v: f"(1 / std::sqrt({v} + T({eps!r})))", var)
+        return [self._normalized(x, mean, scale, *(self._channels(p, x) for p in (weight, bias))), None, None]
+
+    def _channels(self, value: Value | None, x: Value) -> Value | None:
+        if value is None:
+            return None
+        return self._shaped(value, [x.shape[1] if a == 1 else 1 for a in range(len(x.shape))])
+
+    def _normalized(self, x: Value, mean: Value, scale: Value, weight: Value | None, bias: Value | None) -> Value:
+        if weight is not None and weight.shape == scale.shape:
+            scale, weight = self.program.stored(self._apart2(lambda s, w: f"({s} * {w})", scale, weight)), None
+        values = [x, mean, scale, *(v for v in (weight, bias) if v is not None)]
+        text = "(({0} - {1}) * {2}" + (" * {3}" if weight is not None else "")
+        text += (f" + {{{len(values) - 1}}}" if bias is not None else "") + ")"
+        return self._map(text.format, *values, cost=len(values))
+
+    def _op_native_batch_norm_backward(
+        self, g: Value, x: Value, weight: Value | None, _mean: Any, _var: Any, mean: Value, scale: Value, *_rest: Any
+    ) -> list[Value]:
+        axes = [a for a in range(len(x.shape)) if a != 1]
+        mean, scale, weight = self._channels(mean, x), self._channels(scale, x), self._channels(weight, x)  # type: ignore[assignment]
+        back, along, plain = self._normal_back(g, x, mean, scale, axes, weight, None)
+        channels = [x.shape[1]]
+        return [back, self._shaped(along, channels), self._shaped(plain, channels)]
+
+    def _normal_back(
+        self, g: Value, x: Value, mean: Value, scale: Value, axes: list[int], weight: Value | None, inner: Value | None
+    ) -> tuple[Value, Value, Value]:
+        """Return the gradient of the input of a normalization over axes, and the sums of g times the normalized, of g.
+
+        Args:
+            g: gradient of the output.
+            x: input.
+            mean: of the input.
+            scale: 1 / standard deviation.
+            axes: over which both were taken.
+            weight: of the shape of the mean.
+            inner: weight of another shape, that is part of the sums.
+        """
+        x = self.program.stored(x)
+        order = [a for a in _order_like(x)]
+        g = self.program.stored(g, order) if g.leaf is None else g
+        count = product([x.shape[a] for a in axes])
+        if inner is None:
+            away = self._apart2(lambda a, b, m: f"({a} * ({b} - {m}))", g, x, mean)
+            plain, moved = self.program.reduced([g, away], axes, "sum")
+        else:
+            away = self._apart2(lambda a, w, b, m: f"({a} * {w} * ({b} - {m}))", g, inner, x, mean)
+            plain, moved = self.program.reduced(
+                [self._apart2(lambda a, w: f"({a} * {w})", g, inner), away], axes, "sum"
+            )
+        along = self.program.stored(self._apart2(lambda s, q: f"({s} * {q})", scale, moved))
+        slope = self.program.stored(self._apart2(lambda s, q: f"({s} * {q} / T({count}))", scale, along))
+        level = self._apart(lambda p: f"({p} / T({count}))", plain)
+        factor = scale
+        if weight is not None:
+            factor = self.program.stored(self._apart2(lambda s, w: f"({s} * {w})", scale, weight))
+        if inner is None:
+            text = "(({0} - {1} - ({2} - {3}) * {4}) * {5})"
+            return self._map(text.format, g, level, x, mean, slope, factor, cost=6), along, plain
+        text = "(({0} * {6} - {1} - ({2} - {3}) * {4}) * {5})"
+        return self._map(text.format, g, level, x, mean, slope, factor, inner, cost=7), along, plain
+
+    def _op_native_layer_norm(
+        self, x: Value, shape: Sequence[int], weight: Value | None, bias: Value | None, eps: float
+    ) -> list[Value]:
+        x = self.program.stored(x)
+        axes = list(range(len(x.shape) - len(shape), len(x.shape)))
+        mean, variance = self._moments(x, axes)
+        scale = self._apart(lambda v: f"(1 / std::sqrt({v} + T({eps!r})))", variance)
+        return [self._normalized(x, mean, scale, weight, bias), mean, scale]
+
+    def _op_native_layer_norm_backward(
+        self,
+        g: Value,
+        x: Value,
+        shape: Sequence[int],
+        mean: Value,
+        scale: Value,
+        weight: Value | None,
+        bias: Value | None,
+        mask: Sequence[bool],
+    ) -> list[Value | None]:
+        x, g = self.program.stored(x), self.program.stored(g)
+        axes = list(range(len(x.shape) - len(shape), len(x.shape)))
+        outer = list(range(len(x.shape) - len(shape)))
+        back, _along, _plain = self._normal_back(g, x, mean, scale, axes, None, weight)
+        if weight is None:
+            return [back, None, None]
+        along = self._apart2(lambda a, b, m, s: f"({a} * ({b} - {m}) * {s})", g, x, mean, scale)
+        sums = self.program.reduced([along, g], outer, "sum")
+        return [back, self._shaped(sums[0], shape), self._shaped(sums[1], shape)]
+
+    def _grouped(self, x: Value, groups: int) -> Value:
+        """Return N x C x ... as N x groups x C / groups x places."""
+        n, c = x.shape[:2]
+        return self._shaped(x, [n, groups, c // groups, product(x.shape[2:])])
+
+    def _op_native_group_norm(
+        self,
+        x: Value,
+        weight: Value | None,
+        bias: Value | None,
+        _n: Any,
+        _c: int,
+        _places: Any,
+        groups: int,
+        eps: float,
+    ) -> list[Value]:
+        x = self.program.stored(x)
+        parts = self._grouped(x, groups)
+        mean, variance = self._moments(parts, [2, 3])
+        scale = self._apart(lambda v: f"(1 / std::sqrt({v} + T({eps!r})))", variance)
+        own = [None if p is None else self._shaped(p, [1, groups, p.shape[0] // groups, 1]) for p in (weight, bias)]
+        y = self._normalized(parts, mean, scale, *own)
+        flat = [x.shape[0], groups]
+        return [self._shaped(y, x.shape), self._shaped(mean, flat), self._shaped(scale, flat)]
+
+    def _op_native_group_norm_backward(
+        self,
+        g: Value,
+        x: Value,
+        mean: Value,
+        scale: Value,
+        weight: Value | None,
+        n: Any,
+        c: int,
+        _places: Any,
+        groups: int,
+        mask: Sequence[bool],
+    ) -> list[Value | None]:
+        x = self.program.stored(x)
+        if g.leaf is None:
+            g = self.program.stored(g, _order_like(x))
+        gp, xp = self._grouped(g, groups), self._grouped(x, groups)
+        mean, scale = (self._shaped(v, [x.shape[0], groups, 1, 1]) for v in (mean, scale))
+        inner = None if weight is None else self._shaped(weight, [1, groups, c // groups, 1])
+        back, _along, _plain = self._normal_back(gp, xp, mean, scale, [2, 3], None, inner)
+        back = self._shaped(back, x.shape)
+        if weight is None:
+            return [back, None, None]
+        along = self._apart2(lambda a, b, m, s: f"({a} * ({b} - {m}) * {s})", gp, xp, mean, scale)
+        sums = self.program.reduced([along, gp], [0, 3], "sum")
+        return [back, self._shaped(sums[0], [c]), self._shaped(sums[1], [c])]
+
+    # ------------------------------------------------------------------ products
+
+    def _op_mm(self, a: Value, b: Value) -> Value:
+        return self._product(a, b)
+
+    def _op_bmm(self, a: Value, b: Value) -> Value:
+        return self._product(a, b)
+
+    def _op_addmm(self, bias: Value, a: Value, b: Value, beta: Number = 1, alpha: Number = 1) -> Value:
+        if (beta, alpha) != (1, 1):
+            raise NotTraceableError("addmm with factors")
+        return self._map(lambda p, q: f"({p} + {q})", self._product(a, b), bias)
+
+    def _op_baddbmm(self, bias: Value, a: Value, b: Value, beta: Number = 1, alpha: Number = 1) -> Value:
+        return self._map(
+            lambda p, q, s, t: f"({s} * {q} + {t} * {p})", self._product(a, b), bias, float_(beta), float_(alpha)
+        )
+
+    def _op_mv(self, a: Value, b: Value) -> Value:
+        return self._op_squeeze(self._product(a, self._op_unsqueeze(b, 1)), 1)
+
+    def _op_dot(self, a: Value, b: Value) -> Value:
+        return self._shaped(self._product(self._op_unsqueeze(a, 0), self._op_unsqueeze(b, 1)), [])
+
+    def _matrix(self, x: Value, static: int) -> Value:
+        """Return a matrix (or many) in memory whose last two strides are numbers; axis `static` has a known size."""
+        leaf = x.leaf
+        strides = leaf.strides[-2:] if leaf is not None else (Dim(1),)
+        if leaf is not None and all(isinstance(s, int) for s in strides):
+            return x
+        last = len(x.shape) - 1
+        axes = list(range(len(x.shape)))
+        if static == len(x.shape) - 2:
+            axes[last], axes[last - 1] = last - 1, last
+        return self.program.contiguous(x, axes)
+
+    def _product(self, a: Value, b: Value) -> Value:
+        """Return a product of matrices, M x K times K x N, or of as many pairs of them."""
+        m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+        if isinstance(n, Dim):
+            if isinstance(m, Dim):
+                raise NotTraceableError("it compares every sample of a batch with every other")
+            turned = self._product(self._turned(b), self._turned(a))
+            return self._turned(turned)
+        rows = at(m, self.samples)
+        last = len(a.shape) - 1
+        a = self._matrix(a, last if isinstance(k, int) else last - 1)
+        la = a.leaf
+        assert la is not None
+        sm, sk = la.strides[-2:]
+        sm, sk = (0 if m == 1 else sm), (0 if k == 1 else sk)
+        if b.leaf is None:
+            b = self.program.contiguous(b)
+        lb = b.leaf
+        assert lb is not None
+        bk, bn = lb.strides[-2:]
+        c = self._target((*a.shape[:-1], n), self.dtype)
+        self.program.buffers[c.leaf.buffer].size = product(c.shape)  # type: ignore[union-attr]
+        direct = bn == 1 or n == 1
+        along = (bk == 1 or k == 1) and (sk in (0, 1)) and rows < _ROWS and at(k, self.samples) >= 8
+        if not direct and along:
+            call = f"dots<{n}>({m}, {k}, {{a}}, {sm}, {{b}}, {bn}, {{c}}, MORE)"
+        else:
+            if not direct:
+                b = self._packed(b)
+                lb = b.leaf
+                assert lb is not None
+                bk = lb.strides[-2]
+            call = f"product<{n}, {sm}, {sk}>({m}, {k}, {{a}}, {{b}}, {bk}, {{c}}, MORE)"
+        self._call(call, a, b, c)
+        return c
+
+    def _turned(self, x: Value) -> Value:
+        return self._op_transpose(x, -1, -2)
+
+    def _packed(self, b: Value) -> Value:
+        """Return matrices with their columns side by side."""
+        leaf = b.leaf
+        assert leaf is not None
+        key = ("columns", leaf, b.shape)
+        if key not in self._made:
+            k, n = b.shape[-2:]
+            assert isinstance(n, int)
+            wide = (n + 15) // 16 * 16
+            many = product(b.shape[:-2])
+            packed = self._target((*b.shape[:-2], k, wide), self.dtype)
+            assert packed.leaf is not None
+            sk, sn = leaf.strides[-2:]
+            call = f"pack_columns<{n}, {wide}>({k}, {{b}}, {sk}, {sn}, {{c}})"
+            if len(b.shape) == 2:
+                text = call.format(b=f"{leaf.buffer} + {leaf.offset}", c=packed.leaf.buffer)
+            else:
+                inside = call.format(
+                    b=f"{leaf.buffer} + {leaf.offset} + q * {leaf.strides[0]}",
+                    c=f"{packed.leaf.buffer} + q * {k * wide}",
+                )
+                text = f"for (long q = 0; q < {many}; q++) {inside}"
+            self.program.emit(f"{text};", [leaf.buffer], [packed.leaf.buffer])
+            view = replace(packed, shape=b.shape)
+            self._made[key] = view
+        return self._made[key]
+
+    def _call(self, call: str, a: Value, b: Value, c: Value) -> None:
+        """Emit a product, or a loop over many."""
+        la, lb, lc = a.leaf, b.leaf, c.leaf
+        assert la is not None
+        assert lb is not None
+        assert lc is not None
+        if len(c.shape) == 2:
+            places = {"a": f"{la.buffer} + {la.offset}", "b": f"{lb.buffer} + {lb.offset}", "c": lc.buffer}
+            self.more[lc.buffer] = "MORE"
+            self.program.emit(
+                call.format(**places).replace("MORE", f"MORE_{lc.buffer}") + ";", [la.buffer, lb.buffer], [lc.buffer]
+            )
+            return
+        places = {
+            "a": f"{la.buffer} + {la.offset} + q * {la.strides[0]}", "b": f"{lb.buffer} + {lb.offset} + q * {lb.strides[0]}",
+            "c": f"{lc.buffer} + q * {lc.strides[0]}",
+        }  # fmt: skip
+        text = call.format(**places).replace("MORE", "false")
+        self.program.emit(f"for (long q = 0; q < {c.shape[0]}; q++) {text};", [la.buffer, lb.buffer], [lc.buffer])
+
+
+def _identity(parts: Sequence[str]) -> str:
+    return f"int64_t{parts[0]}"
+
+
+def float_(value: Number) -> Number:
+    """Return an integer as a number of the model's type."""
+    return float(value) if isinstance(value, int) else value
+
+
+def _each(reduction: int) -> None:
+    if reduction != 0:
+        raise NotTraceableError("the loss is not one a sample")
+
+
+def _refs(value: Any) -> list[Ref]:
+    if isinstance(value, Ref):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [ref for part in value for ref in _refs(part)]
+    return []
+
+
+def _order_like(x: Value) -> list[int]:
+    leaf = x.leaf
+    assert leaf is not None
+    return sorted(range(len(x.shape)), key=lambda a: (-abs(at(leaf.strides[a], 1009)), a))
+
+
+def _broadcast(shapes: Sequence[Sequence[Size]]) -> tuple[Size, ...]:
+    """Return the shape that shapes are broadcast to."""
+    rank = max((len(shape) for shape in shapes), default=0)
+    result: list[Size] = [1] * rank
+    for shape in shapes:
+        for k, size in enumerate(reversed(shape), 1):
+            if size != 1:
+                result[-k] = size
+    return tuple(result)

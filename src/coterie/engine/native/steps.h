@@ -1,0 +1,238 @@
+// Training and measuring clients with the generated functions `train_batch` and `judge_batch`: gather of the batch,
+// gradient, optimizer, step after step. Structures are those of coterie.engine.native.traced.
+
+// Samples as they are stored: bytes that are looked up in `values` (256 for each channel), or numbers.
+struct Store {
+  const void* x;
+  const T* values;
+  const int64_t* classes;
+  const T* targets;
+  int64_t bytes;
+};
+
+// Random crops and flips of training images, as in coterie.engine._augment.
+struct CropFlip {
+  const int64_t* keys;  // of each client; none for no augmentation
+  const T* fill;        // of each channel
+  int64_t padding;
+};
+
+// Noise that is drawn anew at every access, as in coterie.engine.noise.
+struct Noise {
+  const int64_t* keys;  // of each client or set; none for no noise
+  const double* sigma;
+  int64_t width;
+};
+
+// Where buffers lie in an arena.
+struct Memory {
+  const int64_t* at;
+  int64_t bytes, samples;  // of the arena; the most samples of a call
+};
+
+struct Training {
+  Store store;
+  CropFlip augment;
+  Noise noise;
+  Memory memory;
+  T* rows;
+  const T* anchor;
+  const T* const* inputs;  // values of the input buffers in each step of each client
+  const int64_t *places, *length, *keys;
+  T* losses;
+  T* moments;            // of each client's optimizer, to go on from; none for fresh ones
+  const int64_t* taken;  // steps before, with moments
+  int64_t row, anchor_row, steps, width, trained, adam;
+  double lr, momentum, decay, prox;
+};
+
+struct Measuring {
+  Store store;
+  Noise noise;
+  Memory memory;
+  const T* table;
+  const T* const* inputs;  // values of the input buffers of each model
+  const int64_t *places, *count, *models, *sets;
+  double *loss, *score;
+  int64_t row, width;
+};
+
+INLINE uint64_t scrambled(uint64_t z) {  // SplitMix64, as in coterie.models
+  z *= 0x9E3779B97F4A7C15u;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
+}
+
+struct Free {
+  void operator()(void* p) const { free(p); }
+};
+template <class U>
+using Owned = std::unique_ptr<U[], Free>;
+template <class U>
+static Owned<U> aligned(int64_t count) {
+  const size_t bytes = (count * sizeof(U) + 127) / 64 * 64;
+  void* p = aligned_alloc(64, bytes);
+  memset(p, 0, bytes);
+  return Owned<U>((U*)p);
+}
+
+// Put samples into x, one after another.
+static void gather(const Store& store, const int64_t* places, int64_t n, T* x) {
+  for (int64_t b = 0; b < n; b++, x += ENTRIES) {
+    if (!store.bytes) {
+      memcpy(x, (const T*)store.x + places[b] * ENTRIES, ENTRIES * sizeof(T));
+      continue;
+    }
+    const uint8_t* from = (const uint8_t*)store.x + places[b] * ENTRIES;
+    for (int c = 0; c < CHANNELS; c++)
+      for (int i = 0; i < PLANE; i++) x[c * PLANE + i] = store.values[c * 256 + from[c * PLANE + i]];
+  }
+}
+
+INLINE int64_t remainder_of(uint64_t bits, int64_t span) {
+  const int64_t rest = int64_t(bits) % span;
+  return rest < 0 ? rest + span : rest;
+}
+
+// The same with a piece cut at a random place of each padded image, and every second one mirrored.
+static void gather_augmented(const Store& store, const CropFlip& augment, uint64_t key, int64_t step, int64_t sample,
+                             const int64_t* places, int64_t n, T* x) {
+  constexpr int W = WIDTH, H = PLANE / WIDTH;
+  const uint64_t start = scrambled(key + step);
+  const int64_t span = 2 * augment.padding + 1;
+  for (int64_t b = 0; b < n; b++, x += ENTRIES) {
+    const uint64_t bits = scrambled(start + sample + b), more = scrambled(bits);
+    const int64_t down = remainder_of(bits, span) - augment.padding, right = remainder_of(more, span) - augment.padding;
+    const bool mirror = scrambled(more) & 1;
+    for (int c = 0; c < CHANNELS; c++)
+      for (int h = 0; h < H; h++)
+        for (int t = 0; t < W; t++) {
+          const int64_t row = h + down, column = (mirror ? W - 1 - t : t) + right;
+          const bool inside = row >= 0 && row < H && column >= 0 && column < W;
+          const int64_t from = places[b] * ENTRIES + (c * H + row) * W + column;
+          T value = augment.fill[c];
+          if (inside)
+            value = store.bytes ? store.values[c * 256 + ((const uint8_t*)store.x)[from]] : ((const T*)store.x)[from];
+          x[(c * H + h) * W + t] = value;
+        }
+  }
+}
+
+// Add noise to samples.
+static void disturb(const Noise& noise, int64_t of, int64_t step, const int64_t* places, int64_t n, T* x) {
+  constexpr int HALF = (ENTRIES + 1) / 2;
+  const double sigma = noise.sigma[of];
+  if (sigma == 0) return;
+  const uint64_t start = scrambled(uint64_t(noise.keys[of]) + step);
+  for (int64_t b = 0; b < n; b++, x += ENTRIES) {
+    const uint64_t sample = scrambled(start + places[b] % noise.width);
+    for (int i = 0; i < HALF; i++) {
+      const uint64_t bits = scrambled(sample + i);
+      const double radius = std::sqrt(-2 * std::log((double(bits & 0xFFFFFFFFu) + 1) * 0x1p-32));
+      const double angle = 6.283185307179586 * 0x1p-32 * double(bits >> 32);
+      x[i] += T(sigma * (radius * std::cos(angle)));
+      if (i + HALF < ENTRIES) x[i + HALF] += T(sigma * (radius * std::sin(angle)));
+    }
+  }
+}
+
+static void targets_of(const Store& store, const int64_t* places, int64_t n, Target* y) {
+  const Target* from = sizeof(Target) == 8 && store.classes ? (const Target*)store.classes : (const Target*)store.targets;
+  for (int64_t b = 0; b < n; b++) memcpy(y + b * TARGETS, from + places[b] * TARGETS, TARGETS * sizeof(Target));
+}
+
+// One step of SGD or Adam; lr and scale hold the bias corrections.
+static void update(const Training& job, T* w, T* g, T* first, T* second, const T* anchor, T lr, T scale) {
+  const int64_t count = job.trained;
+  const T prox = job.prox, decay = job.decay, momentum = job.momentum;
+  if (anchor)
+    VECTORIZE for (int64_t i = 0; i < count; i++) g[i] += prox * (w[i] - anchor[i]);
+  if (decay != 0)
+    VECTORIZE for (int64_t i = 0; i < count; i++) g[i] += decay * w[i];
+  if (job.adam) {
+    VECTORIZE for (int64_t i = 0; i < count; i++) {
+      first[i] += T(1 - 0.9) * (g[i] - first[i]);
+      second[i] = T(0.999) * second[i] + T(1 - 0.999) * (g[i] * g[i]);
+      w[i] -= lr * (first[i] / (std::sqrt(second[i]) / scale + T(1e-8)));
+    }
+  } else if (momentum != 0) {
+    VECTORIZE for (int64_t i = 0; i < count; i++) w[i] -= lr * (first[i] = momentum * first[i] + g[i]);
+  } else {
+    VECTORIZE for (int64_t i = 0; i < count; i++) w[i] -= lr * g[i];
+  }
+}
+
+struct Batch {
+  char* arena;
+  const int64_t* at;
+  T *x, *losses, *scores;
+  Target* y;
+  const T* const* inputs;
+};
+
+static void train_one(const Training& job, int64_t client, Batch& batch, T* g, T* moments, const T** inputs) {
+  T *w = job.rows + client * job.row, *first = moments, *second = moments + PARAMS;
+  if (job.moments) first = job.moments + client * (1 + job.adam) * job.trained, second = first + job.trained;
+  else memset(moments, 0, 2 * PARAMS * sizeof(T));
+  const T* anchor = job.anchor ? job.anchor + client * job.anchor_row : nullptr;
+  double decay1 = job.moments ? std::pow(0.9, job.taken[client]) : 1;
+  double decay2 = job.moments ? std::pow(0.999, job.taken[client]) : 1;
+  for (int64_t s = 0; s < job.steps; s++) {
+    const int64_t size = job.length[client * job.steps + s];
+    const int64_t* places = job.places + (client * job.steps + s) * job.width;
+    decay1 *= 0.9, decay2 *= 0.999;
+    if (!size) continue;
+    for (int j = 0; j < INPUTS; j++) inputs[j] = job.inputs[j] + (client * job.steps + s) * INPUT_SIZES[j];
+    const int64_t key = job.keys ? job.keys[client] + int64_t(uint64_t(s) * 0x1F123BB5159A55E5u) : 0;
+    const int64_t parts = (size + job.memory.samples - 1) / job.memory.samples, part = (size + parts - 1) / parts;
+    double loss = 0;
+    for (int64_t from = 0; from < size; from += part) {
+      const int64_t n = least(part, size - from);
+      if (job.augment.keys)
+        gather_augmented(job.store, job.augment, job.augment.keys[client], s, from, places + from, n, batch.x);
+      else
+        gather(job.store, places + from, n, batch.x);
+      if (job.noise.keys) disturb(job.noise, client, s, places + from, n, batch.x);
+      targets_of(job.store, places + from, n, batch.y);
+      train_batch(batch, w, g, key, T(1) / T(size), n, from, from > 0);
+      for (int64_t b = 0; b < n; b++) loss += batch.losses[b];
+    }
+    const T lr = job.adam ? job.lr / (1 - decay1) : job.lr;
+    update(job, w, g, first, second, anchor, lr, T(std::sqrt(1 - decay2)));
+    job.losses[client * job.steps + s] = T(loss / size);
+  }
+}
+
+extern "C" void train(const Training* job, int64_t first, int64_t last) {
+  const auto arena = aligned<char>(job->memory.bytes);
+  const auto x = aligned<T>(job->memory.samples * ENTRIES), losses = aligned<T>(job->memory.samples);
+  const auto y = aligned<Target>(job->memory.samples * TARGETS);
+  const auto g = aligned<T>(PARAMS), moments = aligned<T>(2 * PARAMS);
+  const T* inputs[INPUTS + 1];
+  Batch batch{arena.get(), job->memory.at, x.get(), losses.get(), nullptr, y.get(), inputs};
+  for (int64_t client = first; client < last; client++) train_one(*job, client, batch, g.get(), moments.get(), inputs);
+}
+
+extern "C" void measure(const Measuring* job, int64_t first, int64_t last) {
+  const auto arena = aligned<char>(job->memory.bytes);
+  const auto x = aligned<T>(job->memory.samples * ENTRIES), losses = aligned<T>(job->memory.samples);
+  const auto scores = aligned<T>(job->memory.samples);
+  const auto y = aligned<Target>(job->memory.samples * TARGETS);
+  const T* inputs[INPUTS + 1];
+  Batch batch{arena.get(), job->memory.at, x.get(), losses.get(), scores.get(), y.get(), inputs};
+  for (int64_t pair = first; pair < last; pair++) {
+    const int64_t set = job->sets[pair], size = job->count[set], *places = job->places + set * job->width;
+    for (int j = 0; j < INPUTS; j++) inputs[j] = job->inputs[j] + job->models[pair] * INPUT_SIZES[j];
+    double loss = 0, score = 0;
+    for (int64_t from = 0; from < size; from += job->memory.samples) {
+      const int64_t n = least(job->memory.samples, size - from);
+      gather(job->store, places + from, n, batch.x);
+      if (job->noise.keys) disturb(job->noise, set, 0, places + from, n, batch.x);
+      targets_of(job->store, places + from, n, batch.y);
+      judge_batch(batch, job->table + job->models[pair] * job->row, n);
+      for (int64_t b = 0; b < n; b++) loss += batch.losses[b], score += batch.scores[b];
+    }
+    job->loss[pair] = loss / size, job->score[pair] = score / size;
+  }
+}

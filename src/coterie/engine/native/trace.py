@@ -1,0 +1,539 @@
+"""A training step as a list of PyTorch's own operations, recorded once while it runs on a few samples.
+
+Every operation below autograd is recorded, forward and backward. Writes in place become new values, so that a trace is
+a plain data flow. The step is recorded for two batch sizes; a number that differs between the two records is a linear
+function of the batch size (`Dim`), so that a program made of the trace runs with any.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coterie.models.layout import Layout, ReturnedBatchNorm
+
+aten = torch.ops.aten
+_BATCHES = (3, 5)  # samples of the two records
+_SMALL = 1 << 16  # entries of a constant that is kept
+_VIEWS = {
+    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "squeeze", "unsqueeze", "select", "slice", "detach",
+    "alias", "as_strided", "unbind", "split", "split_with_sizes", "diagonal", "_reshape_alias", "lift_fresh",
+}  # fmt: skip
+_RANDOM = {"bernoulli_", "bernoulli", "native_dropout", "rand", "randn", "rand_like", "randn_like", "uniform_", "normal_",
+           "randint", "randperm", "multinomial", "rrelu_with_noise", "rrelu_with_noise_functional", "exponential_", "cauchy_"}  # fmt: skip
+
+
+class NotTraceableError(Exception):
+    """Why a module cannot be made a native program: the operation, or what it does."""
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A number that depends on the number of samples n: `slope * n + start`."""
+
+    slope: int
+    start: int = 0
+
+    def _with(self, slope: int, start: int) -> "Dim | int":
+        return Dim(slope, start) if slope else start
+
+    def __add__(self, other: "Dim | int") -> "Dim | int":
+        other = other if isinstance(other, Dim) else Dim(0, other)
+        return self._with(self.slope + other.slope, self.start + other.start)
+
+    __radd__ = __add__
+
+    def __neg__(self) -> "Dim | int":
+        return Dim(-self.slope, -self.start)
+
+    def __sub__(self, other: "Dim | int") -> "Dim | int":
+        return self + -other
+
+    def __rsub__(self, other: int) -> "Dim | int":
+        return -self + other
+
+    def __mul__(self, other: "Dim | int") -> "Dim | int":
+        if isinstance(other, Dim):
+            raise NotTraceableError("it compares every sample of a batch with every other")
+        return self._with(self.slope * other, self.start * other)
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: "Dim | int") -> "Dim | int":
+        if isinstance(other, Dim):
+            if self.start * other.slope == self.slope * other.start and self.slope % other.slope == 0:
+                return self.slope // other.slope
+            raise NotTraceableError("a shape of it is no multiple of the number of samples")
+        if self.slope % other or self.start % other:
+            raise NotTraceableError("a shape of it is no multiple of the number of samples")
+        return Dim(self.slope // other, self.start // other)
+
+    def at(self, samples: int) -> int:
+        """Return the number for a batch."""
+        return self.slope * samples + self.start
+
+    def __str__(self) -> str:
+        text = "n" if self.slope == 1 else f"n * {self.slope}"
+        return f"({text} + {self.start})" if self.start else f"({text})"
+
+
+Size = int | Dim
+
+
+def at(size: Size, samples: int) -> int:
+    """Return a size for a batch."""
+    return size if isinstance(size, int) else size.at(samples)
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A value of a trace."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A number that depends on the number of samples n: `value / n`, or `places n / (places n - 1)`."""
+
+    value: float = 0.0
+    places: int = 0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Shape and type of a value."""
+
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Node:
+    """One operation.
+
+    Args:
+        name: PyTorch's, without its overload.
+        args: its arguments; values are `Ref`s.
+        kwargs: by name.
+        outs: the values it makes; None for an output that is no tensor.
+        layer: path of the module that ran it, forward.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: tuple[Ref | None, ...]
+    layer: str = ""
+
+
+@dataclass
+class Trace:
+    """A recorded function.
+
+    Args:
+        nodes: its operations in order.
+        kinds: of every value.
+        inputs: the values of its arguments.
+        outputs: of its results; None where a result is no tensor.
+        constants: values that depend on no input, as far as they are small: what the module holds, or makes of it.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    kinds: dict[int, Kind] = field(default_factory=dict)
+    inputs: list[Ref] = field(default_factory=list)
+    outputs: list[Ref | None] = field(default_factory=list)
+    constants: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Group:
+    """Tensors that share memory: views of `base`. A write makes what the others saw out of date."""
+
+    base: Tensor
+    version: int = 0
+
+
+@dataclass
+class _Tracked:
+    tensor: Tensor  # kept, so that its id stays its own
+    ref: Ref
+    group: _Group
+    version: int
+
+
+class _Recorder(TorchDispatchMode):
+    """Records what runs while it is active."""
+
+    def __init__(self, inputs: list[Tensor], layer: Callable[[], str], known: Callable[[str], bool]) -> None:
+        super().__init__()
+        self.trace, self.layer, self.known = Trace(), layer, known
+        self._tracked: dict[int, _Tracked] = {}
+        self.trace.inputs = [self._new(tensor) for tensor in inputs]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under the mode: PyTorch need not load its compiler (a second) to leave it out."""
+        return False
+
+    def _kind(self, tensor: Tensor) -> Ref:
+        ref = Ref(len(self.trace.kinds))
+        self.trace.kinds[ref.number] = Kind(tuple(tensor.shape), tensor.dtype)
+        return ref
+
+    def _new(self, tensor: Tensor, group: _Group | None = None) -> Ref:
+        group = group or _Group(tensor)
+        ref = self._kind(tensor)
+        self._tracked[id(tensor)] = _Tracked(tensor, ref, group, group.version)
+        return ref
+
+    def _add(self, name: str, args: tuple, kwargs: dict, outs: tuple[Ref | None, ...]) -> None:
+        self.trace.nodes.append(Node(name, args, kwargs, outs, self.layer()))
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """Return the value of a tensor, taken anew from what was written to its memory since."""
+        if id(tensor) not in self._tracked:
+            ref = self._new(tensor)
+            self.trace.constants[ref.number] = tensor.detach().clone()
+        known = self._tracked[id(tensor)]
+        if known.version != known.group.version:
+            base = self._tracked[id(known.group.base)]
+            known.ref, known.version = self._kind(tensor), known.group.version
+            self._add("as_strided", (base.ref, *self._place(tensor, base.tensor)), {}, (known.ref,))
+        return known.ref
+
+    @staticmethod
+    def _place(tensor: Tensor, base: Tensor) -> tuple[list[int], list[int], int, list[int]]:
+        """Return where a view lies in its base: sizes, strides, offset, and the base's own strides."""
+        offset = tensor.storage_offset() - base.storage_offset()
+        return [*tensor.shape], [*tensor.stride()], offset, [*base.stride()]
+
+    def _wrote(self, tensor: Tensor, value: Ref) -> None:
+        known = self._tracked[id(tensor)]
+        base = self._tracked[id(known.group.base)]
+        whole = tensor.shape == base.tensor.shape and tensor.stride() == base.tensor.stride()
+        if base is not known:
+            before = self.ref(base.tensor)
+            base.ref = self._kind(base.tensor)
+            if whole:
+                self._add("alias", (value,), {}, (base.ref,))
+            else:
+                self._add("write", (before, value, *self._place(tensor, base.tensor)), {}, (base.ref,))
+        known.ref = value
+        known.group.version += 1
+        known.version = base.version = known.group.version
+
+    def _take(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.ref(value)
+        if isinstance(value, list | tuple):
+            return [self._take(part) for part in value]
+        return value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation and record it."""
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        if name in _RANDOM:
+            raise NotTraceableError(f"it draws random numbers of its own ({name})")
+        if name in ("_local_scalar_dense", "is_nonzero", "nonzero", "_unique2"):
+            raise NotTraceableError("what it computes depends on its data")
+        taken, named = tuple(self._take(a) for a in args), {key: self._take(value) for key, value in kwargs.items()}
+        if func._schema.is_mutable:
+            return self._in_place(func, name, args, kwargs, taken, named)
+        if not self.known(name) and name not in _VIEWS and args and any(isinstance(a, Tensor) for a in args):
+            simpler = _decomposition(func)
+            if simpler is not None:
+                with self:
+                    return simpler(*args, **kwargs)
+        if name == "as_strided":
+            offset = args[3] if len(args) > 3 and args[3] is not None else args[0].storage_offset()
+            taken = (taken[0], [*args[1]], [*args[2]], offset - args[0].storage_offset(), [*args[0].stride()])
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and any(out is a for a in args):
+            return out
+        outs = out if isinstance(out, list | tuple) else (out,)
+        group = self._tracked[id(args[0])].group if name in _VIEWS else None
+        refs = tuple(self._new(part, group) if isinstance(part, Tensor) else None for part in outs)
+        self._add(name, taken, named, refs)
+        if all(ref.number in self.trace.constants for ref in _refs((taken, *named.values()))):
+            for ref, part in zip(refs, outs, strict=True):
+                if ref is not None and part.numel() <= _SMALL:
+                    self.trace.constants[ref.number] = part.detach().clone()
+        return out
+
+    def _in_place(self, func: Any, name: str, args: Any, kwargs: Any, taken: tuple, named: dict) -> Any:
+        if name in ("transpose_", "t_", "squeeze_", "unsqueeze_"):  # the tensor itself becomes another view
+            before = self._tracked[id(args[0])]
+            out = func(*args, **kwargs)
+            ref = self._kind(args[0])
+            self._add(name[:-1], taken, named, (ref,))
+            self._tracked[id(args[0])] = _Tracked(args[0], ref, _Group(args[0]), 0)
+            before.group.version += 0
+            return out
+        if not name.endswith("_") or any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments[1:]):
+            raise NotTraceableError(f"the operation {name} is not known")
+        out = func(*args, **kwargs)
+        ref = self._kind(args[0])
+        self._add(name[:-1], taken, named, (ref,))
+        self._wrote(args[0], ref)
+        return out
+
+
+def _decomposition(func: Any) -> Callable[..., Any] | None:
+    """Return PyTorch's own way to compute an operation with simpler ones; it is loaded where one is needed (a second)."""
+    from torch._decomp import decomposition_table
+
+    return decomposition_table.get(func)
+
+
+class _TracedBatchNorm(nn.Module):
+    """Batch normalization as PyTorch's own operation, with the statistics returned as `ReturnedBatchNorm` does."""
+
+    num_batches_tracked: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor
+
+    def __init__(self, norm: ReturnedBatchNorm) -> None:
+        super().__init__()
+        self.eps, self.momentum, self.weight, self.bias = norm.eps, norm.momentum, norm.weight, norm.bias
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            self.register_buffer(name, getattr(norm, name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() == x.shape[1]:
+            raise ValueError("batch normalization takes more than one value a channel while training")
+        op = aten._native_batch_norm_legit.no_stats
+        y, mean, scale = op(x, self.weight, self.bias, True, 0.0, self.eps)
+        if self.running_mean is not None:
+            places = x.numel() // x.shape[1]
+            self.num_batches_tracked = self.num_batches_tracked + 1
+            rate = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+            variance = (scale.detach() ** -2 - self.eps) * (places / (places - 1))
+            self.running_mean = self.running_mean + rate * (mean.detach() - self.running_mean)
+            self.running_var = self.running_var + rate * (variance - self.running_var)
+        return y
+
+
+def _traced_form(module: nn.Module) -> nn.Module:
+    module = copy.deepcopy(module)
+    for parent in [*module.modules()]:
+        for name, child in parent.named_children():
+            if isinstance(child, ReturnedBatchNorm):
+                setattr(parent, name, _TracedBatchNorm(child))
+    return _TracedBatchNorm(module) if isinstance(module, ReturnedBatchNorm) else module
+
+
+@contextmanager
+def _plain_operations() -> Iterator[None]:
+    """While active, PyTorch computes with operations that a trace can name: no fused attention, no oneDNN networks."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    flash, efficient = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
+    onednn = torch._C._get_mkldnn_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch._C._set_mkldnn_enabled(False)
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        torch.backends.cuda.enable_flash_sdp(flash)
+        torch.backends.cuda.enable_mem_efficient_sdp(efficient)
+        torch._C._set_mkldnn_enabled(onednn)
+
+
+Objective = Callable[[Tensor, Tensor], Tensor]
+
+
+def _train_once(
+    layout: Layout,
+    module: nn.Module,
+    objective: Objective,
+    x: Tensor,
+    y: Tensor,
+    layer: Callable[[], str],
+    known: Callable[[str], bool],
+) -> Trace:
+    """Record losses, gradients and the new untrained state of a step; the last input is the weight of a loss."""
+    named = layout.views(layout.flatten_copy(layout.train_module))
+    tensors = {s.name: named[s.name].clone() for s in layout.slots}
+    leaves = [tensors[s.name].requires_grad_() for s in layout.slots if s.stop <= layout.trainable]
+    state = [s.name for s in layout.slots if s.stop > layout.trainable]
+    values = {name: value[0].clone() for name, value in layout.zero_inputs(1).items()}
+    weight = torch.tensor(1.0 / len(x), dtype=layout.dtype)
+    inputs = [*(tensors[s.name] for s in layout.slots), *values.values(), x, y, weight]
+    with torch.enable_grad(), _Recorder(inputs, layer, known) as recorder:
+        tensors |= values
+        losses = objective(functional_call(module, tensors, (x,)).to(layout.dtype), y)
+        grads = torch.autograd.grad((losses * weight).sum(), leaves, allow_unused=True)
+        trace = recorder.trace
+        trace.outputs = [recorder.ref(losses), *(None if g is None else recorder.ref(g) for g in grads)]
+        trace.outputs += [recorder.ref(tensors[name]) for name in state]
+    return trace
+
+
+def _judge_once(
+    layout: Layout, objective: Objective, x: Tensor, y: Tensor, layer: Callable[[], str], known: Callable[[str], bool]
+) -> Trace:
+    """Record the loss and the score of each sample in evaluation: whether the class is right, or the squared error."""
+    named = layout.views(layout.flatten_copy(layout.train_module))
+    tensors = {s.name: named[s.name].clone() for s in layout.slots}
+    values = {name: value[0].clone() for name, value in layout.zero_inputs(1).items()}
+    inputs = [*tensors.values(), *values.values(), x, y]
+    with torch.no_grad(), _Recorder(inputs, layer, known) as recorder:
+        outputs = functional_call(layout.eval_module, {**tensors, **values}, (x,)).to(layout.dtype)
+        losses = objective(outputs, y)
+        if y.is_floating_point():
+            scores = functional.mse_loss(outputs.reshape(y.shape), y, reduction="none").reshape(len(y), -1).mean(1)
+        else:
+            scores = (outputs.argmax(-1) == y).to(layout.dtype)
+        trace = recorder.trace
+        trace.outputs = [recorder.ref(losses), recorder.ref(scores)]
+    return trace
+
+
+def _unified(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
+    """Return one argument of two records, as a function of the batch size where they differ."""
+    if isinstance(first, list | tuple):
+        if not isinstance(second, list | tuple) or len(first) != len(second):
+            raise NotTraceableError("its operations depend on the number of samples")
+        return type(first)(_unified(a, b, sizes) for a, b in zip(first, second, strict=True))
+    if first == second and type(first) is type(second):
+        return first
+    one, two = sizes
+    if type(first) is int and type(second) is int:
+        slope = (second - first) // (two - one)
+        if first - slope * one == second - slope * two:
+            return Dim(slope, first - slope * one)
+    if isinstance(first, float) and isinstance(second, float) and first and second:
+        if abs(first * one - second * two) <= 1e-9 * abs(first * one):
+            return Ratio(value=first * one)
+        if first != 1 and second != 1:
+            places = round(first / (first - 1) / one)
+            if all(abs(value - places * n / (places * n - 1)) < 1e-12 for value, n in zip((first, second), sizes)):
+                return Ratio(places=places)
+    raise NotTraceableError("its operations depend on the number of samples")
+
+
+def _joined(first: Trace, second: Trace, sizes: tuple[int, int]) -> Trace:
+    """Return two records of a function as one for any number of samples."""
+    if [n.name for n in first.nodes] != [n.name for n in second.nodes] or first.outputs != second.outputs:
+        raise NotTraceableError("its operations depend on the number of samples")
+    joined = Trace(inputs=first.inputs, outputs=first.outputs, constants=dict(first.constants))
+    for number, kind in first.kinds.items():
+        joined.kinds[number] = Kind(_unified(kind.shape, second.kinds[number].shape, sizes), kind.dtype)
+    for a, b in zip(first.nodes, second.nodes, strict=True):
+        if a.outs != b.outs or a.kwargs.keys() != b.kwargs.keys():
+            raise NotTraceableError("its operations depend on the number of samples")
+        kwargs = {key: _unified(value, b.kwargs[key], sizes) for key, value in a.kwargs.items()}
+        joined.nodes.append(Node(a.name, _unified(a.args, b.args, sizes), kwargs, a.outs, a.layer))
+    for number in [*joined.constants]:
+        same = number in second.constants and second.constants[number].shape == joined.constants[number].shape
+        if not same or not torch.equal(joined.constants[number], second.constants[number]):
+            del joined.constants[number]
+    needed = {ref for ref in joined.outputs if ref is not None}
+    kept = []
+    for node in reversed(joined.nodes):
+        if any(out in needed for out in node.outs):
+            kept.append(node)
+            needed.update(_refs((node.args, *node.kwargs.values())))
+    joined.nodes = kept[::-1]
+    return joined
+
+
+def _refs(value: Any) -> Iterator[Ref]:
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _refs(part)
+
+
+@contextmanager
+def _layer_of(module: nn.Module) -> Iterator[Callable[[], str]]:
+    """Give a function that tells the path of the layer that is running."""
+    trail: list[str] = [""]
+    handles = []
+    for path, part in module.named_modules():
+        handles.append(part.register_forward_pre_hook(lambda _m, _a, path=path: trail.append(path)))
+        handles.append(part.register_forward_hook(lambda _m, _a, _o: trail.__delitem__(-1)))
+    try:
+        yield lambda: trail[-1]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What a native program is made of.
+
+    Args:
+        train: (tensors of the row, input buffers, x, y, weight) -> losses, gradients, new untrained state.
+        judge: (tensors of the row, input buffers, x, y) -> losses, scores.
+        together: whether a sample's loss depends on the others of its batch, or a step changes the untrained state.
+    """
+
+    train: Trace
+    judge: Trace
+    together: bool
+
+
+def record(
+    layout: Layout, objective: Objective, x: Tensor, y: Tensor, known: Callable[[str], bool] = lambda _name: True
+) -> Traces:
+    """Record a module's training step and its evaluation.
+
+    Args:
+        layout: of the module.
+        objective: the loss of each sample.
+        x: some prepared inputs; they are repeated to the sizes of the batches.
+        y: their targets.
+        known: (name of an operation) -> whether it is recorded as it is; others are, where PyTorch can, made of simpler ones.
+
+    Raises:
+        NotTraceableError: when operations depend on values, on chance or on the number of samples.
+    """
+    module = _traced_form(layout.train_module)
+
+    def pair(function: Callable[[Tensor, Tensor], Trace]) -> Trace:
+        traces = []
+        for samples in _BATCHES:
+            chosen = torch.arange(samples) % len(x)
+            traces.append(function(x[chosen].clone(), y[chosen].clone()))
+        return _joined(traces[0], traces[1], _BATCHES)
+
+    try:
+        with _plain_operations():
+            with _layer_of(module) as layer:
+                train = pair(lambda a, b: _train_once(layout, module, objective, a, b, layer, known))
+            with _layer_of(layout.eval_module) as layer:
+                judge = pair(lambda a, b: _judge_once(layout, objective, a, b, layer, known))
+            state = train.outputs[1 + sum(s.stop <= layout.trainable for s in layout.slots) :]
+            before = [train.inputs[i] for i, s in enumerate(layout.slots) if s.stop > layout.trainable]
+            together = state != before or _together(layout, module, objective, x, y)
+    except RuntimeError as error:
+        raise NotTraceableError(str(error).strip().splitlines()[0]) from error
+    return Traces(train, judge, together)
+
+
+def _together(layout: Layout, module: nn.Module, objective: Objective, x: Tensor, y: Tensor) -> bool:
+    """Try whether the losses of two samples change with the samples beside them."""
+    views = layout.views(layout.flatten_copy(layout.train_module))
+    values: Mapping[str, Tensor] = {name: value[0] for name, value in layout.zero_inputs(1).items()}
+    losses = []
+    for others in (torch.zeros_like(x[:1]), torch.full_like(x[:1], 0.5), x[:1]):
+        batch = torch.cat([x[:1], x[-1:], others, others])
+        targets = torch.cat([y[:1], y[-1:], y[:1], y[:1]])
+        with torch.no_grad():
+            outputs = functional_call(module, {**views, **values}, (batch,)).to(layout.dtype)
+            losses.append(objective(outputs, targets)[:2])
+    return not all(torch.allclose(losses[0], other, rtol=1e-5, atol=1e-7) for other in losses[1:])

@@ -1,0 +1,333 @@
+"""The program of any module: the C++ text of its traced training step and evaluation, and its calls."""
+
+import ctypes
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coterie.engine._work import Pairs, RawSamples, Training
+from coterie.engine.native import compiler
+from coterie.engine.native.images import ImageLowering
+from coterie.engine.native.library import (
+    CropFlip,
+    Kept,
+    NoiseJob,
+    Store,
+    at,
+    noise_of,
+    on_threads,
+    rows_of,
+    stored,
+    whole,
+)
+from coterie.engine.native.loops import Leaf, Program, Value, dense, in_memory
+from coterie.engine.native.trace import NotTraceableError, Trace, record
+from coterie.models.layout import Layout
+
+_FLAGS = (
+    "-fno-strict-aliasing",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-fwrapv",
+    "-fopenmp-simd",
+    "-mprefer-vector-width=512",
+)
+_CACHE = 768 << 10  # bytes of an arena that leave room for parameters in the cache of a core
+_MOST = 64  # samples of one call, where they do not need each other
+_POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("at", _POINTER), ("bytes", _LONG), ("samples", _LONG))
+
+
+class _Training(ctypes.Structure):
+    _fields_ = (
+        ("store", Store), ("augment", CropFlip), ("noise", NoiseJob), ("memory", _Memory), ("rows", _POINTER), ("anchor", _POINTER),
+        ("inputs", _POINTER), ("places", _POINTER), ("length", _POINTER), ("keys", _POINTER), ("losses", _POINTER),
+        ("moments", _POINTER), ("taken", _POINTER), ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG),
+        ("trained", _LONG), ("adam", _LONG), ("lr", _DOUBLE), ("momentum", _DOUBLE), ("decay", _DOUBLE), ("prox", _DOUBLE),
+    )  # fmt: skip
+
+
+class _Measuring(ctypes.Structure):
+    _fields_ = (
+        ("store", Store), ("noise", NoiseJob), ("memory", _Memory), ("table", _POINTER), ("inputs", _POINTER), ("places", _POINTER),
+        ("count", _POINTER), ("models", _POINTER), ("sets", _POINTER), ("loss", _POINTER), ("score", _POINTER),
+        ("row", _LONG), ("width", _LONG),
+    )  # fmt: skip
+
+
+class _Function:
+    """One traced function as C++.
+
+    Args:
+        trace: the function.
+        layout: of the module.
+        features: the shape of one input.
+        target: the shape of one target.
+        integer: whether targets are classes.
+    """
+
+    def __init__(self, trace: Trace, layout: Layout, x: Tensor, y: Tensor) -> None:
+        self.layout = layout
+        self.program = Program(number_bytes=4 if layout.dtype == torch.float32 else 8)
+        self.lowering = ImageLowering(self.program, trace, 16, layout.dtype)
+        self.inputs = [name for name in layout.inputs if name not in layout.keys]
+        kinds = trace.kinds
+        values: list[Value] = []
+        for slot in layout.slots:
+            values.append(in_memory("row", slot.shape, dense(slot.shape), layout.dtype, slot.start))
+        for number, name in enumerate(layout.inputs):
+            ref = trace.inputs[len(layout.slots) + number]
+            kind = kinds[ref.number]
+            buffer = "key" if name in layout.keys else f"input{self.inputs.index(name)}"
+            values.append(in_memory(buffer, kind.shape, dense(kind.shape), kind.dtype))
+        for buffer, ref in zip(("x", "y", "weight"), trace.inputs[len(values) :], strict=False):
+            kind = kinds[ref.number]
+            values.append(in_memory(buffer, kind.shape, dense(kind.shape), kind.dtype))
+        self.lowering.values.update(zip(trace.inputs, values, strict=True))
+        self.lowering.run()
+        self.results = [None if ref is None else self.lowering._operand(ref) for ref in trace.outputs]
+        self._kept: list[str] = []
+
+    def write_vector(self, name: str, result: Value | None) -> None:
+        """Write one value a sample."""
+        assert result is not None
+        self.program.assign(Leaf(name, 0, (1,)), result)
+
+    def write_gradients(self, results: Sequence[Value | None]) -> None:
+        """Write or add the gradient of each trained tensor; where a kernel can add, it writes there itself."""
+        slots = [slot for slot in self.layout.slots if slot.stop <= self.layout.trainable]
+        for slot, result in zip(slots, results, strict=True):
+            if result is None:
+                self.program.emit(
+                    f"if (!more) memset(g + {slot.start}, 0, sizeof(T) * {slot.stop - slot.start});", [], ["g"]
+                )
+                continue
+            leaf = result.leaf
+            buffer = leaf.buffer if leaf is not None else ""
+            readers = [s for s in self.program.statements if buffer in s.reads and buffer not in s.writes]
+            plain = leaf is not None and leaf.offset == 0 and all(
+                a == b or n == 1 for a, b, n in zip(leaf.strides, dense(result.shape), result.shape, strict=True)
+            )  # fmt: skip
+            if plain and buffer in self.lowering.more and not readers and not self.program.buffers[buffer].place:
+                self.program.buffers[buffer].place = f"T* const {buffer} = g + {slot.start};"
+                self.lowering.more[buffer] = "more"
+                continue
+            self.program.assign(Leaf("g", slot.start, tuple(dense(slot.shape))), result, add="more")
+
+    def write_state(self, results: Sequence[Value | None]) -> None:
+        """Write the untrained tensors anew, when all of them are known."""
+        slots = [slot for slot in self.layout.slots if slot.stop > self.layout.trainable]
+        pairs = [(s, r) for s, r in zip(slots, results, strict=True) if r is not None and not _is_row(r, s.start)]
+        stored_ = [(slot, self.program.stored(result, range(len(result.shape)))) for slot, result in pairs]
+        for slot, result in stored_:
+            self.program.assign(Leaf("row", slot.start, tuple(dense(slot.shape))), result)
+
+    def text(self) -> tuple[list[str], list[str]]:
+        """Return declarations and statements."""
+        lines = []
+        constants = []
+        for number, (name, buffer) in enumerate(self.program.buffers.items()):
+            if buffer.place.startswith("static"):
+                constants.append(buffer.place)
+                lines.append(f"const {buffer.type}* const {name} = {name}_;")
+            elif buffer.place:
+                lines.append(buffer.place)
+            else:
+                lines.append(f"{buffer.type}* const {name} = ({buffer.type}*)(batch.arena + batch.at[{number}]);")
+        body = []
+        for statement in self.program.statements:
+            text = statement.text
+            for name in statement.writes:
+                if f"MORE_{name}" in text:
+                    more = self.lowering.more[name]
+                    text = text.replace(f"MORE_{name}", "more" if more == "more" else "false")
+            body.append(text)
+        return constants, [*lines, *body]
+
+    def memory(self, samples: int) -> tuple[Tensor, int]:
+        """Return the place of each buffer in the arena for calls of so many samples, and its size."""
+        places, top = self.program.arena(samples)
+        return torch.tensor([places.get(name, 0) for name in self.program.buffers] or [0], dtype=torch.int64), top
+
+
+def _is_row(value: Value, start: int) -> bool:
+    return value.leaf is not None and value.leaf.buffer == "row" and value.leaf.offset == start
+
+
+class TracedProgram:
+    """The compiled program of one module and objective.
+
+    Args:
+        layout: of the module, on a CPU.
+        objective: the loss of each sample.
+        x: some prepared inputs.
+        y: their targets.
+
+    Attributes:
+        seconds: time of compiling; 0 when the program was in the cache.
+        together: whether samples of a batch need each other, as with batch normalization.
+
+    Raises:
+        NotTraceableError: when the module cannot be traced.
+        CompilerError: when the program cannot be compiled.
+    """
+
+    def __init__(self, layout: Layout, objective: object, x: Float[Tensor, "samples *features"], y: Tensor) -> None:
+        if layout.dtype not in (torch.float32, torch.float64):
+            raise NotTraceableError(f"numbers of type {layout.dtype} are not known here")
+        traces = record(layout, objective, x, y, ImageLowering.knows)  # type: ignore[arg-type]
+        self.layout, self.together = layout, traces.together
+        self._train = _Function(traces.train, layout, x, y)
+        trained = sum(slot.stop <= layout.trainable for slot in layout.slots)
+        self._train.write_vector("losses", self._train.results[0])
+        self._train.write_gradients(self._train.results[1 : 1 + trained])
+        self._train.write_state(self._train.results[1 + trained :])
+        self._judge = _Function(traces.judge, layout, x, y)
+        self._judge.write_vector("losses", self._judge.results[0])
+        self._judge.write_vector("scores", self._judge.results[1])
+        self.inputs = self._train.inputs
+        own = layout.zero_inputs(1)
+        if any(not own[name].is_floating_point() for name in self.inputs):
+            raise NotTraceableError("it has input buffers of integers")
+        self.text = self._written(x, y)
+        self._library, self.seconds = compiler.load(self.text, _FLAGS)
+        for name in ("train", "measure"):
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = (_POINTER, _LONG, _LONG), None
+        self._kept: weakref.WeakKeyDictionary[RawSamples, Kept] = weakref.WeakKeyDictionary()
+        self._samples = {"train": self._fitting(self._train), "judge": self._fitting(self._judge)}
+
+    @staticmethod
+    def _fitting(function: _Function) -> int:
+        """Return how many samples a call takes at once so that its arena stays in the cache."""
+        samples = _MOST
+        while samples > 4 and function.memory(samples)[1] > _CACHE:
+            samples //= 2
+        return samples
+
+    def _written(self, x: Tensor, y: Tensor) -> str:
+        layout = self.layout
+        number, integer = ("float", "int32_t") if layout.dtype == torch.float32 else ("double", "int64_t")
+        here = Path(__file__).parent
+        features, own = tuple(x.shape[1:]), layout.zero_inputs(1)
+        sizes = ", ".join(str(own[name][0].numel()) for name in self.inputs) or "0"
+        channels = features[0] if features else 1
+        plane = math.prod(features[1:])
+        head = [
+            f"#include <cstdint>\ntypedef {number} T;\ntypedef {integer} I;",
+            (here / "blocks.h").read_text(),
+            f"constexpr int64_t PARAMS = {layout.size}, ENTRIES = {math.prod(features)}, CHANNELS = {channels}, PLANE = {plane};",
+            f"constexpr int64_t WIDTH = {features[-1] if len(features) > 1 else 1}, TARGETS = {math.prod(y.shape[1:])};",
+            f"constexpr int INPUTS = {len(self.inputs)};",
+            f"constexpr int64_t INPUT_SIZES[] = {{{sizes}}};",
+            f"typedef {'T' if y.is_floating_point() else 'int64_t'} Target;",
+        ]
+        body = []
+        for name, function in (("train", self._train), ("judge", self._judge)):
+            constants, lines = function.text()
+            body += constants
+            more = (
+                "T* row, T* g, const int64_t now, const T share, const long n, const long from, const bool more"
+                if name == "train"
+                else "const T* row, const long n"
+            )
+            body.append(f"static void {name}_batch(const Batch& batch, {more}) {{")
+            body += [
+                "  const T* const x = batch.x;",
+                "  const Target* const y = batch.y;",
+                "  T* const losses = batch.losses;",
+            ]
+            if name == "train":
+                body += ["  const int64_t key[] = {now};", "  const T weight[] = {share};"]
+            else:
+                body += [
+                    "  T* const scores = batch.scores;",
+                    "  const int64_t key[] = {0};",
+                    "  constexpr long from = 0;",
+                ]
+            body += [f"  const T* const input{k} = batch.inputs[{k}];" for k in range(len(self.inputs))]
+            body += [f"  {line}" for line in lines]
+            body.append("}")
+        driver = (here / "steps.h").read_text()
+        head.append("struct Batch;\n")
+        declared = driver.index("struct Batch {")
+        ended = driver.index("};", declared) + 3
+        batch = driver[declared:ended]
+        return "\n".join([*head, batch, *body, driver[:declared] + driver[ended:]])
+
+    def _store(self, samples: RawSamples) -> Store:
+        kept = self._kept.get(samples)
+        if kept is None:
+            kept = self._kept[samples] = stored(samples, self.layout.dtype)
+        return kept.store
+
+    def _values(self, inputs: Mapping[str, Tensor], *lead: int) -> tuple[ctypes.Array, list[Tensor]]:
+        """Return the values of the input buffers, those of the module where none are given."""
+        own = self.layout.zero_inputs(1)
+        values = []
+        for name in self.inputs:
+            given = inputs.get(name)
+            shape = own[name].shape[1:]
+            if given is None:
+                given = own[name].reshape(*(1 for _ in lead), *shape).expand(*lead, *shape)
+            values.append(given.to(self.layout.dtype).contiguous())
+        return (_POINTER * max(1, len(values)))(*[at(v) for v in values]), values
+
+    def fits(self, work: Training) -> bool:
+        """Return whether the program can do a training: each input has one value a step, no batch norm of one sample."""
+        own = self.layout.zero_inputs(1)
+        steady = all(work.inputs[name].shape[2:] == own[name].shape[1:] for name in self.inputs if name in work.inputs)
+        return steady and not (self.together and bool((work.length == 1).any()))
+
+    def train(self, rows: Float[Tensor, "clients params"], work: Training) -> Float[Tensor, "clients steps"]:
+        """Train clients in place; see `Engine.train`."""
+        local = work.local
+        losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
+        places, length = whole(work.places), whole(work.length)
+        keys = None if work.keys is None else whole(work.keys[0])
+        taken = None if work.taken is None else whole(work.taken)
+        anchor = None if work.anchor is None or not work.prox else rows_of(work.anchor)
+        draws, fill = None, None
+        if work.augment is not None:
+            draws, fill = whole(work.augment.keys), work.augment.fill.to(rows.dtype).contiguous()
+        inputs, _values = self._values(work.inputs, *work.length.shape)
+        assert rows.stride(1) == 1
+        assert work.moments is None or work.moments.is_contiguous()
+        noise, _draws = noise_of(work.noise)
+        samples = int(length.max()) if self.together and length.numel() else self._samples["train"]
+        where, size = self._train.memory(max(1, samples))
+        job = _Training(
+            self._store(work.samples), CropFlip(at(draws), at(fill), work.augment.padding if work.augment else 0), noise,
+            _Memory(at(where), size, max(1, samples)), at(rows), at(anchor), ctypes.cast(inputs, _POINTER), at(places), at(length), at(keys),
+            at(losses), at(work.moments), at(taken), rows.stride(0), 0 if anchor is None else anchor.stride(0), work.steps,
+            places.shape[2], self.layout.trainable, int(local.optimizer == "adam"), local.lr, local.momentum,
+            local.weight_decay, work.prox,
+        )  # fmt: skip
+        on_threads(self._library.train, job, len(rows))
+        return losses
+
+    def measure(
+        self, table: Float[Tensor, "models params"], pairs: Pairs, inputs: Mapping[str, Tensor]
+    ) -> dict[str, Float[Tensor, " pairs"]]:
+        """Return the mean of each metric for each pair; see `Engine.measure`."""
+        values = torch.empty(2, len(pairs.models), dtype=torch.float64)
+        table = rows_of(table)
+        given, _values = self._values(inputs, len(table))
+        places, count, models, sets = (whole(t) for t in (pairs.places, pairs.count, pairs.models, pairs.sets))
+        noise, _draws = noise_of(pairs.noise)
+        samples = self._samples["judge"]
+        where, size = self._judge.memory(samples)
+        job = _Measuring(
+            self._store(pairs.samples), noise, _Memory(at(where), size, samples), at(table), ctypes.cast(given, _POINTER), at(places), at(count),
+            at(models), at(sets), at(values[0]), at(values[1]), table.stride(0), places.shape[1],
+        )  # fmt: skip
+        on_threads(self._library.measure, job, len(pairs.models))
+        return dict(zip(pairs.metrics, values.to(self.layout.dtype), strict=True))
