@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from coterie.engine.native.loops import Leaf, Value, dense, in_memory, order_of, product
+from coterie.engine.native.loops import Leaf, Value, dense, expanded, in_memory, order_of, product
 from coterie.engine.native.lower import Lowering
 from coterie.engine.native.trace import Dim, NotTraceableError, Size
 
@@ -52,16 +52,14 @@ class ImageLowering(Lowering):
         if key not in self._made:
             if (top, left, bottom, right, channels) == (0, 0, 0, 0, c):
                 plain = self.program.contiguous(x, order)
-                assert plain.leaf is not None
-                self._made[key] = (plain.leaf.buffer, plain.leaf.offset)
+                self._made[key] = (plain.memory.buffer, plain.memory.offset)
             else:
                 shape = (n, channels, h + top + bottom, w + left + right)
                 target = self._zeros(shape, x.dtype, order)
-                assert target.leaf is not None
-                strides = target.leaf.strides
-                place = Leaf(target.leaf.buffer, top * strides[2] + left * strides[3], strides)
+                strides = target.memory.strides
+                place = Leaf(target.memory.buffer, top * strides[2] + left * strides[3], strides)
                 self.program.assign(place, x)
-                self._made[key] = (target.leaf.buffer, 0)
+                self._made[key] = (target.memory.buffer, 0)
         buffer, offset = self._made[key]
         return f"{buffer} + {offset}"
 
@@ -70,8 +68,7 @@ class ImageLowering(Lowering):
 
     def _weights(self, w: Value) -> str:
         plain = self.program.contiguous(w)
-        assert plain.leaf is not None
-        return f"{plain.leaf.buffer} + {plain.leaf.offset}"
+        return plain.memory.pointer
 
     def _pack(self, kind: str, call: str, w: str, size: int) -> str:
         key = (kind, w, call)
@@ -105,8 +102,7 @@ class ImageLowering(Lowering):
         own = "nullptr"
         if bias is not None:
             plain = self.program.contiguous(bias)
-            assert plain.leaf is not None
-            own = f"{plain.leaf.buffer} + {plain.leaf.offset}"
+            own = plain.memory.pointer
         reads = [_buffer(weights), *([_buffer(own)] if bias is not None else [])]
         if s.depthwise:
             y = self._images(n, [s.o, s.ho, s.wo], LAST)
@@ -263,8 +259,7 @@ class ImageLowering(Lowering):
         leaf = x.leaf
         order = LAST if (order_of(x)[-1] if leaf is None else _innermost(x)) == 1 else PLANES
         plain = self.program.contiguous(x, order)
-        assert plain.leaf is not None
-        return f"{plain.leaf.buffer} + {plain.leaf.offset}", order
+        return plain.memory.pointer, order
 
     def _windows(
         self, x: Value, y: Sequence[Size], kernel: Any, stride: Any, padding: Any, dilation: Any, order: Sequence[int]
@@ -278,31 +273,27 @@ class ImageLowering(Lowering):
     def _op_max_pool2d_with_indices(
         self, x: Value, kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, _ceil: bool = False
     ) -> list[Value]:
-        kind = self._kinds[0]
-        assert kind is not None
         if len(x.shape) != 4:
             raise NotTraceableError("pooling of a single image")
         source, order = self._pooled(x)
-        y = self._target(kind.shape, self.dtype, order)
-        at = self.program.buffer(product(kind.shape), "I")
-        windows = self._windows(x, kind.shape, kernel, stride, padding, dilation, order)
+        y = self._target(self._kind.shape, self.dtype, order)
+        at = self.program.buffer(product(self._kind.shape), "I")
+        windows = self._windows(x, self._kind.shape, kernel, stride, padding, dilation, order)
         self.program.emit(
             f"largest<{windows}>({x.shape[0]}, {source}, {_name(y)}, {at});", [_buffer(source)], [_name(y), at]
         )
-        return [y, in_memory(at, kind.shape, dense(kind.shape, order), torch.int64)]
+        return [y, in_memory(at, self._kind.shape, dense(self._kind.shape, order), torch.int64)]
 
     def _op_max_pool2d_with_indices_backward(
         self, g: Value, x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any, _ceil: bool, at: Value
     ) -> Value:
-        assert at.leaf is not None
         order = LAST if _innermost(at) == 1 else PLANES
         source = self.program.contiguous(g, order)
-        assert source.leaf is not None
         gx = self._target(x.shape, self.dtype, order)
         windows = self._windows(x, g.shape, kernel, stride, padding, dilation, order)
         self.program.emit(
-            f"largest_back<{windows}>({x.shape[0]}, {source.leaf.buffer} + {source.leaf.offset}, {at.leaf.buffer}, {_name(gx)});",
-            [source.leaf.buffer, at.leaf.buffer], [_name(gx)],
+            f"largest_back<{windows}>({x.shape[0]}, {source.memory.pointer}, {at.memory.buffer}, {_name(gx)});",
+            [source.memory.buffer, at.memory.buffer], [_name(gx)],
         )  # fmt: skip
         return gx
 
@@ -316,11 +307,9 @@ class ImageLowering(Lowering):
         whole: bool = True,
         divisor: int | None = None,
     ) -> Value:
-        kind = self._kinds[0]
-        assert kind is not None
         source, order = self._pooled(x)
-        y = self._target(kind.shape, self.dtype, order)
-        windows = self._windows(x, kind.shape, kernel, stride, padding, 1, order)
+        y = self._target(self._kind.shape, self.dtype, order)
+        windows = self._windows(x, self._kind.shape, kernel, stride, padding, 1, order)
         call = f"average<{windows}>({x.shape[0]}, {source}, {_name(y)}, {int(whole)}, {divisor or 0});"
         self.program.emit(call, [_buffer(source)], [_name(y)])
         return y
@@ -341,11 +330,9 @@ class ImageLowering(Lowering):
         self.program.emit(call, [_buffer(source)], [_name(target)])
 
     def _op__adaptive_avg_pool2d(self, x: Value, _size: Any) -> Value:
-        kind = self._kinds[0]
-        assert kind is not None
         source, order = self._pooled(x)
-        y = self._target(kind.shape, self.dtype, order)
-        self._areas(x, kind.shape, source, y, order, False)
+        y = self._target(self._kind.shape, self.dtype, order)
+        self._areas(x, self._kind.shape, source, y, order, False)
         return y
 
     def _op__adaptive_avg_pool2d_backward(self, g: Value, x: Value) -> Value:
@@ -355,14 +342,10 @@ class ImageLowering(Lowering):
         return gx
 
     def _op_upsample_nearest2d(self, x: Value, _size: Any, *_scales: Any) -> Value:
-        kind = self._kinds[0]
-        assert kind is not None
         n, c, h, w = x.shape
-        high, wide = kind.shape[2] // h, kind.shape[3] // w
+        high, wide = self._kind.shape[2] // h, self._kind.shape[3] // w
         parts = self._op_unsqueeze(self._op_unsqueeze(x, 4), 3)
-        from coterie.engine.native.loops import expanded
-
-        return self._shaped(expanded(parts, [n, c, h, high, w, wide]), kind.shape)
+        return self._shaped(expanded(parts, [n, c, h, high, w, wide]), self._kind.shape)
 
     def _op_upsample_nearest2d_backward(self, g: Value, _size: Any, shape: Sequence[Size], *_scales: Any) -> Value:
         n, c, h, w = shape
@@ -406,8 +389,7 @@ def _buffer(text: str) -> str:
 
 
 def _name(value: Value) -> str:
-    assert value.leaf is not None
-    return value.leaf.buffer
+    return value.memory.buffer
 
 
 def _innermost(x: Value) -> int:

@@ -13,7 +13,7 @@ import torch
 
 from coterie.engine.native.trace import Dim, NotTraceableError, Size, at
 
-_MANY = 1009  # samples at which sizes are compared; a prime, so that no product of other sizes equals one of them
+MANY = 1009  # samples at which sizes are compared; a prime, so that no product of other sizes equals one of them
 _PART = 64  # numbers that are added in one precision before the next level of a sum
 _ROOM = 64  # bytes at the end of each buffer, which loads of whole vectors may read
 
@@ -40,6 +40,11 @@ class Leaf:
     buffer: str
     offset: Size
     strides: tuple[Size, ...]
+
+    @property
+    def pointer(self) -> str:
+        """The C++ of the address of the first entry."""
+        return f"{self.buffer} + {self.offset}"
 
     def text(self, index: Sequence[str]) -> str:
         """Return the C++ of one entry."""
@@ -73,6 +78,13 @@ class Value:
     def leaf(self) -> Leaf | None:
         """The memory of a value that is no expression."""
         return self.leaves[0] if self.make is _first and self.leaves[0].buffer else None
+
+    @property
+    def memory(self) -> Leaf:
+        """The memory of a value of which it is known that it is no expression."""
+        leaf = self.leaf
+        assert leaf is not None
+        return leaf
 
     def moved(self, shape: Sequence[Size], move: Callable[[Leaf], Leaf]) -> "Value":
         """Return a view."""
@@ -162,11 +174,11 @@ def _groups(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[list[int], l
         sizes = [1, 1]
         while sizes[0] != sizes[1] or not (left or right):
             if i < len(old) and (sizes[0] < sizes[1] or not left):
-                sizes[0] *= at(old[i], _MANY)
+                sizes[0] *= at(old[i], MANY)
                 left.append(i)
                 i += 1
             if j < len(new) and (sizes[1] < sizes[0] or not right):
-                sizes[1] *= at(new[j], _MANY)
+                sizes[1] *= at(new[j], MANY)
                 right.append(j)
                 j += 1
             if sizes[0] != sizes[1] and (i == len(old) if sizes[0] < sizes[1] else j == len(new)):
@@ -220,7 +232,7 @@ class Program:
             value: what.
             add: C++ condition under which it is added to what is there.
         """
-        nest = Nest(value.shape, (target, *value.leaves), _order(value.shape, target.strides))
+        nest = Nest(value.shape, (target, *value.leaves), by_strides(target.strides))
         entry = value.make([leaf.text(nest.names) for leaf in nest.leaves[1:]])
         place = nest.leaves[0].text(nest.names)
         line = f"{place} = {entry};" if not add else f"{place} = ({add} ? {place} : T(0)) + {entry};"
@@ -239,8 +251,7 @@ class Program:
         strides = dense(value.shape, order)
         name = self.buffer(product(value.shape), value.dtype)
         result = in_memory(name, value.shape, strides, value.dtype)
-        assert result.leaf is not None
-        self.assign(result.leaf, value)
+        self.assign(result.memory, value)
         return result
 
     def contiguous(self, value: Value, order: Sequence[int] | None = None) -> Value:
@@ -272,12 +283,7 @@ class Program:
         order = [axis for axis in order_of(max(values, key=lambda v: len(v.leaves) > 0)) if shape[axis] != 1]
         kept, gone = [a for a in order if a not in axes], [a for a in order if a in axes]
         inner = gone and kept and order[-1] in axes
-        if (
-            kind == "sum"
-            and inner
-            and order.index(gone[0]) < order.index(kept[-1])
-            and at(shape[order[-1]], _MANY) < 64
-        ):
+        if kind == "sum" and inner and order.index(gone[0]) < order.index(kept[-1]) and at(shape[order[-1]], MANY) < 64:
             first = [axis for axis in gone if order.index(axis) < order.index(kept[-1])]
             half = self.reduced(values, first, kind)
             return self.reduced(half, [a for a in gone if a not in first], kind)
@@ -428,9 +434,9 @@ def _merged(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _order(shape: Sequence[Size], strides: Sequence[Size]) -> list[int]:
+def by_strides(strides: Sequence[Size]) -> list[int]:
     """Return axes from the largest stride to the smallest."""
-    return sorted(range(len(shape)), key=lambda axis: (-abs(at(strides[axis], _MANY)), axis))
+    return sorted(range(len(strides)), key=lambda axis: (-abs(at(strides[axis], MANY)), axis))
 
 
 def order_of(value: Value) -> list[int]:
@@ -438,7 +444,7 @@ def order_of(value: Value) -> list[int]:
     axes = range(len(value.shape))
     for leaf in value.leaves:
         if leaf.buffer and all(leaf.strides[a] != 0 for a in axes if value.shape[a] != 1):
-            wide = [a for a in _order(value.shape, leaf.strides) if value.shape[a] != 1]
+            wide = [a for a in by_strides(leaf.strides) if value.shape[a] != 1]
             return [*(a for a in axes if value.shape[a] == 1), *wide]
     return list(axes)
 
