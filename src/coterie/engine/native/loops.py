@@ -15,6 +15,7 @@ from coterie.engine.native.trace import Dim, NotTraceableError, Size, at
 
 MANY = 1009  # samples at which sizes are compared; a prime, so that no product of other sizes equals one of them
 _PART = 64  # numbers that are added in one precision before the next level of a sum
+_COLUMNS = 4096  # sums side by side, at most
 _ROOM = 64  # bytes at the end of each buffer, which loads of whole vectors may read
 
 
@@ -35,7 +36,10 @@ def c_type(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Leaf:
-    """Places in memory, or with an empty `buffer` the number `offset + sum of index * stride` itself."""
+    """Places in memory: entry (i, j, ...) is `buffer[offset + i * strides[0] + j * strides[1] + ...]`.
+
+    With an empty `buffer` an entry is the number in brackets itself.
+    """
 
     buffer: str
     offset: Size
@@ -85,6 +89,13 @@ class Value:
         leaf = self.leaf
         assert leaf is not None
         return leaf
+
+    def is_dense(self, order: Sequence[int]) -> bool:
+        """Return whether a value lies in memory without gaps, its axes in an order from outermost to innermost."""
+        if self.leaf is None:
+            return False
+        places = zip(self.leaf.strides, dense(self.shape, order), self.shape, strict=True)
+        return all(stride == wanted or size == 1 for stride, wanted, size in places)
 
     def moved(self, shape: Sequence[Size], move: Callable[[Leaf], Leaf]) -> "Value":
         """Return a view."""
@@ -198,7 +209,13 @@ class Statement:
 
 @dataclass
 class Buffer:
-    """Memory of a program. `place` is where it lies, when that is not the arena."""
+    """Memory of a program.
+
+    Args:
+        size: how many numbers it holds.
+        type: of a number, as C++: "T" (the model's), "I" (a place in an image), "int64_t" or "uint8_t".
+        place: the C++ that declares it, when it does not lie in the arena.
+    """
 
     size: Size
     type: str
@@ -207,10 +224,17 @@ class Buffer:
 
 @dataclass
 class Program:
-    """Statements in order, and the buffers they use."""
+    """Statements in order, and the buffers they use.
+
+    Args:
+        statements: in order.
+        buffers: by name.
+        number_bytes: of one of the model's numbers.
+    """
 
     statements: list[Statement] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
+    number_bytes: int = 4
 
     def buffer(self, size: Size, dtype: torch.dtype | str) -> str:
         """Make a new buffer and return its name."""
@@ -257,13 +281,10 @@ class Program:
     def contiguous(self, value: Value, order: Sequence[int] | None = None) -> Value:
         """Return a value in memory without gaps, in an order of its axes."""
         order = list(order) if order is not None else list(range(len(value.shape)))
-        wanted = dense(value.shape, order)
-        leaf = value.leaf
-        if leaf is not None:
-            pairs = zip(leaf.strides, wanted, value.shape, strict=True)
-            if all(a == b or size == 1 for a, b, size in pairs):
-                return in_memory(leaf.buffer, value.shape, wanted, value.dtype, leaf.offset)
-        return self.stored(value, order)
+        if not value.is_dense(order):
+            return self.stored(value, order)
+        leaf = value.memory
+        return in_memory(leaf.buffer, value.shape, dense(value.shape, order), value.dtype, leaf.offset)
 
     # ------------------------------------------------------------------ reductions
 
@@ -296,13 +317,8 @@ class Program:
         leaves = [leaf for value in values for leaf in value.leaves]
         targets = [expanded(result, shape).leaves[0] for result in results]
         reads = [leaf.buffer for leaf in leaves]
-        if (
-            kind == "sum"
-            and kept
-            and order[-1] in kept
-            and isinstance(shape[kept[-1]], int)
-            and shape[kept[-1]] <= 4096
-        ):
+        columns = shape[kept[-1]] if kept and order[-1] in kept else None
+        if kind == "sum" and isinstance(columns, int) and columns <= _COLUMNS:
             text = self._sums_of_columns(shape, kept, gone, values, targets)
         elif kind == "sum":
             text = self._sums_of_rows(shape, kept, gone, values, targets)
@@ -363,11 +379,10 @@ class Program:
             sign = ">" if kind == "argmax" else "<"
             if len(gone) != 1:
                 raise NotTraceableError(f"{kind} over several axes")
-            number = nest.names[gone[0]]
-            body = f"{kept_type} v = {entry}; if ({number} == 0 || v {sign} best || (v != v && best == best)) best = v, which = {number};"
-            return nest.outer(
-                f"{{ {kept_type} best = 0; int64_t which = 0; {nest.inner('{ ' + body + ' }')} {place} = which; }}"
-            )
+            step = nest.names[gone[0]]
+            better = f"{step} == 0 || v {sign} best || (v != v && best == best)"
+            body = nest.inner(f"{{ {kept_type} v = {entry}; if ({better}) best = v, which = {step}; }}")
+            return nest.outer(f"{{ {kept_type} best = 0; int64_t which = 0; {body} {place} = which; }}")
         start, take = {
             "max": ("-INFINITY", "best = (v > best || v != v) ? v : best;"),
             "min": ("INFINITY", "best = (v < best || v != v) ? v : best;"),
@@ -415,8 +430,6 @@ class Program:
                     free.append((places[name], sizes[name]))
             free = _merged(free)
         return places, top
-
-    number_bytes: int = 4
 
     def bytes_of(self, buffer: Buffer, samples: int) -> int:
         """Return the bytes of a buffer."""
@@ -466,9 +479,15 @@ class Nest:
     """
 
     def __init__(
-        self, shape: Sequence[Size], leaves: Sequence[Leaf], order: Sequence[int], *, split: int | None = None,
-        last: bool = False, merge: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        shape: Sequence[Size],
+        leaves: Sequence[Leaf],
+        order: Sequence[int],
+        *,
+        split: int | None = None,
+        last: bool = False,
+        merge: bool = True,
+    ) -> None:
         sizes = list(shape)
         names = [f"i{axis}" if size != 1 else "0" for axis, size in enumerate(shape)]
         marks = {axis: (number >= split if split is not None else False) for number, axis in enumerate(order)}

@@ -45,12 +45,12 @@ _UNARY: dict[str, tuple[str, int]] = {  # text, cost
     "rsqrt": ("(1 / std::sqrt({0}))", 8), "reciprocal": ("(1 / {0})", 4), "sigmoid": ("sigmoid({0})", 10),
     "tanh": ("hyperbolic({0})", 10), "erf": ("error_function({0})", 12), "sin": ("std::sin({0})", 8),
     "cos": ("std::cos({0})", 8), "floor": ("std::floor({0})", 1), "ceil": ("std::ceil({0})", 1),
-    "round": ("std::nearbyint({0})", 1), "trunc": ("std::trunc({0})", 1), "sign": ("(T({0} > 0) - T({0} < 0))", 2),
-    "square": ("({0} * {0})", 1), "atan": ("std::atan({0})", 8), "sinh": ("std::sinh({0})", 8), "cosh": ("std::cosh({0})", 8),
-    "silu": ("({0} * sigmoid({0}))", 11), "hardsigmoid": ("chosen({0} < -3, 0, chosen({0} > 3, 1, {0} / 6 + T(0.5)))", 3),
+    "round": ("std::nearbyint({0})", 1), "trunc": ("std::trunc({0})", 1),
+    "sign": ("(T({0} > 0) - T({0} < 0))", 2), "square": ("({0} * {0})", 1), "atan": ("std::atan({0})", 8),
+    "sinh": ("std::sinh({0})", 8), "cosh": ("std::cosh({0})", 8), "silu": ("({0} * sigmoid({0}))", 11),
+    "hardsigmoid": ("chosen({0} < -3, 0, chosen({0} > 3, 1, {0} / 6 + T(0.5)))", 3),
     "hardswish": ("({0} * chosen({0} < -3, 0, chosen({0} > 3, 1, {0} / 6 + T(0.5))))", 4),
-    "mish": ("({0} * hyperbolic(softened({0}, 1, 20)))", 24),
-    "log_sigmoid_forward": ("(-softened(-{0}, 1, 20))", 12),
+    "mish": ("({0} * hyperbolic(softened({0}, 1, 20)))", 24), "log_sigmoid_forward": ("(-softened(-{0}, 1, 20))", 12),
 }  # fmt: skip
 _BACKWARD: dict[str, tuple[str, int]] = {  # of (gradient, saved value); PyTorch too rounds 1 / 6 to 32 bits
     "tanh_backward": ("({0} * (1 - {1} * {1}))", 3), "sigmoid_backward": ("({0} * {1} * (1 - {1}))", 3),
@@ -132,8 +132,8 @@ class Lowering:
     def _result(self, node: Node) -> Any:
         """Return what a node makes: a value, or a list of them with None for what is never read."""
         name = node.name
-        args = [self._operand(value) for value in node.args]
-        kwargs = {key: self._operand(value) for key, value in node.kwargs.items()}
+        args = [self.operand(value) for value in node.args]
+        kwargs = {key: self.operand(value) for key, value in node.kwargs.items()}
         handler: Callable[..., Any] | None = getattr(self, f"_op_{name}", None)
         if handler is not None:
             try:
@@ -164,7 +164,8 @@ class Lowering:
             return self.program.stored(value)
         return value
 
-    def _operand(self, value: Any) -> Any:
+    def operand(self, value: Any) -> Any:
+        """Return an argument of a node, or a result of the function, with `Ref`s replaced by their values."""
         if isinstance(value, Ref):
             if value not in self.values:
                 if value.number not in self.trace.constants:
@@ -172,7 +173,7 @@ class Lowering:
                 self.values[value] = self._constant(self.trace.constants[value.number])
             return self.values[value]
         if isinstance(value, list | tuple):
-            return [self._operand(part) for part in value]
+            return [self.operand(part) for part in value]
         return value
 
     def _constant(self, tensor: torch.Tensor) -> Value:
@@ -381,7 +382,8 @@ class Lowering:
 
     def _op_smooth_l1_loss(self, a: Value, b: Value, reduction: int = 1, beta: Number = 1.0) -> Value:
         _each(reduction)
-        text = "chosen(std::fabs({0} - {1}) < {2}, T(0.5) * ({0} - {1}) * ({0} - {1}) / {2}, std::fabs({0} - {1}) - T(0.5) * {2})"
+        square, line = "T(0.5) * ({0} - {1}) * ({0} - {1}) / {2}", "std::fabs({0} - {1}) - T(0.5) * {2}"
+        text = f"chosen(std::fabs({{0}} - {{1}}) < {{2}}, {square}, {line})"
         return self._map(text.format, a, b, _real(beta), cost=8)
 
     def _op_smooth_l1_loss_backward(self, g: Value, a: Value, b: Value, reduction: int, beta: Number) -> Value:
@@ -391,7 +393,8 @@ class Lowering:
 
     def _op_huber_loss(self, a: Value, b: Value, reduction: int = 1, delta: Number = 1.0) -> Value:
         _each(reduction)
-        text = "chosen(std::fabs({0} - {1}) < {2}, T(0.5) * ({0} - {1}) * ({0} - {1}), {2} * (std::fabs({0} - {1}) - T(0.5) * {2}))"
+        square, line = "T(0.5) * ({0} - {1}) * ({0} - {1})", "{2} * (std::fabs({0} - {1}) - T(0.5) * {2})"
+        text = f"chosen(std::fabs({{0}} - {{1}}) < {{2}}, {square}, {line})"
         return self._map(text.format, a, b, _real(delta), cost=8)
 
     def _op_huber_loss_backward(self, g: Value, a: Value, b: Value, reduction: int, delta: Number) -> Value:
@@ -549,9 +552,9 @@ class Lowering:
         for axis in axes:
             axis %= len(x.shape)
 
-            def move(leaf: Leaf, axis: int = axis) -> Leaf:
+            def move(leaf: Leaf, axis: int = axis, end: Size = x.shape[axis] - 1) -> Leaf:
                 strides = tuple(-s if a == axis else s for a, s in enumerate(leaf.strides))
-                return replace(leaf, offset=leaf.offset + (x.shape[axis] - 1) * leaf.strides[axis], strides=strides)
+                return replace(leaf, offset=leaf.offset + end * leaf.strides[axis], strides=strides)
 
             x = x.moved(x.shape, move)
         return x
@@ -763,18 +766,35 @@ class Lowering:
 
     def _added(self, shape: Sequence[Size], axis: int, index: Value, g: Value) -> Value:
         """Return zeros to which the entries of `g` are added at places along an axis, in order."""
+        g = expanded(g, [*shape[:axis], *index.shape, *shape[axis + 1 :]])
         target = self._zeros(shape, g.dtype)
         many = len(index.shape)
-        stride = target.memory.strides[axis]
-        names = [f"i{a}" for a in range(len(g.shape))]
-        strides = (*target.memory.strides[:axis], *[0] * many, *target.memory.strides[axis + 1 :])
-        place = index.make([leaf.text(names[axis : axis + many]) for leaf in index.leaves])
-        entry = g.make([leaf.text(names) for leaf in g.leaves])
-        to = f"(&{Leaf(target.memory.buffer, 0, strides).text(names)})[inside({place}, {shape[axis]}) * {stride}]"
-        loops = "".join(f"for (long {i} = 0; {i} < {size}; {i}++) " for i, size in zip(names, g.shape, strict=True))
-        reads = [leaf.buffer for leaf in (*index.leaves, *g.leaves)]
-        self.program.emit(f"{loops}{to} += {entry};", [*reads, target.memory.buffer], [target.memory.buffer])
+        leaf = target.memory
+        fixed = replace(leaf, strides=(*leaf.strides[:axis], *[0] * many, *leaf.strides[axis + 1 :]))
+        self._add_at(fixed, shape[axis], leaf.strides[axis], index, range(axis, axis + many), g, g.shape)
         return target
+
+    def _add_at(
+        self, target: Leaf, size: Size, stride: Size, index: Value, axes: Sequence[int], g: Value, sizes: Sequence[Size]
+    ) -> None:
+        """Add the entries of `g` one after another to places that may be named more than once.
+
+        Args:
+            target: memory, with a stride for each axis of `g`; 0 for those of the index.
+            size: how many places there are.
+            stride: from one to the next.
+            index: the place of each entry.
+            axes: those of `g` that the index has.
+            g: what is added.
+            sizes: how much of `g`.
+        """
+        names = [f"i{axis}" for axis in range(len(g.shape))]
+        place = index.make([leaf.text([names[axis] for axis in axes]) for leaf in index.leaves])
+        entry = g.make([leaf.text(names) for leaf in g.leaves])
+        loops = "".join(f"for (long {i} = 0; {i} < {end}; {i}++) " for i, end in zip(names, sizes, strict=True))
+        text = f"{loops}(&{target.text(names)})[inside({place}, {size}) * {stride}] += {entry};"
+        reads = [leaf.buffer for leaf in (*index.leaves, *g.leaves)]
+        self.program.emit(text, [*reads, target.buffer], [target.buffer])
 
     def _op_embedding_dense_backward(self, g: Value, index: Value, rows: int, padding: int, scale: bool) -> Value:
         if scale:
@@ -810,14 +830,9 @@ class Lowering:
     def _op_scatter_add(self, x: Value, axis: int, index: Value, g: Value) -> Value:
         axis %= len(x.shape)
         target = self.program.stored(x, range(len(x.shape)))
-        names = [f"i{a}" for a in range(len(g.shape))]
-        strides = tuple(0 if a == axis else s for a, s in enumerate(target.memory.strides))
-        place = index.make([leaf.text(names) for leaf in index.leaves])
-        entry = g.make([leaf.text(names) for leaf in g.leaves])
-        to = f"(&{Leaf(target.memory.buffer, 0, strides).text(names)})[inside({place}, {x.shape[axis]}) * {target.memory.strides[axis]}]"
-        loops = "".join(f"for (long {i} = 0; {i} < {size}; {i}++) " for i, size in zip(names, index.shape, strict=True))
-        reads = [leaf.buffer for leaf in (*index.leaves, *g.leaves)]
-        self.program.emit(f"{loops}{to} += {entry};", [*reads, target.memory.buffer], [target.memory.buffer])
+        leaf = target.memory
+        fixed = replace(leaf, strides=tuple(0 if a == axis else stride for a, stride in enumerate(leaf.strides)))
+        self._add_at(fixed, x.shape[axis], leaf.strides[axis], index, range(len(g.shape)), g, index.shape)
         return target
 
     # ------------------------------------------------------------------ reductions
@@ -1039,9 +1054,16 @@ class Lowering:
         return [y, self._shaped(mean, [x.shape[1]]), self._shaped(scale, [x.shape[1]])]
 
     def _op_native_batch_norm(
-        self, x: Value, weight: Value | None, bias: Value | None, mean: Value | None, var: Value | None, training: bool, _momentum: float,
+        self,
+        x: Value,
+        weight: Value | None,
+        bias: Value | None,
+        mean: Value | None,
+        var: Value | None,
+        training: bool,
+        _momentum: float,
         eps: float,
-    ) -> list[Value | None]:  # fmt: skip
+    ) -> list[Value | None]:
         if training and mean is None:
             return [*self._op__native_batch_norm_legit(x, weight, bias, True, 0.0, eps)]
         mean, var = self._channels(mean, x), self._channels(var, x)

@@ -26,8 +26,10 @@ _VIEWS = {
     "view", "_unsafe_view", "t", "transpose", "permute", "expand", "squeeze", "unsqueeze", "select", "slice", "detach",
     "alias", "as_strided", "unbind", "split", "split_with_sizes", "diagonal", "_reshape_alias", "lift_fresh",
 }  # fmt: skip
-_RANDOM = {"bernoulli_", "bernoulli", "native_dropout", "rand", "randn", "rand_like", "randn_like", "uniform_", "normal_",
-           "randint", "randperm", "multinomial", "rrelu_with_noise", "rrelu_with_noise_functional", "exponential_", "cauchy_"}  # fmt: skip
+_RANDOM = {
+    "bernoulli_", "bernoulli", "native_dropout", "rand", "randn", "rand_like", "randn_like", "uniform_", "normal_",
+    "randint", "randperm", "multinomial", "rrelu_with_noise", "rrelu_with_noise_functional", "exponential_", "cauchy_",
+}  # fmt: skip
 
 
 class NotTraceableError(Exception):
@@ -288,8 +290,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def _decomposition(func: Any) -> Callable[..., Any] | None:
-    """Return PyTorch's own way to compute an operation with simpler ones; it is loaded where one is needed (a second)."""
-    from torch._decomp import decomposition_table
+    """Return PyTorch's own way to compute an operation with simpler ones."""
+    from torch._decomp import decomposition_table  # takes a second to load, and few modules need it
 
     return decomposition_table.get(func)
 
@@ -418,7 +420,7 @@ def _unified(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
             return Ratio(value=first * one)
         if first != 1 and second != 1:
             places = round(first / (first - 1) / one)
-            if all(abs(value - places * n / (places * n - 1)) < 1e-12 for value, n in zip((first, second), sizes)):
+            if all(abs(value - places * n / (places * n - 1)) < 1e-12 for value, n in ((first, one), (second, two))):
                 return Ratio(places=places)
     raise NotTraceableError("its operations depend on the number of samples")
 
@@ -497,7 +499,8 @@ def record(
         objective: the loss of each sample.
         x: some prepared inputs; they are repeated to the sizes of the batches.
         y: their targets.
-        known: (name of an operation) -> whether it is recorded as it is; others are, where PyTorch can, made of simpler ones.
+        known: (name of an operation) -> whether it is recorded as it is; others are made of simpler ones where PyTorch
+            can.
 
     Raises:
         NotTraceableError: when operations depend on values, on chance or on the number of samples.
