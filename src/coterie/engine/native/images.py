@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from coterie.engine.native.loops import Leaf, Value, dense, expanded, in_memory, order_of, product
+from coterie.engine.native.loops import MANY, Leaf, Value, dense, expanded, in_memory, order_of, product
 from coterie.engine.native.lower import Lowering
-from coterie.engine.native.trace import Dim, NotTraceableError, Size
+from coterie.engine.native.trace import Dim, NotTraceableError, Size, at
 
 LAST, PLANES = (0, 2, 3, 1), (0, 1, 2, 3)
 
@@ -127,9 +127,9 @@ class ImageLowering(Lowering):
         groups: int,
     ) -> Value:
         if len(x.shape) == 3:  # over a sequence: images of one row
-            parts = (self._op_unsqueeze(x, 2), self._op_unsqueeze(w, 2))
-            wide = _Convolution(*parts, [1, *stride], [0, *padding], [1, *dilation], transposed, groups)
-            return self._op_squeeze(self._convolved(*parts, bias, wide), 2)
+            x, w = self._op_unsqueeze(x, 2), self._op_unsqueeze(w, 2)
+            wide = _Convolution(x, w, [1, *stride], [0, *padding], [1, *dilation], transposed, groups)
+            return self._op_squeeze(self._convolved(x, w, bias, wide), 2)
         return self._convolved(x, w, bias, _Convolution(x, w, stride, padding, dilation, transposed, groups))
 
     def _convolved(self, x: Value, w: Value, bias: Value | None, conv: "_Convolution") -> Value:
@@ -183,9 +183,9 @@ class ImageLowering(Lowering):
         mask: Sequence[bool],
     ) -> list[Value | None]:
         if len(x.shape) == 3:
-            parts = [self._op_unsqueeze(v, 2) for v in (g, x, w)]
-            wide = _Convolution(*parts[1:], [1, *stride], [0, *padding], [1, *dilation], transposed, groups)
-            gx, gw, gb = self._convolved_back(*parts, wide, mask)
+            g, x, w = (self._op_unsqueeze(value, 2) for value in (g, x, w))
+            wide = _Convolution(x, w, [1, *stride], [0, *padding], [1, *dilation], transposed, groups)
+            gx, gw, gb = self._convolved_back(g, x, w, wide, mask)
             return [
                 None if gx is None else self._op_squeeze(gx, 2),
                 None if gw is None else self._op_squeeze(gw, 2),
@@ -286,7 +286,9 @@ class ImageLowering(Lowering):
     # ------------------------------------------------------------------ pooling
 
     def _pooled(self, x: Value) -> tuple[str, tuple[int, ...]]:
-        """Return images that lie either way, and their order."""
+        """Return the C++ of images as they lie, or of a copy, and their order."""
+        if len(x.shape) != 4:
+            raise NotTraceableError("pooling of a single image")
         leaf = x.leaf
         order = LAST if (order_of(x)[-1] if leaf is None else _innermost(x)) == 1 else PLANES
         plain = self.program.contiguous(x, order)
@@ -295,6 +297,7 @@ class ImageLowering(Lowering):
     def _windows(
         self, x: Value, y: Sequence[Size], kernel: Any, stride: Any, padding: Any, dilation: Any, order: Sequence[int]
     ) -> str:
+        """Return the C++ of the windows over images `x` that make images of the shape `y`."""
         c, h, w = _sizes(x.shape[1:])
         _c, ho, wo = _sizes(y[1:])
         pairs = (_pair(kernel), _pair(stride, kernel), _pair(padding), _pair(dilation))
@@ -304,27 +307,25 @@ class ImageLowering(Lowering):
     def _op_max_pool2d_with_indices(
         self, x: Value, kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, _ceil: bool = False
     ) -> list[Value]:
-        if len(x.shape) != 4:
-            raise NotTraceableError("pooling of a single image")
         source, order = self._pooled(x)
         y = self._target(self._kind.shape, self.dtype, order)
-        at = self.program.buffer(product(self._kind.shape), "I")
+        places = self.program.buffer(product(self._kind.shape), "I")
         windows = self._windows(x, self._kind.shape, kernel, stride, padding, dilation, order)
         self.program.emit(
-            f"largest<{windows}>({x.shape[0]}, {source}, {_name(y)}, {at});", [_buffer(source)], [_name(y), at]
+            f"largest<{windows}>({x.shape[0]}, {source}, {_name(y)}, {places});", [_buffer(source)], [_name(y), places]
         )
-        return [y, in_memory(at, self._kind.shape, dense(self._kind.shape, order), torch.int64)]
+        return [y, in_memory(places, self._kind.shape, dense(self._kind.shape, order), torch.int64)]
 
     def _op_max_pool2d_with_indices_backward(
-        self, g: Value, x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any, _ceil: bool, at: Value
+        self, g: Value, x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any, _ceil: bool, places: Value
     ) -> Value:
-        order = LAST if _innermost(at) == 1 else PLANES
+        order = LAST if _innermost(places) == 1 else PLANES
         source = self.program.contiguous(g, order)
         gx = self._target(x.shape, self.dtype, order)
         windows = self._windows(x, g.shape, kernel, stride, padding, dilation, order)
         self.program.emit(
-            f"largest_back<{windows}>({x.shape[0]}, {source.memory.pointer}, {at.memory.buffer}, {_name(gx)});",
-            [source.memory.buffer, at.memory.buffer],
+            f"largest_back<{windows}>({x.shape[0]}, {source.memory.pointer}, {places.memory.buffer}, {_name(gx)});",
+            [source.memory.buffer, places.memory.buffer],
             [_name(gx)],
         )
         return gx
@@ -357,6 +358,7 @@ class ImageLowering(Lowering):
         return gx
 
     def _areas(self, x: Value, y: Sequence[Size], source: str, target: Value, order: Sequence[int], back: bool) -> None:
+        """Average areas of images `x` to the shape `y`, or with `back` the gradient from there."""
         windows = self._windows(x, y, 1, 1, 0, 1, order)
         call = f"areas<{windows}, {'true' if back else 'false'}>({x.shape[0]}, {source}, {_name(target)});"
         self.program.emit(call, [_buffer(source)], [_name(target)])
@@ -373,16 +375,29 @@ class ImageLowering(Lowering):
         self._areas(x, g.shape, source, gx, order, True)
         return gx
 
-    def _op_upsample_nearest2d(self, x: Value, _size: Any, *_scales: Any) -> Value:
+    def _op_upsample_nearest2d(self, x: Value, size: Sequence[Size], *scales: float | None) -> Value:
         n, c, h, w = x.shape
-        high, wide = self._kind.shape[2] // h, self._kind.shape[3] // w
+        down, right = _copies(x.shape, size, scales)
         parts = self._op_unsqueeze(self._op_unsqueeze(x, 4), 3)
-        return self._shaped(expanded(parts, [n, c, h, high, w, wide]), self._kind.shape)
+        return self._shaped(expanded(parts, [n, c, h, down, w, right]), self._kind.shape)
 
-    def _op_upsample_nearest2d_backward(self, g: Value, _size: Any, shape: Sequence[Size], *_scales: Any) -> Value:
+    def _op_upsample_nearest2d_backward(
+        self, g: Value, size: Sequence[Size], shape: Sequence[Size], *scales: float | None
+    ) -> Value:
         n, c, h, w = shape
-        parts = self._shaped(g, [n, c, h, g.shape[2] // h, w, g.shape[3] // w])
+        down, right = _copies(shape, size, scales)
+        parts = self._shaped(g, [n, c, h, down, w, right])
         return self._op_squeeze(self.program.reduced([parts], [3, 5], "sum")[0], [3, 5])
+
+
+def _copies(shape: Sequence[Size], size: Sequence[Size], scales: Sequence[float | None]) -> list[int]:
+    """Return how often images of a shape are repeated along height and width to be of another size."""
+    small, large = _sizes(shape[2:]), _sizes(size)
+    counts = [many // few for few, many in zip(small, large, strict=True)]
+    wanted = [count if scale is None else scale for count, scale in zip(counts, scales or counts, strict=True)]
+    if [few * count for few, count in zip(small, counts, strict=True)] != large or wanted != counts:
+        raise NotTraceableError("images that are enlarged by a factor that is no whole number")
+    return counts
 
 
 class _Convolution:
@@ -434,6 +449,7 @@ class _Convolution:
 
 
 def _buffer(text: str) -> str:
+    """Return the buffer of the C++ of an address."""
     return text.split(" ", 1)[0]
 
 
@@ -442,7 +458,6 @@ def _name(value: Value) -> str:
 
 
 def _innermost(x: Value) -> int:
-    leaf = x.leaf
-    assert leaf is not None
-    wide = [a for a in range(len(x.shape)) if x.shape[a] != 1]
-    return min(wide, key=lambda a: leaf.strides[a] if isinstance(leaf.strides[a], int) else 1 << 40, default=3)
+    """Return the axis of an array in memory whose neighbors lie side by side."""
+    wide = [axis for axis, size in enumerate(x.shape) if size != 1]
+    return min(wide, key=lambda axis: abs(at(x.memory.strides[axis], MANY)), default=3)

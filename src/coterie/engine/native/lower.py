@@ -470,9 +470,10 @@ class Lowering:
 
     def _op_arange(self, *args: Any, **_options: Any) -> Value:
         start, step = (args[0], args[2] if len(args) > 2 else 1) if len(args) > 1 else (0, 1)
-        if self._kind.dtype.is_floating_point or not isinstance(step, int) or not isinstance(start, int):
-            raise NotTraceableError("arange of numbers that are no integers")
         size = self._kind.shape[0]
+        integers = not self._kind.dtype.is_floating_point and isinstance(start, int) and isinstance(step, int)
+        if not integers or (isinstance(size, Dim) and size.start):
+            raise NotTraceableError("arange of numbers that are no integers, or not as many as samples")
         leaf = Leaf("", start, (step,))
         if not isinstance(size, Dim):
             return Value(self._kind.shape, (leaf,), lambda parts: f"int64_t{parts[0]}", self._kind.dtype)
@@ -534,12 +535,11 @@ class Lowering:
 
     def _op_slice(self, x: Value, axis: int = 0, start: Any = None, _end: Any = None, step: int = 1) -> Value:
         axis %= len(x.shape)
-        return self._sliced(x, axis, start or 0, self._kind.shape[axis], step)
+        return self._sliced(x, axis, _first_place(start, x.shape[axis]), self._kind.shape[axis], step)
 
     @staticmethod
     def _sliced(x: Value, axis: int, start: Size, length: Size, step: int = 1) -> Value:
-        if isinstance(start, int) and start < 0:
-            start = x.shape[axis] + start
+        """Return every `step`-th of the places along an axis, `length` of them."""
         shape = [length if a == axis else size for a, size in enumerate(x.shape)]
 
         def move(leaf: Leaf) -> Leaf:
@@ -559,10 +559,15 @@ class Lowering:
             x = x.moved(x.shape, move)
         return x
 
-    def _op_view(self, x: Value, *_shape: Any) -> Value:
+    def _op_view(self, x: Value, shape: Any) -> Value:
+        if isinstance(shape, torch.dtype):
+            raise NotTraceableError("the bits of numbers as another type")
         return self._shaped(x, self._kind.shape)
 
-    _op__unsafe_view = _op_reshape = _op__reshape_alias = _op_view
+    _op__unsafe_view = _op_reshape = _op_view
+
+    def _op__reshape_alias(self, x: Value, shape: Sequence[Size], _strides: Sequence[Size]) -> Value:
+        return self._op_view(x, shape)
 
     def _shaped(self, x: Value, shape: Sequence[Size]) -> Value:
         found = reshaped(x, shape)
@@ -657,13 +662,11 @@ class Lowering:
         return target
 
     def _op_slice_backward(
-        self, g: Value, shape: Sequence[Size], axis: int, start: Size, _end: Any, step: int
+        self, g: Value, shape: Sequence[Size], axis: int, start: Size | None, _end: Any, step: int
     ) -> Value:
         target = self._zeros(shape, g.dtype)
         axis %= len(shape)
-        if isinstance(start, int) and start < 0:
-            start = shape[axis] + start
-        self._place(target, axis, start, g, step)
+        self._place(target, axis, _first_place(start, shape[axis]), g, step)
         return target
 
     def _op_roll(self, x: Value, shifts: Sequence[int], axes: Sequence[int] = ()) -> Value:
@@ -743,10 +746,18 @@ class Lowering:
         return self._rows_at(self.program.stored(x), axis % len(x.shape), index)
 
     def _op_index(self, x: Value, indices: Sequence[Value | None]) -> Value:
+        axis, index = self._only_index(x, indices)
+        return self._rows_at(self.program.stored(x), axis, index)
+
+    @staticmethod
+    def _only_index(x: Value, indices: Sequence[Value | None]) -> tuple[int, Value]:
+        """Return the one axis that is indexed, and its places; those before 0 are counted from the end."""
         given = [(axis, index) for axis, index in enumerate(indices) if index is not None]
         if len(given) != 1 or given[0][1].dtype == torch.bool:
             raise NotTraceableError("indexing with several tensors, or with a mask")
-        return self._rows_at(self.program.stored(x), given[0][0], given[0][1])
+        axis, index = given[0]
+        size = x.shape[axis]
+        return axis, combined(lambda i: f"({i} < 0 ? {i} + {size} : {i})", [index], torch.int64, 1, index.shape)
 
     def _rows_at(self, x: Value, axis: int, index: Value) -> Value:
         """Return the entries of `x` at places along an axis; the axes of the places take its place."""
@@ -808,10 +819,10 @@ class Lowering:
         return combined(make, list(values), torch.bool, 1, _broadcast([v.shape for v in values]))
 
     def _op_index_put(self, x: Value, indices: Sequence[Value | None], g: Value, accumulate: bool = False) -> Value:
-        given = [(axis, index) for axis, index in enumerate(indices) if index is not None]
-        if len(given) != 1 or not accumulate:
-            raise NotTraceableError("writing at places that several tensors name")
-        added = self._added(x.shape, given[0][0], given[0][1], g)
+        axis, index = self._only_index(x, indices)
+        if not accumulate:
+            raise NotTraceableError("writing at places that a tensor names")
+        added = self._added(x.shape, axis, index, g)
         return self._map(lambda a, b: f"({a} + {b})", x, added)
 
     _op__unsafe_index_put = _op_index_put
@@ -822,7 +833,8 @@ class Lowering:
 
     def _op_scatter(self, x: Value, axis: int, index: Value, source: Operand) -> Value:
         axis %= len(x.shape)
-        if index.shape[axis] != 1 or isinstance(source, Value):
+        rows = [[size for a, size in enumerate(v.shape) if a != axis] for v in (x, index)]
+        if index.shape[axis] != 1 or rows[0] != rows[1] or isinstance(source, Value):
             raise NotTraceableError("scatter of more than one entry")
         iota = _places(x.shape, axis)
         return self._map(lambda i, k, a, v: f"chosen({k} == {i}, {v}, {a})", expanded(index, x.shape), iota, x, source)
@@ -844,7 +856,10 @@ class Lowering:
 
     def _reduce(self, x: Value, axes: Any, keep: bool, kind: str) -> Value:
         gone = self._axes(x, axes)
-        (result,) = self.program.reduced([x], gone, kind)
+        if kind.startswith("arg") and len(gone) == 1 and x.shape[gone[0]] == 1:
+            result = self._filled(x.shape, 0, torch.int64)
+        else:
+            (result,) = self.program.reduced([x], gone, kind)
         return result if keep else self._op_squeeze(result, gone)
 
     def _op_sum(self, x: Value, axes: Any = None, keepdim: bool = False, **_options: Any) -> Value:
@@ -1149,8 +1164,8 @@ class Lowering:
         mean: Value,
         scale: Value,
         weight: Value | None,
-        bias: Value | None,
-        mask: Sequence[bool],
+        _bias: Value | None,
+        _mask: Sequence[bool],
     ) -> list[Value | None]:
         x, g = self.program.stored(x), self.program.stored(g)
         axes = list(range(len(x.shape) - len(shape), len(x.shape)))
@@ -1194,11 +1209,11 @@ class Lowering:
         mean: Value,
         scale: Value,
         weight: Value | None,
-        n: Any,
+        _n: Any,
         c: int,
         _places: Any,
         groups: int,
-        mask: Sequence[bool],
+        _mask: Sequence[bool],
     ) -> list[Value | None]:
         x = self.program.stored(x)
         if g.leaf is None:
@@ -1330,6 +1345,13 @@ def _places(shape: Sequence[Size], axis: int) -> Value:
     """Return integers of a shape: the place of each entry along an axis."""
     steps = tuple(int(other == axis) for other in range(len(shape)))
     return Value(tuple(shape), (Leaf("", 0, steps),), lambda parts: f"int64_t{parts[0]}", torch.int64)
+
+
+def _first_place(start: Size | None, size: Size) -> Size:
+    """Return where a slice starts: from the end if negative, and never before the first place."""
+    if not isinstance(start, int) or start >= 0:
+        return start or 0
+    return max(0, size + start) if isinstance(size, int) else size + start
 
 
 def _real(value: Number) -> Number:

@@ -128,9 +128,9 @@ class _Function:
     def write_state(self, results: Sequence[Value | None]) -> None:
         """Write the untrained tensors anew, when all of them are known."""
         slots = [slot for slot in self.layout.slots if slot.stop > self.layout.trainable]
-        pairs = [(s, r) for s, r in zip(slots, results, strict=True) if r is not None and not _is_row(r, s.start)]
-        stored_ = [(slot, self.program.stored(result, range(len(result.shape)))) for slot, result in pairs]
-        for slot, result in stored_:
+        pairs = [(s, r) for s, r in zip(slots, results, strict=True) if r is not None and not _is_there(r, s.start)]
+        results = [self.program.stored(result, range(len(result.shape))) for _, result in pairs]
+        for (slot, _), result in zip(pairs, results, strict=True):
             self.program.assign(Leaf("row", slot.start, tuple(dense(slot.shape))), result)
 
     def text(self) -> tuple[list[str], list[str]]:
@@ -161,8 +161,9 @@ class _Function:
         return torch.tensor([places.get(name, 0) for name in self.program.buffers] or [0], dtype=torch.int64), top
 
 
-def _is_row(value: Value, start: int) -> bool:
-    return value.leaf is not None and value.leaf.buffer == "row" and value.leaf.offset == start
+def _is_there(value: Value, start: int) -> bool:
+    """Return whether a value is what lies at a place of the row."""
+    return value.is_dense(range(len(value.shape))) and value.memory.buffer == "row" and value.memory.offset == start
 
 
 class TracedProgram:
