@@ -26,7 +26,7 @@ from coterie.engine.native.loops import (
     product,
     reshaped,
 )
-from coterie.engine.native.trace import Dim, Kind, Node, NotTraceableError, Ratio, Ref, Size, Trace, at
+from coterie.engine.native.trace import Dim, Kind, Node, NotTraceableError, Ratio, Ref, Size, Trace, at, refs
 
 _LARGE = 40  # operations of an expression above which it is computed into memory
 _ROWS = 48  # rows of a product from which packing its other matrix pays
@@ -78,7 +78,7 @@ class Lowering:
         self._made: dict[Any, Any] = {}  # padded and packed copies, by what they are copies of
         self.more: dict[str, str] = {}  # buffers that a kernel can add to, with the text of that argument
         for node in trace.nodes:
-            for ref in _refs((node.args, list(node.kwargs.values()))):
+            for ref in refs((node.args, *node.kwargs.values())):
                 self.uses[ref] = self.uses.get(ref, 0) + 1
         for ref in trace.outputs:
             if ref is not None:
@@ -463,7 +463,10 @@ class Lowering:
     def _op_full(self, _shape: Any, value: Any, **_options: Any) -> Value:
         return self._like(value)
 
-    _op_full_like = _op_new_full = _op_full
+    _op_full_like = _op_full
+
+    def _op_new_full(self, _x: Value, _shape: Any, value: Any, **_options: Any) -> Value:
+        return self._like(value)
 
     def _op_scalar_tensor(self, value: Any, **_options: Any) -> Value:
         return self._like(value)
@@ -898,6 +901,11 @@ class Lowering:
         if axis is None:
             raise NotTraceableError("argmax over all axes")
         return self._reduce(x, axis, keepdim, "argmax")
+
+    def _op_argmin(self, x: Value, axis: int | None = None, keepdim: bool = False) -> Value:
+        if axis is None:
+            raise NotTraceableError("argmin over all axes")
+        return self._reduce(x, axis, keepdim, "argmin")
 
     def _op_max(self, x: Value, axis: Any = None, keepdim: bool = False) -> Any:
         if axis is None:
@@ -1362,14 +1370,6 @@ def _real(value: Number) -> Number:
 def _each(reduction: int) -> None:
     if reduction != 0:
         raise NotTraceableError("the loss is not one a sample")
-
-
-def _refs(value: Any) -> list[Ref]:
-    if isinstance(value, Ref):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [ref for part in value for ref in _refs(part)]
-    return []
 
 
 def _broadcast(shapes: Sequence[Sequence[Size]]) -> tuple[Size, ...]:
