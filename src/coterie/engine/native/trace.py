@@ -447,7 +447,7 @@ def _unified(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
         if not isinstance(second, list | tuple) or len(first) != len(second):
             raise NotTraceableError("its operations depend on the number of samples")
         return type(first)(_unified(a, b, sizes) for a, b in zip(first, second, strict=True))
-    if first == second and type(first) is type(second):
+    if type(first) is type(second) and (first == second or first != first):  # a NaN is no other number
         return first
     one, two = sizes
     if type(first) is int and type(second) is int:

@@ -98,7 +98,11 @@ class Table(nn.Module):
         y[:, 0] = x[:, 1] ** 2
         x = self.layer(y).index_select(1, self.order)
         x = torch.where(x > 0.5, functional.softplus(x), functional.mish(x)) + functional.logsigmoid(x).clamp(-1, -0.2)
-        x = x / (1 + x.norm(dim=1, keepdim=True)) + x.std(1, keepdim=True) + torch.roll(x, 1, 1).flip(1)
+        x = (
+            x / (1 + x.norm(dim=1, keepdim=True) + x.norm(1, dim=1, keepdim=True))
+            + x.std(1, keepdim=True)
+            + torch.roll(x, 1, 1).flip(1)
+        )
         return self.last(functional.hardsigmoid(x) + functional.relu6(x) + torch.sigmoid(x) * functional.selu(x))
 
 
@@ -145,6 +149,8 @@ class Writes(nn.Module):
         turned.t_()
         column.sub_(2)
         turned[0] += column
+        base[:, torch.tensor([6, -1])] = x[:, 2:4] + x.max(1, keepdim=True).values
+        base.scatter_(1, torch.tensor([[0, 5, 2]]).expand(len(x), 3), x[:, 4:])
         return self.last(turned.t() + part.sum(1, keepdim=True) + base[:, -100:])
 
 
@@ -167,6 +173,7 @@ class Constants(nn.Module):
         picked = functional.one_hot(x[:, :3].argmin(1), 6) * x.new_full((len(x), 1), 0.25)
         x = x @ mask + torch.sin(steps) * largest + picked + torch.zeros(len(x), 6, dtype=x.dtype)
         x = x.masked_fill(torch.arange(6) % 3 == 1, 0.1) + x[:, torch.tensor([0, -1, 3, 3, -6, 2])]
+        x = x + functional.kl_div(x.log_softmax(1), x.softmax(1), reduction="none")
         return self.last(x.cumsum(1)) * self.scale[torch.tensor([-1, 0, 0, 2])]
 
 
@@ -344,7 +351,7 @@ def test_every_operation_that_can_be_lowered_is_one_of_pytorch():
     tables = [table for name, table in vars(lower).items() if name.isupper() and isinstance(table, dict)]
     assert len(tables) == 6
     names = handlers.union(*tables) - own
-    assert len(names) > 200
+    assert {"mm", "convolution", "exp", "tanh_backward", "add", "eq", "logical_or", "bitwise_and"} <= names
     assert [name for name in sorted(names) if not hasattr(torch.ops.aten, name)] == []
     assert all(map(ImageLowering.knows, names))
 
