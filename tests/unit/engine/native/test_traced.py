@@ -58,7 +58,7 @@ class Words(nn.Module):
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(11, 6, padding_idx=0)
-        self.places = nn.Parameter(torch.randn(5, 6) / 9)
+        self.places = nn.Parameter(torch.randn(3, 6) / 9)
         self.gru = nn.GRU(6, 7, batch_first=True)
         self.lstm = nn.LSTM(7, 6)
         self.layer = nn.TransformerEncoderLayer(
@@ -216,7 +216,7 @@ class Pools(nn.Module):
 
 MODULES = {
     "images": (Images, (3, 17, 15), cross_entropy, True),
-    "words": (Words, (5,), cross_entropy, False),
+    "words": (Words, (3,), cross_entropy, False),
     "table": (Table, (7,), cross_entropy, True),
     "mixed": (Mixed, (7,), squared_error, False),
     "writes": (Writes, (7,), cross_entropy, False),
@@ -230,8 +230,8 @@ MODULES = {
 def data_of(features, classes, dtype):
     stream = torch.Generator().manual_seed(1)
     x = torch.randn(40, *features, generator=stream)
-    if features == (5,):
-        x = torch.randint(0, 90, (40, 5), generator=stream).float()
+    if features == (3,):
+        x = torch.randint(0, 90, (40, 3), generator=stream).float()
     y = torch.randint(0, 4, (40,), generator=stream) if classes else torch.randn(40, 4, generator=stream)
     return RawSamples(x.to(dtype), y, 4 if classes else 0, dtype)
 
@@ -264,6 +264,8 @@ def test_a_traced_module_trains_and_is_measured_as_by_the_loop_engine(name):
     ):
         row = layout.flatten_copy(layout.train_module)
         start = torch.stack([row, row + 0.1 * torch.sin(torch.arange(layout.size))])
+        if not together:  # batches in parts too, whose gradients are added
+            program._samples = {"train": local.batch_size - 2, "judge": 12}
         places, count = torch.arange(40).reshape(2, 20), torch.tensor([20, 17])
         sets = Pairs(data, places, count, torch.tensor([0, 1, 1]), torch.tensor([0, 1, 0]))
         work, inputs = training(layout, data, local, start), layout.zero_inputs(2)
@@ -279,7 +281,7 @@ def test_a_traced_module_trains_and_is_measured_as_by_the_loop_engine(name):
         assert not torch.equal(results[0][1], start)
 
 
-@pytest.mark.parametrize("name", ["images", "words"])
+@pytest.mark.parametrize("name", ["pools", "writes"])
 def test_in_single_precision_it_is_the_loop_engine_to_four_digits(name):
     make, features, objective, _together = MODULES[name]
     with Rng(0).torch_globals("init"):
@@ -320,7 +322,7 @@ def test_images_of_bytes_are_prepared_augmented_and_disturbed_as_by_the_loop_eng
     assert not torch.allclose(found[1][1], found[2][1], atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["images", "words"])
+@pytest.mark.parametrize("name", ["pools", "writes"])
 def test_no_bit_depends_on_threads_on_blocks_or_on_who_is_trained_beside(name):
     make, features, objective, _together = MODULES[name]
     with Rng(0).torch_globals("init"):
