@@ -26,6 +26,8 @@ Written by `make docs` from the stored measurements of `docs/reference/runs/perf
 names the command that repeats it. Ratios carry over to other machines; milliseconds are those of the machine named.
 """
 Rows = Sequence[Mapping[str, Any]]
+NEVER_SLOWER = 1.1
+"""How many times as fast as a lean loop of plain PyTorch every model should train."""
 
 
 def number(value: object) -> str:
@@ -72,6 +74,47 @@ def engines(results: Rows) -> TextTable:
     return TextTable("", head, rows)
 
 
+def models(results: Rows) -> TextTable:
+    """Return the table of `benchmarks/models.py`, with what is slower than it should be and why below it."""
+    engines = list(dict.fromkeys(name for row in results for name in row["lean"]))
+    head = (
+        "model", "batch", "MFLOP a step", "usual loop, ms", "lean loop, ms", "auto takes", "ms a step",
+        "times usual", "times lean", "from, to", "share of peak", *(f"{name}, times lean" for name in engines),
+    )  # fmt: skip
+    rows, slow, reasons = [], [], dict[str, list[str]]()
+    for row in results:
+        auto = row["auto"]
+        over = row["lean"][auto]
+        rows.append((
+            row["model"],
+            str(row["batch"]),
+            number(row["mflop"]),
+            number(row["ms"]["usual"]),
+            number(row["ms"]["lean"]),
+            auto,
+            number(row["ms"][auto]),
+            times(row["usual"][auto]["median"]),
+            times(over["median"]),
+            f"{times(over['low'])}, {times(over['high'])}",
+            f"{row['share'][auto]:.0%}",
+            *(times(row["lean"][name]["median"]) if name in row["lean"] else "-" for name in engines),
+        ))  # fmt: skip
+        name = f"{row['model']} ({row['batch']})"
+        if over["median"] < NEVER_SLOWER:
+            slow.append(f"{name} {times(over['median'])}")
+        if row["reason"]:
+            reasons.setdefault(row["reason"], []).append(name)
+    below = f"{len(slow)} of {len(results)}: {', '.join(slow)}" if slow else "none"
+    foot = [f"Below {NEVER_SLOWER} times the lean loop with what auto takes: {below}."]
+    foot += [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    return TextTable("", head, rows, "\n\n".join(foot))
+
+
+def times(ratio: float) -> str:
+    """Return a ratio: with two digits after the point below 10, none above."""
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
+
+
 def exchanges(results: Rows) -> TextTable:
     """Return the table of rounds between machines beside the same bytes over raw TCP."""
     head = ("", "ms a round", "its runs", "times raw TCP", "90 % within (ms)", "MB a node received", "more bytes")
@@ -99,7 +142,7 @@ def exchanges(results: Rows) -> TextTable:
 
 
 TABLES: dict[str, Callable[[Rows], TextTable]] = {
-    "engines": engines, "thousand": engines, "machine": engines, "network": exchanges,
+    "engines": engines, "thousand": engines, "machine": engines, "models": models, "network": exchanges,
 }  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from benchmarks.zoo import ZOO
 from torch.nn import functional
-from zoo import ZOO
 
 from coterie.rng import Rng
 
