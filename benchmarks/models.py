@@ -422,7 +422,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     end = time.monotonic() + 60 * options.minutes
     for number, (name, batch) in enumerate(cells):
         left = (end - time.monotonic()) / (len(cells) - number)
-        rows.append(cell(name, batch, options.engines, time.monotonic() + left, options.quick))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of PyTorch, where the vmap engine is slow; engines' own are in the rows
+            rows.append(cell(name, batch, options.engines, time.monotonic() + left, options.quick))
         print(line(rows[-1]), flush=True)
         if options.out is not None:
             origin.keep(options.out, rows, ("engine", "models"), settings, where=machine_with_peak(), order=20)
