@@ -23,13 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _measured import keep_freed_memory
+from _measured import flops, keep_freed_memory
 from _peak import Peak, machine_with_peak
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.flop_counter import FlopCounterMode
 from zoo import ZOO, Entry
 
 from coterie._util import origin, pages
@@ -101,23 +99,14 @@ def federation(x: Tensor, y: Tensor, classes: int) -> Federation:
     )  # fmt: skip
 
 
-def flops(entry: Entry, batch: int) -> int:
-    """Return the floating-point operations of the products of one step, forward and backward, without the optimizer.
-
-    Fused kernels of recurrent layers and of attention are taken apart, as PyTorch counts products alone.
+def operations(entry: Entry, batch: int) -> int:
+    """Return the floating-point operations of the products of one step.
 
     Args:
         entry: the model.
         batch: samples of a step.
     """
-    module = made(entry)
-    x, y = entry.data(batch, torch.Generator().manual_seed(0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a setting for other devices that this one touches
-        fused = torch.backends.mkldnn.flags(enabled=False)  # type: ignore[attr-defined]
-        with fused, sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            functional.cross_entropy(module(x), y).backward()
-    return counter.get_total_flops()
+    return flops(made(entry), *entry.data(batch, torch.Generator().manual_seed(0)))
 
 
 def made(entry: Entry) -> nn.Module:
@@ -323,12 +312,12 @@ def ratios(times: Sequence[float], others: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(each), "low": min(each), "high": max(each)}
 
 
-def row(of: Size, operations: int, found: Times, all_sides: Sides) -> dict[str, Any]:
+def row(of: Size, step_flops: int, found: Times, all_sides: Sides) -> dict[str, Any]:
     """Return what is stored of a cell.
 
     Args:
         of: how much a timing trains.
-        operations: floating-point operations of a step.
+        step_flops: floating-point operations of a step.
         found: the times.
         all_sides: what was timed.
 
@@ -340,10 +329,10 @@ def row(of: Size, operations: int, found: Times, all_sides: Sides) -> dict[str, 
     return {
         "clients": of.clients,
         "steps": of.steps,
-        "mflop": operations / 1e6,
+        "mflop": step_flops / 1e6,
         "ms": {name: 1e3 * statistics.median(times) for name, times in found.step.items()},
         "share": {
-            name: statistics.median(operations / mine / peak for mine, peak in zip(times, found.peak, strict=False))
+            name: statistics.median(step_flops / mine / peak for mine, peak in zip(times, found.peak, strict=False))
             for name, times in found.step.items()
         },
         "usual": {name: ratios(found.step[name], found.step["usual"]) for name in engines},
@@ -371,7 +360,7 @@ def cell(name: str, batch: int, engines: Sequence[str], until: float, quick: boo
     all_sides = sides(entry, of, adam, engines)
     turns = {"least": 1, "most": 1} if quick else {}
     found = measure(all_sides, of, Peak(), until, **turns)
-    return {"model": name, "batch": batch, "lean_adam": adam, **row(of, flops(entry, batch), found, all_sides)}
+    return {"model": name, "batch": batch, "lean_adam": adam, **row(of, operations(entry, batch), found, all_sides)}
 
 
 def line(result: Mapping[str, Any]) -> str:

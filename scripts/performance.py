@@ -54,7 +54,7 @@ def engines(results: Rows) -> TextTable:
     """Return the table of `python -m benchmarks.engines`."""
     head = (
         "cell", "engine", "threads", "times the usual loop", "from, to", "ms a client-round", "usual loop, ms",
-        "share of matrix speed", "peak MB", "processor share",
+        "usual loop in", "share of peak", "peak MB", "processor share",
     )  # fmt: skip
     rows = [
         (
@@ -65,7 +65,8 @@ def engines(results: Rows) -> TextTable:
             f"{row['low']:.1f}, {row['high']:.1f}",
             number(row["milliseconds"]),
             number(row["usual_milliseconds"]),
-            f"{row['roofline']:.0%}",
+            row.get("usual_form", "-"),  # not in what was stored before it was measured, as the share
+            f"{row['share_of_peak']:.0%}" if "share_of_peak" in row else "-",
             f"{row['memory_mb']:,.0f}",
             f"{row['processor_share']:.0%}",
         )

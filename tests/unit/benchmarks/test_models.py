@@ -49,21 +49,21 @@ def test_an_engine_that_sat_out_later_turns_is_compared_with_the_turns_it_was_in
     ],
 )
 def test_operations_of_a_stack_are_those_counted_by_hand(name, products):
-    assert models.flops(models.ZOO[name], 3) == 3 * products
+    assert models.operations(models.ZOO[name], 3) == 3 * products
 
 
 @pytest.mark.parametrize(("name", "gates"), [("gru", 3), ("lstm", 4)])
 def test_operations_of_recurrent_layers_are_counted(name, gates):
     """32 steps of 64 units with 32 inputs; the first step's state is zero and has no gradient."""
     by_hand = 2 * 3 * (32 * gates * 64 * (32 + 64) + 64 * 10)
-    found = models.flops(models.ZOO[name], 2) / 2
+    found = models.operations(models.ZOO[name], 2) / 2
     assert found == pytest.approx(by_hand, rel=0.03)
 
 
 def test_operations_of_attention_are_counted():
     """A layer: 64 x 192, 64 x 64 and twice 64 x 256 a token, two products of 32 x 32 x 64 a sequence; 90 outputs."""
     layer = 32 * (64 * 192 + 64 * 64 + 2 * 64 * 256) + 2 * 32 * 32 * 64
-    assert models.flops(models.ZOO["transformer"], 2) / 2 == pytest.approx(6 * (2 * layer + 32 * 64 * 90))
+    assert models.operations(models.ZOO["transformer"], 2) / 2 == pytest.approx(6 * (2 * layer + 32 * 64 * 90))
 
 
 def test_timings_are_about_equally_long_and_have_whole_batches():
