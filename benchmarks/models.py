@@ -40,7 +40,7 @@ from coterie.rng import Rng
 BATCHES = (8, 32, 64)
 RUN = 5_000_000  # training samples of the run for which "auto" chooses: 100 clients, 500 samples, 100 rounds
 LEAST, TURNS = 3, 7  # turns of a cell: at least, and at most
-SLOW_TURNS = 3  # of an engine that takes more than twice as long as the lean loop
+SLOW_TURNS = 2  # of an engine that takes more than twice as long as the lean loop
 LONG = 0.3  # seconds of one timing, about
 SHORT = 0.03  # a shorter timing is repeated within itself
 _SAME = 1e-3  # relative difference of the first losses of two engines
