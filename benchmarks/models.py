@@ -402,6 +402,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=24, help="for all cells; each has at least three turns")
     parser.add_argument("--quick", action="store_true", help="one short turn a cell: whether everything works")
     options = parser.parse_args(arguments)
+    if min(options.batches) < 2:
+        parser.error(f"found batches of {min(options.batches)}; expected at least 2, for models with BatchNorm")
     torch.set_num_threads(1)
     keep_freed_memory()
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}

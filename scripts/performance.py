@@ -80,7 +80,8 @@ def models(results: Rows) -> TextTable:
     engines = list(dict.fromkeys(name for row in results for name in row["lean"]))
     head = (
         "model", "batch", "MFLOP a step", "usual loop, ms", "lean loop, ms", "auto takes", "ms a step",
-        "times usual", "times lean", "from, to", "share of peak", *(f"{name}, times lean" for name in engines),
+        "times usual", "times lean", "from, to", "share of peak", "ready after, s",
+        *(f"{name}, times lean" for name in engines),
     )  # fmt: skip
     rows, slow, reasons = [], [], dict[str, list[str]]()
     for row in results:
@@ -98,6 +99,7 @@ def models(results: Rows) -> TextTable:
             times(over["median"]),
             f"{times(over['low'])}, {times(over['high'])}",
             f"{row['share'][auto]:.0%}",
+            number(row["ready_s"][auto]),
             *(times(row["lean"][name]["median"]) if name in row["lean"] else "-" for name in engines),
         ))  # fmt: skip
         name = f"{row['model']} ({row['batch']})"

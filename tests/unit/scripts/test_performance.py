@@ -43,15 +43,15 @@ def test_models_below_the_aim_stand_under_the_table_with_reasons(made):
             "ms": {"usual": 40.0, "lean": 30.0, **{name: 30 / value for name, value in lean.items()}},
             "share": {"usual": 0.1, "lean": 0.2, **dict.fromkeys(lean, 0.256)},
             "usual": {name: {**each, "median": 4 / 3 * each["median"]} for name, each in spread.items()},
-            "lean": spread,
+            "lean": spread, "ready_s": dict.fromkeys(lean, 3.14159),
         }  # fmt: skip
 
     rows = [row("fast", {"compiled": 12.0, "loop": 1.5}, ""), row("slow", {"loop": 1.04}, "its layer 'x' is unknown")]
     table = made["models"](rows)
     assert table.rows[0] == (
-        "fast", "8", "1,234", "40", "30", "compiled", "2.5", "16", "12", "6.00, 24", "26%", "12", "1.50",
+        "fast", "8", "1,234", "40", "30", "compiled", "2.5", "16", "12", "6.00, 24", "26%", "3.14", "12", "1.50",
     )  # fmt: skip
-    assert table.rows[1][5:] == ("loop", "28.8", "1.39", "1.04", "0.52, 2.08", "26%", "-", "1.04")
+    assert table.rows[1][5:] == ("loop", "28.8", "1.39", "1.04", "0.52, 2.08", "26%", "3.14", "-", "1.04")
     assert len(table.head) == len(table.rows[0])
     below, reason = table.foot.split("\n\n")
     assert below == "Below 1.1 times the lean loop with what auto takes: 1 of 2: slow (8) 1.04."
