@@ -1,8 +1,10 @@
 // Layers of one client's model on a CPU, forward and backward.
 //
 // An activation is an array of V: one V is the same place of the activation in N samples of a batch, so every loop
-// below is full of independent arithmetic whatever the layer's shape. Shapes are template arguments: the compiler
-// unrolls the small loops and keeps a tile of sums in registers. Nothing depends on other clients.
+// below is full of independent arithmetic whatever the layer's shape. Where a register holds more than N numbers,
+// convolutions take neighboring places of a row together, and linear layers neighboring inputs of one sample. Shapes
+// are template arguments: the compiler unrolls the small loops and keeps a tile of sums in registers. Nothing depends
+// on other clients.
 //
 // The text that includes this file defines T (the number), I (an integer of its size) and N (samples in a V).
 
@@ -16,7 +18,6 @@
 
 typedef T V __attribute__((vector_size(N * sizeof(T))));
 typedef I VI __attribute__((vector_size(N * sizeof(T))));
-typedef T VU __attribute__((vector_size(N * sizeof(T)), aligned(sizeof(T))));  // V at any address of a T
 
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
@@ -57,7 +58,7 @@ INLINE A load(const void* from) {  // at any address
 
 // The same address, by which the compiler names all that is read near it: without this it keeps one for every load.
 template <class P>
-INLINE P* anchor(P* p) {
+INLINE P* pinned(P* p) {
   asm("" : "+r"(p));
   return p;
 }
@@ -149,11 +150,12 @@ INLINE void convolve_tile(const V* x, const T* w, const T* bias, V* y, int plane
   using Row = Cover<W>;
   using A = typename Row::Type;
   A sum[OT][Row::COUNT];
-  UNROLL for (int o = 0; o < OT; o++) UNROLL for (int k = 0; k < Row::COUNT; k++) sum[o][k] = A{} + (bias ? bias[o] : T(0));
+  UNROLL for (int o = 0; o < OT; o++) UNROLL for (int k = 0; k < Row::COUNT; k++)
+    sum[o][k] = A{} + (bias ? bias[o] : T(0));
   for (int c = 0; c < X::C; c++)
     for (int i = 0; i < KH; i++) {
-      const V* row = anchor(x + c * X::PLANE + i * X::ROW);
-      const T* weights = anchor(w + (c * KH + i) * KW);
+      const V* row = pinned(x + c * X::PLANE + i * X::ROW);
+      const T* weights = pinned(w + (c * KH + i) * KW);
       UNROLL for (int j = 0; j < KW; j++) {
         A part[Row::COUNT];
         UNROLL for (int k = 0; k < Row::COUNT; k++) part[k] = load<A>(row + Row::at(k) + j);
@@ -163,7 +165,8 @@ INLINE void convolve_tile(const V* x, const T* w, const T* bias, V* y, int plane
         }
       }
     }
-  UNROLL for (int o = 0; o < OT; o++) UNROLL for (int k = 0; k < Row::COUNT; k++) store(y + o * plane + Row::at(k), sum[o][k]);
+  UNROLL for (int o = 0; o < OT; o++) UNROLL for (int k = 0; k < Row::COUNT; k++)
+    store(y + o * plane + Row::at(k), sum[o][k]);
 }
 
 // One row of W places of OT outputs.
@@ -244,8 +247,8 @@ INLINE void convolve_back_tile(const V* g, const T* w, V* gx, int h) {
   const int first = h + PADH - G::H + 1 > 0 ? h + PADH - G::H + 1 : 0, last = h + PADH < KH - 1 ? h + PADH : KH - 1;
   for (int o = 0; o < G::C; o++)
     for (int i = first; i <= last; i++) {
-      const V* row = anchor(g + o * G::PLANE + (h + PADH - i) * G::ROW);
-      const T* weights = anchor(w + (o * GX::C * KH + i) * KW);
+      const V* row = pinned(g + o * G::PLANE + (h + PADH - i) * G::ROW);
+      const T* weights = pinned(w + (o * GX::C * KH + i) * KW);
       UNROLL for (int j = 0; j < KW; j++) UNROLL for (int c = 0; c < CT; c++) {
         T s = weights[c * KH * KW + j];
         UNROLL for (int k = 0; k < Row::COUNT; k++) {
@@ -322,10 +325,11 @@ INLINE void convolve_weights_tile(const V* x, const V* g, int rows, T* gw) {
   UNROLL for (int k = 0; k < OT * KW; k++) sum[k] = A{};
   for (int h = 0; h < rows; h++)
     _Pragma("GCC unroll 2") for (int t = FROM; t < TO; t += sizeof(A) / sizeof(V)) {
-      const V *row = anchor(x + h * X::ROW + t), *from = anchor(g + h * G::ROW + t);
+      const V *row = pinned(x + h * X::ROW + t), *from = pinned(g + h * G::ROW + t);
       A part[OT];
       UNROLL for (int o = 0; o < OT; o++) part[o] = load<A>(from + o * G::PLANE);
-      UNROLL for (int j = 0; j < KW; j++) UNROLL for (int o = 0; o < OT; o++) sum[o * KW + j] += part[o] * load<A>(row + j);
+      UNROLL for (int j = 0; j < KW; j++) UNROLL for (int o = 0; o < OT; o++)
+        sum[o * KW + j] += part[o] * load<A>(row + j);
     }
   add_sums<A, OT, KW, X::C * KH * KW>(sum, gw);
 }
@@ -523,7 +527,7 @@ static void by_sample(const V* x, T* xs) {
   using In = Inputs<IN>;
   for (int i = 0; i < In::WHOLE; i += LANES) {
     R v[N];
-    for (int k = 0; k < N; k++) UNROLL for (int p = 0; p < PLACES; p++) memcpy((V*)(v + k) + p, x + i + p * N + k, sizeof(V));
+    UNROLL for (int k = 0; k < N; k++) UNROLL for (int p = 0; p < PLACES; p++) ((V*)(v + k))[p] = x[i + p * N + k];
     exchange(v);
     UNROLL for (int b = 0; b < N; b++) store(xs + b * In::ROW + i, v[b]);
   }
@@ -591,7 +595,8 @@ INLINE void linear_back_tile(const V* g, const T* w, V* gx) {
   }
   UNROLL for (int i = 0; i < IT; i++) {
     exchange(sum[i]);
-    for (int k = 0; k < N; k++) UNROLL for (int p = 0; p < PLACES; p++) memcpy(gx + i * LANES + p * N + k, (V*)(sum[i] + k) + p, sizeof(V));
+    UNROLL for (int k = 0; k < N; k++) UNROLL for (int p = 0; p < PLACES; p++)
+      gx[i * LANES + p * N + k] = ((V*)(sum[i] + k))[p];
   }
 }
 
@@ -627,7 +632,7 @@ INLINE void linear_weights_tile(const T* xs, const V* g, const Step& step, int a
 
 template <int IN, int OT, class Step>
 INLINE void linear_weights_rows(const T* xs, const V* g, const Step& step, int at) {
-  constexpr int IT = 4, WHOLE = Inputs<IN>::WHOLE;
+  constexpr int IT = tile(4, SUMS / OT), WHOLE = Inputs<IN>::WHOLE;
   int i = 0;
   for (; i + IT * LANES <= WHOLE; i += IT * LANES)
     linear_weights_tile<IN, OT, IT>(xs + i, g, step, at + i, IT * LANES);
@@ -637,7 +642,7 @@ INLINE void linear_weights_rows(const T* xs, const V* g, const Step& step, int a
 
 template <int IN, int OUT, class Step>
 static void linear_weights(const T* xs, const V* g, const Step& step, int weight) {
-  constexpr int OT = 2;
+  constexpr int OT = 4;
   int o = 0;
   for (; o + OT <= OUT; o += OT) linear_weights_rows<IN, OT>(xs, g + o, step, weight + o * IN);
   if constexpr (OUT % OT != 0) linear_weights_rows<IN, OUT % OT>(xs, g + o, step, weight + o * IN);
