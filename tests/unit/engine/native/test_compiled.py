@@ -117,6 +117,32 @@ def test_a_stack_of_every_layer_trains_as_the_loop_engine_does(local, prox):
     assert both(stack_of_everything(), (2, 10, 9), 3, torch.float64, local, prox) < 1e-10
 
 
+@pytest.mark.parametrize("width", [5, 8, 13, 31])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_and_layers_that_leave_registers_part_full_are_computed_alike(width, dtype):
+    """Convolutions with and without pooling on rows of even and odd width, linear layers of 17 and 38 inputs or more.
+
+    In float32 a register may hold two places of a row, or inputs of one sample, and a row ends within it.
+    """
+    wide, high = ((width - 2) // 2 + 1) // 2, ((10 - 2) // 2 + 1) // 2
+    model = nn.Sequential(
+        nn.Conv2d(2, 5, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(5, 6, 2, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 7, 1), nn.Flatten(), nn.Linear(7 * high * wide, 38), nn.Tanh(), nn.Linear(38, 17), nn.ReLU(),
+        nn.Linear(17, 3),
+    )  # fmt: skip
+    local = LocalTraining(lr=0.05, optimizer="sgd", momentum=0.5, batch_size=11)
+    assert both(model, (2, 10, width), 3, dtype, local) < (1e-5 if dtype == torch.float32 else 1e-10)
+
+
+def test_a_convolution_without_pooling_reads_rows_of_any_width_in_float32():
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(), nn.Linear(4 * 6 * 6, 3)
+    )
+    local = LocalTraining(lr=0.05, optimizer="sgd", batch_size=8)
+    assert both(model, (1, 7, 7), 3, torch.float32, local) < 1e-5
+    assert both(stack_of_everything(), (2, 10, 9), 3, torch.float32, local) < 1e-5
+
+
 def test_leaky_relu_is_compiled_also_where_it_changes_places_with_pooling():
     model = nn.Sequential(
         nn.Conv2d(2, 5, 3), nn.LeakyReLU(), nn.MaxPool2d(2), nn.Conv2d(5, 4, 3, padding=1), nn.LeakyReLU(0.3),
