@@ -19,6 +19,8 @@ ENGINES: dict[str, type[Engine]] = {"loop": LoopEngine, "vmap": VmapEngine, "com
 _SECONDS = 2.0  # compiling takes two or three seconds, once for a machine and a model
 _SAMPLE, _PRODUCT = 25e-6, 4.5e-10  # seconds of the vmap engine for a sample, and for a product in its forward pass
 
+_ASKED = "as set"
+
 _BATCH = 2_000_000  # products of a client's batch above which a CPU is faster with one client after another
 
 
@@ -114,30 +116,65 @@ def make(
         raise ConfigError(unknown("engine", name, ["auto", *ENGINES]))
     if name == "compiled" and precision != "full":
         raise ConfigError(f"engine = 'compiled' computes in full; found precision = {precision!r}: take another engine")
-    loop = LoopEngine(layout, objective, precision)
-    problem = _failure(loop, x, y)
+    loop, problem = _loop(layout, objective, x, y, precision)
     if problem is not None:
         layer, error = problem
         shape = tuple(x.shape[1:])
         raise ModelError(f"the module cannot be trained on inputs of shape {shape}: {layer}: {error}") from error
     if name == "loop":
-        return loop
-    if name == "compiled" or (name == "auto" and precision == "full" and compiling_pays(layout, x, expected)):
-        try:
-            return CompiledEngine(layout, objective, x, y)
-        except (NotAStackError, CompilerError) as error:
-            if name == "compiled" or isinstance(error, CompilerError):
-                warnings.warn(f"the vmap engine is used: the module cannot be compiled: {error}", stacklevel=3)
-    if name == "auto" and not batching_pays(layout, x, batch_size):
-        return loop
+        return _because(loop, _ASKED)
+    against = []  # what speaks against a faster engine
+    if name in ("auto", "compiled"):
+        unfit = _too_little(layout, x, expected, precision) if name == "auto" else None
+        if unfit is None:
+            try:
+                return _because(CompiledEngine(layout, objective, x, y), _ASKED if name == "compiled" else "")
+            except (NotAStackError, CompilerError) as error:
+                unfit = f"the module cannot be compiled: {error}"
+                if name == "compiled" or isinstance(error, CompilerError):
+                    other = "vmap" if batching_pays(layout, x, batch_size) else "loop"
+                    warnings.warn(f"the {other} engine is used: {unfit}", stacklevel=3)
+        against.append(unfit)
+    if name != "vmap" and not batching_pays(layout, x, batch_size):
+        return _because(loop, *against, "the products of a batch are too large for many clients at once")
     engine = VmapEngine(layout, objective, precision, cuda_graphs)
     problem = _failure(engine, x, y)
     if problem is None:
-        return engine
+        return _because(engine, *against, *([_ASKED] if name == "vmap" else []))
     layer, error = problem
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    warnings.warn(f"the loop engine is used: {layer} cannot be run over many clients at once ({first})", stacklevel=3)
-    return loop
+    against.append(f"{layer} cannot be run over many clients at once ({first})")
+    warnings.warn(f"the loop engine is used: {against[-1]}", stacklevel=3)
+    return _because(loop, *against)
+
+
+def _because(engine: Engine, *why: str) -> Engine:
+    """Let an engine say why it runs: what was asked for, or what speaks against the faster ones."""
+    reasons = "; ".join(filter(None, why))
+    engine.reason = f"{engine.name}, {engine.does}" + (f": {reasons}" if reasons else "")
+    return engine
+
+
+def _too_little(layout: Layout, x: Tensor, expected: float | None, precision: str) -> str | None:
+    """Return why "auto" does not compile a module, if it does not."""
+    if x.device.type != "cpu":
+        return "native programs run on a CPU"
+    if precision != "full":
+        return "native programs compute in full precision"
+    return None if compiling_pays(layout, x, expected) else "too little work to compile"
+
+
+def _loop(
+    layout: Layout, objective: Objective, x: Tensor, y: Tensor, precision: str
+) -> tuple[LoopEngine, tuple[str, Exception] | None]:
+    """Return the loop engine, with channels last where the module can be run so on a CPU; and why it cannot be run."""
+    convolves = any(isinstance(part, nn.Conv2d) for part in layout.train_module.modules())
+    if convolves and x.device.type == "cpu":
+        loop = LoopEngine(layout, objective, precision, channels_last=True)
+        if _failure(loop, x, y) is None:
+            return loop, None
+    loop = LoopEngine(layout, objective, precision)
+    return loop, _failure(loop, x, y)
 
 
 def _failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception] | None:

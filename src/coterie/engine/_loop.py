@@ -30,6 +30,7 @@ class LoopEngine(Engine):
     """
 
     name: ClassVar[str] = "loop"
+    does: ClassVar[str] = "one client after another"
 
     def __init__(
         self, layout: Layout, objective: Objective, precision: str = "full", channels_last: bool = False

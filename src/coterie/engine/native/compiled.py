@@ -36,6 +36,7 @@ class CompiledEngine(VmapEngine):
     """
 
     name: ClassVar[str] = "compiled"
+    does: ClassVar[str] = "a native program of the whole step"
 
     def __init__(
         self,
