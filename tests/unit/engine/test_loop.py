@@ -1,4 +1,4 @@
-"""The loop engine trains as a plain loop of nn.Module and torch.optim does, and no bit of it depends on who is beside."""
+"""The loop engine trains as a plain loop of nn.Module and torch.optim does; no bit depends on who is beside."""
 
 import copy
 from dataclasses import replace
