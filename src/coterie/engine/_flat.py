@@ -160,15 +160,15 @@ class FlatOptimizer:
             moments: the state to go on from, changed at the end; a fresh one when None.
             taken: steps taken before.
         """
+        given = [] if moments is None else list(moments)
         self.taken.fill_(taken)
-        for number, own in enumerate(self.moments):
-            if moments is None:
-                own.zero_()
-            else:
-                self.model.take(own, moments[number])
+        for own in self.moments:
+            own.zero_()
+        for own, kept in zip(self.moments, given, strict=False):
+            self.model.take(own, kept)
         yield
-        for number, own in enumerate(self.moments if moments is not None else ()):
-            self.model.give(own, moments[number])
+        for own, kept in zip(self.moments, given, strict=False):
+            self.model.give(own, kept)
 
     def step(self) -> None:
         """Update the parameters by their gradient."""
