@@ -153,15 +153,17 @@ class FlatOptimizer:
         self.taken = torch.zeros((), dtype=torch.float32, device=model.trained.device)
 
     @contextmanager
-    def state(self, moments: Float[Tensor, "moments trainable"] | None, taken: int) -> Iterator[None]:
+    def state(self, moments: Float[Tensor, "moments trainable"] | None, taken: Tensor | None) -> Iterator[None]:
         """Begin a training and end it.
 
         Args:
             moments: the state to go on from, changed at the end; a fresh one when None.
-            taken: steps taken before.
+            taken: steps taken before, one number; none when None.
         """
         given = [] if moments is None else list(moments)
-        self.taken.fill_(taken)
+        self.taken.zero_()
+        if taken is not None:
+            self.taken.copy_(taken)
         for own in self.moments:
             own.zero_()
         for own, kept in zip(self.moments, given, strict=False):

@@ -59,15 +59,15 @@ class LoopEngine(Engine):
         """See `Engine.train`; `block` does not matter. Foreign modules may draw from PyTorch's own generator."""
         if rows.device.type == "cpu":
             pages.settle()
-        losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
+        losses = rows.new_full(work.length.shape, torch.nan)
         for row in range(len(rows)):
             with work.foreign(row), self._products(rows.device):
                 found = self._train_one(rows[row], work, row)
             if found:
-                losses[row, list(found)] = torch.stack(list(found.values())).to(losses)
-        return losses
+                losses[row, : len(found)] = torch.stack(found)
+        return losses.cpu()
 
-    def _train_one(self, row: Tensor, work: Training, number: int) -> dict[int, Tensor]:
+    def _train_one(self, row: Tensor, work: Training, number: int) -> list[Tensor]:
         """Train a client in place; return the loss of each of its steps."""
         model = self._model(row.device)
         optimizer = self._optimizer(model, work.local)
@@ -76,12 +76,12 @@ class LoopEngine(Engine):
             away, anchor = torch.empty_like(model.trained), torch.empty_like(model.trained)
             model.take(anchor, work.anchor[number, : self.layout.trainable])
         moments = None if work.moments is None else work.moments[number]
-        taken = 0 if work.taken is None else int(work.taken[number])
-        losses: dict[int, Tensor] = {}
+        taken = None if work.taken is None else work.taken[number]
+        losses = []
         model.load(row)
         with optimizer.state(moments, taken):
-            for step, x, y, inputs in work.batches(number):
-                losses[step] = self._backward(model, x, y, inputs)
+            for x, y, inputs in work.batches(number):
+                losses.append(self._backward(model, x, y, inputs))
                 if away is not None and anchor is not None:
                     model.gradient.add_(torch.sub(model.trained, anchor, out=away), alpha=work.prox)
                 optimizer.step()

@@ -145,34 +145,33 @@ class Training:
             x = self.noise.add(x, members, step, places)
         return x, self.samples.targets(places), values
 
-    def batches(self, row: int) -> Iterator[tuple[int, Tensor, Tensor, Mapping[str, Tensor]]]:
-        """Return each step of one client: its number, the inputs and targets, and the values of the input buffers.
+    def batches(self, row: int) -> Iterator[Batch]:
+        """Return the batch of each step of one client, without the axis of members.
 
-        Samples of several steps are gathered at once, since that costs as much as for one step.
+        Samples of several steps of equal size are gathered at once, since that costs as much as for one step.
         """
-        member, lengths = torch.tensor([row]), self.length[row].tolist()
+        member = torch.full((1,), row, device=self.places.device)
+        lengths = [size for size in self.length[row].tolist() if size]
         start = 0
         while start < len(lengths):
             size = lengths[start]
-            most = start + max(1, min(_STEPS, _GATHERED // max(1, size * math.prod(self.samples.features))))
+            most = start + max(1, min(_STEPS, _GATHERED // (size * max(1, math.prod(self.samples.features)))))
             stop = next((step for step in range(start, len(lengths)) if lengths[step] != size), len(lengths))
-            steps = slice(start, min(most, stop))
-            start = steps.stop
-            if not size:
-                continue
-            places = self.places[row, steps, :size]
+            steps = range(start, min(most, stop))
+            places = self.places[row, start : steps.stop, :size]
             x, y = self.samples.inputs(places), self.samples.targets(places)
-            for number, step in enumerate(range(steps.start, steps.stop)):
+            for number, step in enumerate(steps):
                 values = {name: value[row, step] for name, value in self.inputs.items()}
                 if self.keys is not None:
                     keys, names = self.keys
                     values |= dict.fromkeys(names, step_keys(keys[member], step).to(self.samples.x.device)[0])
-                own = x[number : number + 1]
+                own, at = x[number : number + 1], places[number : number + 1]
                 if self.augment is not None:
                     own = self.augment(own, member, step)
                 if self.noise is not None:
-                    own = self.noise.add(own, member, step, places[number : number + 1])
-                yield step, own[0], y[number], values
+                    own = self.noise.add(own, member, step, at)
+                yield own[0], y[number], values
+            start = steps.stop
 
     def groups(self, step: int) -> Iterator[tuple[int, Int[Tensor, " members"]]]:
         """Group the clients that have a batch in a step by its size, so that no batch is padded."""
