@@ -61,10 +61,10 @@ class FlatModel:
         views = dict(zip((slot.name for slot in self.layout.slots), self._views(self._row), strict=True))
         trained = [slot for slot in self.layout.slots if slot.stop <= self.layout.trainable]
         gradients = dict(zip((slot.name for slot in trained), self._views(self.gradient), strict=True))
-        for name, parameter in module.named_parameters():
-            parameter.data = views[name]
+        for name, parameter in list(module.named_parameters()):
+            own = _lent(module, parameter, views[name])
             if name in gradients and module is self.train_module:
-                parameter.grad = gradients[name]
+                own.grad = gradients[name]
         shared: dict[int, Tensor] = {}
         for path, part in module.named_modules():
             head = f"{path}." if path else ""
@@ -137,6 +137,18 @@ class FlatModel:
             if found is not view:
                 view.copy_(found.detach())
                 buffers[name] = view
+
+
+def _lent(module: nn.Module, parameter: nn.Parameter, view: Tensor) -> nn.Parameter:
+    """Let a parameter of a module have the memory of a view; return it."""
+    if type(view) is Tensor:
+        parameter.data = view
+        return parameter
+    own = nn.Parameter(view, parameter.requires_grad)  # a tensor that wraps another one cannot be given away as data
+    for part in module.modules():
+        for name in [name for name, old in part._parameters.items() if old is parameter]:
+            setattr(part, name, own)
+    return own
 
 
 class FlatOptimizer:
