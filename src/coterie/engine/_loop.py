@@ -38,6 +38,8 @@ class LoopEngine(Engine):
         super().__init__(layout, objective, precision)
         self.channels_last, self._plain = channels_last, objective is cross_entropy
         self._room = threading.local()  # a model and its optimizers in each thread
+        model = self._model(next(layout.train_module.parameters()).device)
+        self.modules = (model.train_module, model.eval_module)
 
     def one_by_one(self, device: torch.device) -> bool:
         """See `Engine.one_by_one`."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from coterie.engine import LocalTraining, LoopEngine, VmapEngine
+from coterie.engine import LocalTraining, LoopEngine, VmapEngine, make
 from coterie.engine._base import cross_entropy, squared_error
 from coterie.engine._work import RawSamples, Training
 from coterie.models.layout import Layout
@@ -301,3 +301,12 @@ def test_one_value_a_channel_cannot_be_normalized_while_training():
     rows, x = layout.flatten(module)[None], torch.zeros(1, 1, 5, dtype=torch.float64)
     with pytest.raises(ValueError, match="takes more than one value a channel while training"):
         LoopEngine(layout, cross_entropy).gradients(rows, x, torch.zeros(1, 1, dtype=torch.int64), {})
+
+
+def test_a_tried_engine_keeps_none_of_the_hooks_of_the_trial():
+    layout = Layout(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
+    engine = make("loop", layout, cross_entropy, torch.randn(2, 5), torch.tensor([0, 1]))
+    hooks = [part._forward_hooks | part._forward_pre_hooks for module in engine.modules for part in module.modules()]
+    assert not any(hooks)
+    assert isinstance(engine, LoopEngine)
+    assert engine._model(torch.device("cpu")).train_module is engine.modules[0]
