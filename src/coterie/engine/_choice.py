@@ -19,9 +19,9 @@ ENGINES: dict[str, type[Engine]] = {"loop": LoopEngine, "vmap": VmapEngine, "com
 _SECONDS = 2.0  # compiling takes two or three seconds, once for a machine and a model
 _SAMPLE, _PRODUCT = 25e-6, 4.5e-10  # seconds of the vmap engine for a sample, and for a product in its forward pass
 
-_ASKED = "as set"
+_ASKED = "as set"  # why an engine runs that was named
 
-_BATCH = 2_000_000  # products of a client's batch above which a CPU is faster with one client after another
+_BATCH = 500_000  # products of a client's batch above which a CPU is faster with one client after another
 
 
 def products(layout: Layout, x: Tensor) -> int:

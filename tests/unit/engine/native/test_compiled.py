@@ -334,7 +334,7 @@ def test_auto_compiles_where_it_pays_whatever_was_compiled_before():
 def test_auto_batches_clients_where_their_products_are_small(batch_size, name):
     """A kernel of 2 x 9 numbers at 26 x 26 places and a layer of 1352 x 4: 17,576 products, in a batch of 8 or 400.
 
-    Two million products in a batch are the limit.
+    Half a million products in a batch are the limit.
     """
     layout = Layout(nn.Sequential(nn.Conv2d(1, 2, 3), nn.GELU(), nn.Flatten(), nn.Linear(1352, 4)))
     x, y = torch.zeros(2, 1, 28, 28), torch.tensor([0, 1])
