@@ -53,9 +53,22 @@ def progress(studies: Sequence[StudyConfig], console: Console, quiet: bool) -> I
         yield lambda step: None
     elif lively(console):
         with _live(studies, console) as observer:
-            yield observer
+            yield _telling(console, observer)
     else:
-        yield _lines(console)
+        yield _telling(console, _lines(console))
+
+
+def _telling(console: Console, observer: Observer) -> Observer:
+    """Tell which engine trains, once for each that does, before the rounds."""
+    told: set[str] = set()
+
+    def observe(step: Step) -> None:
+        if step.engine and step.engine not in told:
+            told.add(step.engine)
+            console.print(f"engine: {step.engine}", highlight=False, markup=False, soft_wrap=True)
+        observer(step)
+
+    return observe
 
 
 @contextmanager

@@ -51,9 +51,12 @@ class Engine(ABC):
     Attributes:
         modules: the modules for training and for evaluation.
         compile_seconds: time of compiling in this process; 0 when nothing was compiled, or the program was cached.
+        reason: the engine, what it does, and why no faster one runs: a line for people.
     """
 
     name: ClassVar[str]
+    does: ClassVar[str] = "an engine of its own"
+    reason: str = ""
     compile_seconds: float = 0.0
     _pieces: int = 1  # how many times smaller blocks are than asked for, since the memory did not hold them
 

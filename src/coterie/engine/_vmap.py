@@ -28,6 +28,7 @@ class VmapEngine(Engine):
     """
 
     name: ClassVar[str] = "vmap"
+    does: ClassVar[str] = "many clients at once"
 
     def __init__(
         self, layout: Layout, objective: Objective, precision: str = "full", cuda_graphs: bool = False

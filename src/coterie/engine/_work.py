@@ -1,5 +1,6 @@
 """The work of an engine: samples, one local training of some clients, pairs of a model and a set to measure it on."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from coterie.engine.optim import LocalTraining
 from coterie.functional.metrics import measured
 
 _GOLDEN = 0x1F123BB5159A55E5  # an odd constant that spreads the keys of successive steps
+_STEPS, _GATHERED = 64, 1 << 18  # steps of a client, and entries of their inputs, that are gathered at once
 
 Batch = tuple[Tensor, Tensor, Mapping[str, Tensor]]
 """Inputs, targets and values of the input buffers of some members of a block."""
@@ -142,6 +144,34 @@ class Training:
         if self.noise is not None:
             x = self.noise.add(x, members, step, places)
         return x, self.samples.targets(places), values
+
+    def batches(self, row: int) -> Iterator[Batch]:
+        """Return the batch of each step of one client, without the axis of members.
+
+        Samples of several steps of equal size are gathered at once, since that costs as much as for one step.
+        """
+        member = torch.full((1,), row, device=self.places.device)
+        lengths = [size for size in self.length[row].tolist() if size]
+        start = 0
+        while start < len(lengths):
+            size = lengths[start]
+            most = start + max(1, min(_STEPS, _GATHERED // (size * max(1, math.prod(self.samples.features)))))
+            stop = next((step for step in range(start, len(lengths)) if lengths[step] != size), len(lengths))
+            steps = range(start, min(most, stop))
+            places = self.places[row, start : steps.stop, :size]
+            x, y = self.samples.inputs(places), self.samples.targets(places)
+            for number, step in enumerate(steps):
+                values = {name: value[row, step] for name, value in self.inputs.items()}
+                if self.keys is not None:
+                    keys, names = self.keys
+                    values |= dict.fromkeys(names, step_keys(keys[member], step).to(self.samples.x.device)[0])
+                own, at = x[number : number + 1], places[number : number + 1]
+                if self.augment is not None:
+                    own = self.augment(own, member, step)
+                if self.noise is not None:
+                    own = self.noise.add(own, member, step, at)
+                yield own[0], y[number], values
+            start = steps.stop
 
     def groups(self, step: int) -> Iterator[tuple[int, Int[Tensor, " members"]]]:
         """Group the clients that have a batch in a step by its size, so that no batch is padded."""

@@ -204,7 +204,11 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "method": {"kind": loop.method.kind, **{k: str(v) for k, v in dataclasses.asdict(loop.method).items()}},
         "server": loop.method.server,
         "timed_against": loop.method.timed_against,
-        "engine": {**_engine(loop), "compile_s": round(loop.task.engine.compile_seconds, 3)},
+        "engine": {
+            **_engine(loop),
+            "reason": loop.task.engine.reason,
+            "compile_s": round(loop.task.engine.compile_seconds, 3),
+        },
         "device": loop.task.device,
         "python": sys.version.split()[0],
         "packages": origin.packages("coterie", "torch", "numpy", "safetensors", "pandas", "pyarrow"),

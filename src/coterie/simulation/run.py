@@ -37,7 +37,10 @@ __all__ = ["Observer", "Progress", "Run", "Settings", "simulate"]
 
 @dataclass(frozen=True)
 class Progress:
-    """What an observer hears after each round; `reported` has means over clients of what the method reported."""
+    """What an observer hears after each round.
+
+    `reported` has means over clients of what the method reported; `engine` says which engine trains, and why.
+    """
 
     label: str
     seed: int
@@ -47,6 +50,7 @@ class Progress:
     accuracy: float
     seconds: float
     reported: Mapping[str, float] = field(default_factory=dict)
+    engine: str = ""
 
 
 Observer = Callable[[Progress], None]
@@ -278,4 +282,5 @@ def _progress(loop: Loop, label: str, seed: int, started: float) -> Progress:
         accuracy=mean(ACCURACY.name),
         seconds=time.perf_counter() - started,
         reported=dict(loop.reported),
+        engine=loop.task.engine.reason,
     )

@@ -33,6 +33,19 @@ def test_in_a_pipe_a_run_takes_one_line(clock):
     assert lines(text) == [f"DAC, seed {seed}: round 40/40, val. acc. 87.5 % (0 s)" for seed in range(3)]
 
 
+def test_each_engine_that_trains_is_told_once_before_the_rounds(clock):
+    """Two methods over two seeds, one with a model that takes another engine; a long reason stays on its line."""
+    text, reasons = io.StringIO(), {"Local": "compiled, a native program", "SosicFL": "loop: " + 20 * "a reason "}
+    with _display.progress([], Console(file=text), quiet=False) as observe:
+        for seed in range(2):
+            for label, why in reasons.items():
+                for number in range(2):
+                    observe(Progress(label, seed, number, 2, 0.5, float("nan"), 0.1, engine=why))
+    engines = [f"engine: {why}".rstrip() for why in reasons.values()]
+    rounds = [f"{label}, seed {seed}: round 2/2, val. loss 0.5 (0 s)" for seed in range(2) for label in reasons]
+    assert [line.rstrip() for line in lines(text)] == [engines[0], rounds[0], engines[1], *rounds[1:]]
+
+
 def test_in_a_pipe_a_long_run_is_heard_of_every_ten_seconds(clock):
     """Ten rounds of four seconds each: at 12, 24 and 36 s, and at the end."""
     text = io.StringIO()

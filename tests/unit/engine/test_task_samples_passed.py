@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from coterie.engine._loop import LoopEngine
 from coterie.engine._work import RawSamples, distinct
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.task import Task
@@ -46,7 +47,10 @@ class Counted:
             watch(program, "train", lambda rows, work: self._train(int(work.length.sum())))
             watch(program, "measure", lambda rows, pairs, inputs: self._pass(int(pairs.count[pairs.sets].sum())))
             return
-        watch(self.task.engine, "gradients", lambda rows, x, y, inputs: self._train(len(rows) * x.shape[1]))
+        if isinstance(self.task.engine, LoopEngine):
+            watch(self.task.engine, "_backward", lambda model, x, y, inputs: self._train(len(x)))
+        else:
+            watch(self.task.engine, "gradients", lambda rows, x, y, inputs: self._train(len(rows) * x.shape[1]))
         watch(self.task.engine, "forward", lambda rows, x, inputs: self._pass(len(rows) * x.shape[1]))
         inner = RawSamples.inputs
 

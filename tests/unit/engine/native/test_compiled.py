@@ -361,7 +361,7 @@ def test_auto_compiles_where_it_pays_whatever_was_compiled_before():
 def test_auto_batches_clients_where_their_products_are_small(batch_size, name):
     """A kernel of 2 x 9 numbers at 26 x 26 places and a layer of 1352 x 4: 17,576 products, in a batch of 8 or 400.
 
-    Two million products in a batch are the limit.
+    Half a million products in a batch are the limit.
     """
     layout = Layout(nn.Sequential(nn.Conv2d(1, 2, 3), nn.GELU(), nn.Flatten(), nn.Linear(1352, 4)))
     x, y = torch.zeros(2, 1, 28, 28), torch.tensor([0, 1])
@@ -381,5 +381,33 @@ def test_a_run_that_is_resumed_goes_on_with_the_engine_it_began_with(tmp_path):
         return json.loads((tmp_path / "provenance.json").read_text())["engine"]
 
     assert run("compiled", 1)["name"] == "compiled"
+    assert run("compiled", 1)["reason"] == "compiled, a native program of the whole step: as set"
     assert run("auto", 2)["name"] == "compiled"
     assert run("vmap", 3)["name"] == "vmap"
+
+
+def test_an_engine_says_which_layer_keeps_a_faster_one_away():
+    """A layer that no native program knows, one that cannot be run for many, little work, another precision."""
+    x, y = torch.zeros(2, 7), torch.tensor([0, 1])
+
+    class Decides(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > 0 else super().forward(2 * x)
+
+    def reason(*parts, name="auto", expected=1e9, **options):
+        layout = Layout(nn.Sequential(nn.Linear(7, 7), *parts, nn.Linear(7, 3)))
+        return engines.make(name, layout, cross_entropy, x, y, expected, **options).reason
+
+    loop, vmap = "loop, one client after another: ", "vmap, many clients at once: "
+    unknown = "the module cannot be compiled: 1 is of a kind that is not known here (Softsign)"
+    assert reason(nn.Softsign()) == vmap + unknown
+    many = "the products of a batch are too large for many clients at once"
+    assert reason(nn.Softsign(), batch_size=10**6) == f"{loop}{unknown}; {many}"
+    assert reason(expected=10) == vmap + "too little work to compile"
+    assert reason(precision="bf16") == vmap + "native programs compute in full precision"
+    assert reason() == "compiled, a native program of the whole step"
+    assert reason(name="loop") == loop + "as set"
+    with pytest.warns(UserWarning, match="the loop engine is used"):
+        found = reason(Decides(7, 7))
+    assert found.startswith(loop + "the module cannot be compiled: ")
+    assert "; Decides '1' cannot be run over many clients at once (" in found
