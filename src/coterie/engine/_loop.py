@@ -23,12 +23,12 @@ class LoopEngine(Engine):
 
     def train(self, rows: Tensor, work: Training, block: int) -> Tensor:
         """See `Engine.train`; `block` does not matter. Foreign modules may draw from PyTorch's own generator."""
-        losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
+        losses = rows.new_full(work.length.shape, torch.nan)
         for row in range(len(rows)):
             part = slice(row, row + 1)
             with work.foreign(row):
                 losses[part] = self._train_block(rows[part], work.part(part))
-        return losses
+        return losses.cpu()
 
     def gradients(
         self, rows: Tensor, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]
