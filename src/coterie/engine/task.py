@@ -110,7 +110,7 @@ class Task:
         block: how many clients are trained at once; chosen from the size of the model when None. It changes the
             speed, never the result.
         dtype: floating-point type of models and inputs.
-        device: where models and data live.
+        device: where models and data live; ids, counts, losses and other reports are on the CPU.
         precision: of the products in training and measuring: "full", "tf32" or "bf16"; see `engine.precision`.
         cuda_graphs: capture the steps of the vmap engine and replay them, on a CUDA device.
         objective: (outputs, targets) -> one loss a sample; cross-entropy for classes and squared error else.

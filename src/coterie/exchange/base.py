@@ -6,7 +6,7 @@ message is addressed by (round, number of the exchange in the round, client id);
 `mask == False`, never an exception. In a simulation all clients are hosted, so `InMemory` is indexing;
 `mailbox.Mailbox` joins several threads, and the network has its own exchange with the same contract.
 
-
+Rows of parameters are where the task's models are; ids, masks, weights and other small extras are on the CPU.
 """
 
 from collections.abc import Callable, Mapping
