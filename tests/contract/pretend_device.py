@@ -117,6 +117,8 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     remote = [one for one in tensors if isinstance(one, OnDevice)]
     wanted = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
     there = bool(remote) if wanted is None else wanted == "meta"
+    if not there and not remote:
+        return func(*args, **kwargs)
     if func is _aten._to_copy.default:
         if there != bool(remote):
             _note("upload" if there else "download")

@@ -28,12 +28,8 @@ def check(device: str) -> None:
     if not number:
         raise ConfigError(f"device is {device!r}, but {_why_none()}, or set device = 'cpu'")
     if int(found[1] or 0) >= number:
-        has = (
-            "one CUDA device: take 'cuda'"
-            if number == 1
-            else f"{number} CUDA devices: take 'cuda:0' to 'cuda:{number - 1}'"
-        )
-        raise ConfigError(f"device is {device!r}, but this machine has {has}")
+        known = "'cuda'" if number == 1 else f"'cuda:0' to 'cuda:{number - 1}'"
+        raise ConfigError(f"device is {device!r}; this machine has {known}")
 
 
 def _why_none() -> str:

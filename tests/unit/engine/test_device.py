@@ -35,8 +35,8 @@ def machine(monkeypatch):
         (None, "cuda", r"device is 'cuda', but PyTorch \S+ is built without CUDA: install .*, or set device = 'cpu'$"),
         (None, "cuda:1", "device is 'cuda:1', but PyTorch .* is built without CUDA: install"),
         (0, "cuda", r"device is 'cuda', but PyTorch \S+ finds no CUDA device: look at its driver .*, or set device ="),
-        (1, "cuda:1", "device is 'cuda:1', but this machine has one CUDA device: take 'cuda'$"),
-        (4, "cuda:4", "device is 'cuda:4', but this machine has 4 CUDA devices: take 'cuda:0' to 'cuda:3'$"),
+        (1, "cuda:1", "device is 'cuda:1'; this machine has 'cuda'$"),
+        (4, "cuda:4", "device is 'cuda:4'; this machine has 'cuda:0' to 'cuda:3'$"),
         (1, "mps", "device is 'mps'; expected 'cpu', 'cuda', .*; 'mps' has no float64"),
         (1, "gpu", "device is 'gpu'; expected 'cpu', 'cuda', or 'cuda:1' for the second device of several$"),
         (1, "cuda:-1", "device is 'cuda:-1'; expected"),
@@ -77,7 +77,7 @@ def test_tasks_and_simulations_refuse_it_before_they_begin(machine, tmp_path):
 )
 def test_the_command_line_says_it_in_one_line_and_ends_with_2(device, said, tmp_path):
     if device == "cuda" and torch.cuda.is_available():
-        device, said = "cuda:99", "device is 'cuda:99', but this machine has"
+        device, said = "cuda:99", "device is 'cuda:99'; this machine has"
     command = [sys.executable, "-m", "coterie", "run", "--set", f"device={device}", "--out", str(tmp_path / "runs")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout) == (2, "")

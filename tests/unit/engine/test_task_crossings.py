@@ -1,5 +1,6 @@
 """What crosses between CPU and device in a training and in a measurement does not grow with its steps or pieces."""
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,29 @@ def test_a_training_crosses_as_often_with_two_steps_as_with_nine(engine: str):
     few, many = trained(engine, 2), trained(engine, 9)
     assert few == many
     assert many.kinds()["wait"] == 0, str(many)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
+@pytest.mark.parametrize("engine", ["vmap", "loop"])
+def test_a_real_device_is_waited_for_as_often_with_two_steps_as_with_nine(engine: str):
+    """By PyTorch's own count; a first training, in which libraries start, does not count."""
+
+    def waits(steps: int) -> int:
+        local = LocalTraining(steps=steps, batch_size=4, lr=0.01, augment="crop-flip", padding=1)
+        task = Task(images().host(range(6)), Net, engine=engine, device="cuda")
+        start = task.init(Rng(0)).clone()
+        task.train(start, Rng(0).at(0), local)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                task.train(start, Rng(0).at(1), local)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return sum("called a synchronizing CUDA operation" in str(one.message) for one in said)
+
+    assert 0 < waits(2) == waits(9)
 
 
 def test_a_plain_training_of_a_block_uploads_three_tables_and_downloads_two():
