@@ -81,6 +81,17 @@ class OnDevice(Tensor):
         """The device as the package sees it."""
         return CUDA
 
+    @property
+    def data(self) -> Tensor:
+        """The values, without a history."""
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, values: "OnDevice") -> None:
+        """Take over the memory of another tensor."""
+        Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
+        self.held = values.held
+
     def untyped_storage(self) -> Any:
         """Return the memory, by which the package tells whether two tensors share it."""
         return self.held.untyped_storage()
@@ -119,6 +130,10 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     there = bool(remote) if wanted is None else wanted == "meta"
     if not there and not remote:
         return func(*args, **kwargs)
+    if any(one.device.type == "meta" for one in tensors if not isinstance(one, OnDevice)):
+        raise NotImplementedError(
+            f"{func} has an operand that C++ made on the device: the pretended one knows no values"
+        )
     if func is _aten._to_copy.default:
         if there != bool(remote):
             _note("upload" if there else "download")
@@ -189,9 +204,18 @@ class _Names(TorchFunctionMode):
             kwargs = kwargs | {"device": _renamed(kwargs["device"])}
         if func is Tensor.to:
             args = (args[0], *map(_renamed, args[1:]))
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            args = (args[0], _indices(args[1]), *args[2:])
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == torch.device("meta"):
             return func(*args, **kwargs | {"device": "cpu"}).to("meta")
         return func(*args, **kwargs)
+
+
+def _indices(index: Any) -> Any:
+    """Return an index with tensors for lists, of which C++ would make tensors of "meta"."""
+    if isinstance(index, tuple):
+        return tuple(map(_indices, index))
+    return torch.tensor(index) if isinstance(index, list) else index
 
 
 def _renamed(value: Any) -> Any:

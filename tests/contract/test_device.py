@@ -237,7 +237,7 @@ def test_the_pretended_device_refuses_what_cuda_refuses(wrong: Any, message: str
 
 
 def test_the_pretended_device_counts_what_crosses():
-    """Two uploads: the tensor and a CPU index; three downloads; five waits for a number or a shape."""
+    """Three uploads: the tensor and two indices; three downloads; seven waits for a number or a shape."""
     with pretended_cuda() as crossings:
         there = torch.ones(3).to("cuda")
         there = there + torch.tensor(1.0) * there[torch.tensor([0])]
@@ -245,4 +245,6 @@ def test_the_pretended_device_counts_what_crosses():
         assert [bool(there[0]), there.sum().item(), len(there.unique()), len(there[there > 0])] == [True, 6.0, 1, 3]
         there[there > 1] = 0.0
         assert len(there.nonzero()) == 0
-    assert crossings.kinds() == {"upload": 2, "download": 3, "wait": 5}
+        there[[0, 2]] = there[1] + 1
+        assert there[0].item() + there[2].item() == 2
+    assert crossings.kinds() == {"upload": 3, "download": 3, "wait": 7}
