@@ -39,7 +39,9 @@ DataDir = Annotated[
     typer.Option("--data-dir", envvar="COTERIE_DATA", help="Folder with datasets, in the Hugging Face layout."),
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder in which the study's folder is created.")]
-Workers = Annotated[int | None, typer.Option("--workers", "-w", min=1, help="Processes; one per core by default.")]
+Workers = Annotated[
+    int | None, typer.Option("--workers", "-w", min=1, help="Processes; by default one per core, or one on a GPU.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON, for programs.")]
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study file, or the name of a built-in study.")]
@@ -237,7 +239,7 @@ def _run(
     """Run a study with progress, then show it."""
     from coterie.cli import _display
     from coterie.report.page import write_report
-    from coterie.simulation.workers import cores
+    from coterie.simulation.workers import enough
     from coterie.studies.sweep import expand, run_sweep
 
     console = Console(stderr=True)
@@ -247,7 +249,7 @@ def _run(
             study,
             out=out,
             data_dir=data_dir,
-            workers=workers or cores(),
+            workers=workers or enough(study.settings.device),
             resume=resume,
             overwrite=overwrite,
             observer=observer,

@@ -1,7 +1,6 @@
 """Which engine runs a module: the one that was asked for, or what "auto" expects to be fastest; tried once."""
 
 import warnings
-
 from typing import Any
 
 import torch

@@ -75,7 +75,7 @@ class State:
         """Return this state with some rows replaced, and the new shared part."""
 
         def place(old: Tensor, update: Tensor) -> Tensor:
-            return old.index_copy(0, rows, update)
+            return old.index_copy(0, rows.to(old.device), update)
 
         pairs = ((self.memory, new.memory), (self.moments, new.moments))
         memory, moments = (None if old is None else zip_tensors(old, update, place) for old, update in pairs)

@@ -215,6 +215,12 @@ class Layout:
         if not self.trainable:
             raise ModelError("the module has no trainable parameters; expected at least one")
 
+    def to(self, device: str) -> "Layout":
+        """Move the two modules to the device of the rows, and return the layout."""
+        self.train_module.to(device)
+        self.eval_module.to(device)
+        return self
+
     def _add(self, name: str, tensor: Tensor, start: int) -> int:
         stop = start + tensor.numel()
         self.slots.append(Slot(name, tuple(tensor.shape), start, stop))

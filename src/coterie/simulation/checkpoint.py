@@ -121,7 +121,7 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
         )
     for fault in filter(None, faults.values()):
         warnings.warn(f"{folder}: {fault}; the run goes on from {name}, round {found['round']}", stacklevel=3)
-    tensors = load_file(str(folder / name), device=loop.task.device)
+    tensors = load_file(str(folder / name))
     earlier = {} if faults[PROVENANCE] else json.loads((folder / PROVENANCE).read_text("utf-8"))["timing"]
 
     def part(prefix: str) -> dict[str, Tensor]:
@@ -130,10 +130,10 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     state = loop.state
     memory, shared = _filled(state.memory, part("state.memory.")), _filled(state.shared, part("state.shared."))
     moments = _filled(state.moments, part("state.moments."))
-    loop.state = State(tensors["state.params"], memory, shared, moments)
+    loop.state = State(tensors["state.params"].to(state.params.device), memory, shared, moments)
     loop.tracker = _filled(loop.tracker, part("tracker."))
     loop.validation = part("validation.")
-    loop.record.restore({k: v.cpu() for k, v in part("record.").items()}, found["names"])
+    loop.record.restore(part("record."), found["names"])
     restore = getattr(loop.exchange, "restore", None)
     if restore is not None:
         restore(part("exchange."))
@@ -228,13 +228,14 @@ def _fields(value: Any) -> dict[str, Tensor]:
 
 
 def _filled(like: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return a dataclass of the kind of `like` with stored tensors."""
+    """Return a dataclass of the kind of `like` with stored tensors, each where the other is."""
     if like is None:
         return None
     missing = [f.name for f in dataclasses.fields(like) if f.name not in tensors]
     if missing:
         raise CheckpointError(f"the checkpoint has no {missing[0]!r}; it was written by another version")
-    return dataclasses.replace(like, **{f.name: tensors[f.name] for f in dataclasses.fields(like)})
+    places = {name: value.device for name, value in _fields(like).items()}
+    return dataclasses.replace(like, **{name: tensors[name].to(place) for name, place in places.items()})
 
 
 def _write(tensors: dict[str, Tensor], meta: dict[str, Any], path: Path) -> None:

@@ -222,7 +222,7 @@ class Loop:
         trained = info.get("trained")  # the models before a round's last exchange, where it ends with one
         judged = params
         if trained is not None:
-            judged = trained if len(rows) == len(ids) else params.index_copy(0, rows, trained)
+            judged = trained if len(rows) == len(ids) else params.index_copy(0, rows.to(params.device), trained)
         measured = torch.zeros(len(ids), dtype=torch.bool)
         measured[slice(None) if self.method.server else rows] = True
         if bool(measured.all()):

@@ -18,6 +18,7 @@ from coterie._util.claims import claimed
 from coterie._util.facts import Described
 from coterie._util.settings import brief
 from coterie.data.federation import Federation
+from coterie.engine.device import check as check_device
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
 from coterie.exchange.base import Exchange
@@ -136,6 +137,7 @@ def simulate(
     """
     settings = settings or Settings()
     require(seed >= 0, "seed", seed, "0 or more")
+    check_device(settings.device)
     started = time.perf_counter()
     folder = None if folder is None else Path(folder)
     with _memory.told(settings.device), nullcontext() if folder is None else claimed(folder):
