@@ -8,6 +8,8 @@ Client `i` reads client `j` when it gets the model of `j`: rows of every matrix 
 model and messages that did not arrive (purpose "missing") are not counted.
 """
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int, Num
@@ -154,14 +156,11 @@ def communities(counts: Num[np.ndarray, "population population"] | sparse.csr_ar
     """
     from sklearn.cluster import KMeans
 
-    size = counts.shape[0]
-    weights: sparse.csr_array | np.ndarray = counts + counts.T
-    if size > WHOLE_SPECTRUM:
-        weights = sparse.csr_array(weights, dtype=float)
-        weights = weights - sparse.diags_array(weights.diagonal())
-    else:
-        weights = (weights.toarray() if sparse.issparse(weights) else weights).astype(float)
-        np.fill_diagonal(weights, 0)
+    weights: Any = sparse.csr_array(counts, dtype=float)
+    weights = weights + weights.T - sparse.diags_array(2 * weights.diagonal())
+    size = len(weights.diagonal())
+    if size <= WHOLE_SPECTRUM:
+        weights = weights.toarray()
     degree = weights.sum(1)
     best = np.zeros(size, dtype=np.int64)
     if size < 3 or not degree.any():
@@ -197,7 +196,14 @@ def _leading(
     normalized = sparse.diags_array(scale) @ weights @ sparse.diags_array(scale)
     start = np.random.default_rng(0).normal(size=len(scale))
     try:
-        values, vectors = eigsh(normalized, MOST_COMMUNITIES, which="LA", v0=start, tol=_TOLERANCE, maxiter=_RESTARTS)
+        values, vectors = eigsh(
+            normalized,
+            MOST_COMMUNITIES,
+            which="LA",
+            v0=start,
+            tol=_TOLERANCE,  # pyright: ignore[reportArgumentType]
+            maxiter=_RESTARTS,
+        )
     except ArpackNoConvergence as error:  # those that stand out of the bulk have converged, and others say nothing
         values, vectors = error.eigenvalues, error.eigenvectors
     return vectors[:, np.argsort(-values)]

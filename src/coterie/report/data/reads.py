@@ -94,12 +94,12 @@ def _method_reads(
     }
 
 
-def _top_peers(whole: sparse.csr_array, clients: Int[np.ndarray, " clients"]) -> tuple[np.ndarray, np.ndarray]:
+def _top_peers(whole: Any, clients: Int[np.ndarray, " clients"]) -> tuple[np.ndarray, np.ndarray]:
     """The peers that some clients read most, and how often; places that nobody fills have a count of 0."""
     peers, times = np.zeros((2, len(clients), min(TOP_PEERS, whole.shape[0])), dtype=np.int64)
     for row, client in enumerate(clients):
         own = slice(whole.indptr[client], whole.indptr[client + 1])
-        read, count = whole.indices[own], whole.data[own]
+        read, count = np.asarray(whole.indices[own]), np.asarray(whole.data[own])
         order = np.lexsort((read, -count))[: peers.shape[1]]
         peers[row, : len(order)], times[row, : len(order)] = read[order], np.minimum(count[order], 65535)
     return peers, times
