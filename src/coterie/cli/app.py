@@ -23,7 +23,7 @@ from rich.table import Table
 from coterie import __version__
 from coterie.cli import _compare, _report
 from coterie.cli._net import register
-from coterie.errors import ConfigError, CoterieError, unknown
+from coterie.errors import ConfigError, CoterieError, OutOfMemory, unknown
 
 app = typer.Typer(
     name="coterie",
@@ -320,7 +320,7 @@ def _resumable(folder: Path, command: str) -> Iterator[None]:
         typer.echo(f"\n{text}", err=True)
         raise
     except OSError as error:
-        if not (folder / CONFIG).exists() or isinstance(error, CoterieError):
+        if not (folder / CONFIG).exists() or isinstance(error, CoterieError) or OutOfMemory.is_said_by(error):
             raise
         raise ConfigError(f"cannot write: {_reason(error)}; when that is fixed, continue with: {command}") from error
 
@@ -357,10 +357,13 @@ def main() -> NoReturn:
     except CoterieError as error:
         typer.echo(f"coterie: {error}".replace("\n", " "), err=True)
         sys.exit(2)
-    except OSError as error:
-        typer.echo(f"coterie: {_reason(error)}", err=True)
-        sys.exit(2)
-    except MemoryError:
-        typer.echo("coterie: this machine has no more memory; use fewer --workers, or a smaller model", err=True)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if OutOfMemory.is_said_by(error):
+            text = "this machine has no more memory; use fewer --workers, fewer clients, or a smaller model"
+        elif isinstance(error, OSError):
+            text = _reason(error)
+        else:
+            raise
+        typer.echo(f"coterie: {text}", err=True)
         sys.exit(2)
     sys.exit(status if isinstance(status, int) else 0)

@@ -157,6 +157,7 @@ class Task:
         self._at = torch.arange(len(federation))
         self._carried: tuple[Carried, Tensor] | None = None  # with the row of each client in it
         self._rng = Rng(0)
+        self._fixed = False  # first models are the module's own values
         self.samples = where["train"].count.to(dtype)
         objective = objective or (cross_entropy if self.classes else squared_error)
         probe = torch.arange(2) % max(1, len(everything))
@@ -208,6 +209,13 @@ class Task:
         part.clusters = None if self.clusters is None else self.clusters[rows]
         return part
 
+    def among_first(self, count: int) -> "Task":
+        """Return a view of the first hosted clients as if there were no others; only shapes may depend on it."""
+        part = self.rows(torch.arange(count))
+        part.ids, part.population = torch.arange(count), count
+        part._fixed = True
+        return part
+
     def at(self, rng: Rng) -> "Task":
         """Return a view for the evaluations of a round: noise that is drawn at every access depends on the round."""
         view = copy.copy(self)
@@ -222,6 +230,8 @@ class Task:
 
     def origin(self, rng: Rng) -> Float[Tensor, "clients params"]:
         """Return the first models again; with a shared start, a view of one row."""
+        if self._fixed:
+            return self.layout.flatten_copy(self.layout.train_module).to(self.device).expand(len(self), -1)
         key = (rng.seed, self.init_mode)
         if self.init_mode != "per_client":
             if key not in self._shared.origins:

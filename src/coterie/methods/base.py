@@ -131,8 +131,13 @@ class Round:
     @property
     def candidates(self) -> Bool[Tensor, "clients population"]:
         """Which members each client may pull from: all that are reachable but itself."""
-        allowed = pages.copy(self.reachable.expand(len(self.ids), -1))
-        return allowed.scatter_(1, self.ids[:, None], False)
+        return self.candidates_of(torch.arange(len(self.ids)))
+
+    def candidates_of(self, rows: Int[Tensor, " rows"]) -> Bool[Tensor, "rows population"]:
+        """Return those of some clients: of a large population, all at once take much memory."""
+        reachable = self.reachable if self.reachable.ndim == 1 else self.reachable[rows]
+        allowed = pages.copy(reachable.expand(len(rows), -1))
+        return allowed.scatter_(1, self.ids[rows, None], False)
 
 
 @dataclass(frozen=True)
@@ -314,22 +319,57 @@ class PeerMethod(Method):
         return replace(new, params=rnd.task.apply_buffer_policy(state.params, new.params)), info
 
 
+MANY = 20_000
+"""Members of a population above which a uniform choice is not made by a draw for each pair of clients."""
+
+
 def drawn_uniformly(
-    rnd: Round, count: int, allowed: Bool[Tensor, "clients population"], purpose: str = "peers"
+    rnd: Round, count: int, allowed: Bool[Tensor, "clients population"] | None = None, purpose: str = "peers"
 ) -> Int[Tensor, "clients peers"]:
-    """Draw peers uniformly among those allowed, a few clients at a time.
+    """Draw peers uniformly among a client's candidates, a few clients at a time.
+
+    In a population above `MANY` a client draws members until it has enough, so that its cost does not grow with the
+    population: the same distribution, by other draws.
 
     Args:
         rnd: the round.
-        count: how many.
-        allowed: which members each client may choose.
+        count: how many; at most population - 1.
+        allowed: which of its candidates each client may choose; all when None.
         purpose: names the stream.
     """
-    parts = []
+    population, parts = rnd.task.population, []
     for rows in torch.arange(len(rnd.ids)).split(ROWS):
-        draws = rnd.rng.pairs(purpose, rnd.ids[rows], rnd.task.population)
-        parts.append(selection.uniform(draws.neg_(), count, allowed[rows]))  # the smallest has the largest Gumbel
-    return torch.cat(parts) if parts else selection.uniform(torch.zeros(allowed.shape), count, allowed)
+        choice = rnd.candidates_of(rows) if allowed is None else rnd.candidates_of(rows) & allowed[rows]
+        if population > MANY:
+            parts.append(_drawn_in_turn(rnd, count, choice, rnd.ids[rows], purpose))
+            continue
+        draws = rnd.rng.pairs(purpose, rnd.ids[rows], population)
+        parts.append(selection.uniform(draws.neg_(), count, choice))  # the smallest has the largest Gumbel
+    return torch.cat(parts) if parts else torch.zeros(0, max(0, min(count, population - 1)), dtype=torch.int64)
+
+
+def _drawn_in_turn(
+    rnd: Round, count: int, choice: Bool[Tensor, "rows population"], ids: Int[Tensor, " rows"], purpose: str
+) -> Int[Tensor, "rows peers"]:
+    """Draw members of a large population one after another, leaving out those that were drawn or are not allowed.
+
+    Where a client may choose so few that this would take long, its choice is among the list of them.
+    """
+    population, fits = choice.shape[1], choice.numpy()
+    peers = torch.full((len(ids), max(0, min(count, population - 1))), -1)
+    for row, (client, number) in enumerate(zip(ids.tolist(), choice.sum(1).tolist(), strict=True)):
+        stream, wanted = rnd.rng.generator(purpose, client), min(peers.shape[1], number)
+        if 4 * wanted > number or 8 * number < population:
+            members = choice[row].nonzero().flatten()
+            found = members[torch.from_numpy(stream.permutation(number)[:wanted])].tolist()
+        else:
+            found = []
+            while len(found) < wanted:
+                for member in stream.integers(population, size=2 * wanted).tolist():
+                    if len(found) < wanted and fits[row, member] and member not in found:
+                        found.append(member)
+        peers[row, : len(found)] = torch.tensor(found, dtype=torch.int64)
+    return peers
 
 
 def cohort_noise(rng: Rng, population: int) -> Float[Tensor, " population"]:

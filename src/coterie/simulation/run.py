@@ -24,6 +24,7 @@ from coterie.exchange.base import Exchange
 from coterie.exchange.in_memory import InMemory
 from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics
 from coterie.methods.base import Method
+from coterie.methods.cost import Setting
 from coterie.models.layout import ModelSource, source
 from coterie.rng import Rng
 from coterie.simulation import _memory, checkpoint
@@ -139,9 +140,8 @@ def simulate(
             raise RunExistsError(f"{folder} holds a run already; resume it, overwrite it, or choose another folder")
         began = checkpoint.engine(folder) if folder is not None and resume and settings.engine == "auto" else {}
         task = make_task(federation, method, model, dataclasses.replace(settings, **began))
-        _memory.check(
-            _forecast(task, federation, method, settings), settings.device, _memory.available(settings.device)
-        )
+        wanted = _forecast(task, federation, method, settings, stored=folder is not None)
+        _memory.check(wanted, settings.device, _memory.available(settings.device))
         loop = _loop(task, federation, method, settings, seed, exchange)
         identity = checkpoint.identity(method, settings, seed, federation, task)
         earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
@@ -238,7 +238,10 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
     )
 
 
-def _forecast(task: Task, federation: Federation, method: Method, settings: Settings) -> _memory.Forecast:
+def _forecast(
+    task: Task, federation: Federation, method: Method, settings: Settings, *, stored: bool
+) -> _memory.Forecast:
+    remembered, published = _memory.remembered(method, task)
     return _memory.forecast(
         clients=len(task),
         params=task.layout.size,
@@ -253,7 +256,20 @@ def _forecast(task: Task, federation: Federation, method: Method, settings: Sett
             train_first=(settings.order or method.order) == "train_first",
         ),
         moments=method.tracks * settings.local.moments * settings.local.persistent_client_optimizer,
+        remembered=remembered,
+        published=published,
+        rounds=settings.rounds,
+        reads=0.0 if method.server else _reads(method, task),
+        stored=stored,
     )
+
+
+def _reads(method: Method, task: Task) -> float:
+    """Return how many models a client asks for in the first round; for a method that does not predict it, ten."""
+    try:
+        return method.cost(Setting(task.population, task.layout.size, int(task.samples.mean())), 0).models
+    except ConfigError:
+        return 10.0
 
 
 def _timing(loop: Loop, started: float, earlier: dict[str, float]) -> dict[str, float]:

@@ -463,6 +463,28 @@ def test_what_is_only_listed_comes_at_once(arguments):
     assert len(done.stdout) > 10
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("DefaultCPUAllocator: out of memory"),
+    ],
+)
+def test_memory_that_ends_outside_of_a_run_is_one_line(coterie, error, monkeypatch, tmp_path):
+    """While data are built, or the report is written."""
+    (tmp_path / "runs/tiny").mkdir(parents=True)
+    (tmp_path / "runs/tiny/config.toml").write_text("")
+
+    def end(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("coterie.studies.sweep.run_sweep", end)
+    status, _, err = run(coterie)
+    assert status == 2
+    assert err == ("coterie: this machine has no more memory; use fewer --workers, fewer clients, or a smaller model\n")
+
+
 def test_the_version_is_that_of_the_package(coterie):
     assert coterie("--version")[:2] == (0, f"coterie {__version__}\n")
 
