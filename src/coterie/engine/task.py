@@ -508,13 +508,15 @@ class Task:
         sigma = torch.full((sets,), test.noise, dtype=torch.float64)
         return Noise(torch.full((sets,), int(key)), sigma, len(test.x))
 
-    def recalls(
+    def evaluate_by_class(
         self, params: Float[Tensor, "clients params"]
-    ) -> tuple[Float[Tensor, "clients classes"], Int[Tensor, "clients classes"]]:
-        """Return the recall of each class on the test set that serves each client, and how many samples it has.
+    ) -> tuple[dict[str, Tensor], Float[Tensor, "clients classes"], Int[Tensor, "clients classes"]]:
+        """Return what `evaluate` returns, up to the rounding of the loss, from one pass over each class's samples.
 
-        The recall of a class without samples is NaN.
+        With it the recall of each class on the test set that serves each client, NaN for a class without samples, and
+        how many samples it has.
         """
+        values = {name: torch.full((len(self),), torch.nan, dtype=self.dtype) for name in metrics.measured(True)}
         recall = torch.full((len(self), self.classes), torch.nan, dtype=self.dtype)
         number = torch.zeros(len(self), self.classes, dtype=torch.int64)
         serves, same = self._shared.federation.test_of[self._at], distinct(params)
@@ -527,10 +529,14 @@ class Task:
             places = torch.nn.utils.rnn.pad_sequence(order, batch_first=True)
             models, sets = chosen.repeat_interleave(len(found)), torch.arange(len(found)).repeat(len(chosen))
             pairs = Pairs(test, places, count, models, sets, self._test_noise(place, len(found)))
-            hits = self._run(params, pairs, None)[metrics.ACCURACY.name]
-            recall[rows[:, None], found] = hits.reshape(len(chosen), len(found))[which]
+            means = {n: v.reshape(len(chosen), len(found)) for n, v in self._run(params, pairs, None).items()}
+            recall[rows[:, None], found] = means[metrics.ACCURACY.name][which]
             number[rows[:, None], found] = count
-        return recall, number
+            for name in values:
+                sums = means[name].double() * count
+                whole = sums.round() if name == metrics.ACCURACY.name else sums
+                values[name][rows] = (whole.sum(1) / len(test)).to(self.dtype)[which]
+        return values, recall, number
 
     def pooled_accuracy(self, models: Float[Tensor, "clients params"]) -> Float[Tensor, " clients"]:
         """Return the accuracy of each model on all test sets together; equal models are measured once."""
