@@ -281,6 +281,7 @@ def _run(
             resume=resume,
             overwrite=overwrite,
             observer=observer,
+            notes=observer,
         )
     reports = [write_report(one.folder) for one in done]
     _show(done, as_json)

@@ -18,6 +18,7 @@ from coterie._util.claims import claimed
 from coterie._util.facts import Described
 from coterie._util.settings import brief
 from coterie.data.federation import Federation
+from coterie.engine.native.compiler import heard
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
 from coterie.exchange.base import Exchange
@@ -33,7 +34,7 @@ from coterie.simulation.loop import Loop
 from coterie.simulation.record import Record
 from coterie.simulation.settings import DTYPES, Settings
 
-__all__ = ["Observer", "Progress", "Run", "Settings", "simulate"]
+__all__ = ["Note", "Observer", "Progress", "Run", "Settings", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,15 @@ class Progress:
     accuracy: float
     seconds: float
     reported: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a run does before its first round, where that takes seconds: it compiles the model."""
+
+    label: str
+    seed: int
+    text: str
 
 
 Observer = Callable[[Progress], None]
@@ -109,6 +119,7 @@ def simulate(
     resume: bool = False,
     observer: Observer | None = None,
     exchange: Exchange | None = None,
+    notes: Callable[[Note], None] | None = None,
 ) -> Run:
     """Run a method over a whole federation in this process.
 
@@ -123,6 +134,7 @@ def simulate(
         resume: continue from the checkpoint in `folder`, if there is one.
         observer: called after each round.
         exchange: an exchange other than `InMemory`, for example `Faulty`.
+        notes: called when the run begins something that takes seconds, before its first round.
 
     Raises:
         ConfigError: when the run cannot fit into memory.
@@ -139,7 +151,8 @@ def simulate(
         if folder is not None and not resume and checkpoint.exists(folder):
             raise RunExistsError(f"{folder} holds a run already; resume it, overwrite it, or choose another folder")
         began = checkpoint.engine(folder) if folder is not None and resume and settings.engine == "auto" else {}
-        task = make_task(federation, method, model, dataclasses.replace(settings, **began))
+        with nullcontext() if notes is None else heard(lambda text: notes(Note(label or method.kind, seed, text))):
+            task = make_task(federation, method, model, dataclasses.replace(settings, **began))
         wanted = _forecast(task, federation, method, settings, stored=folder is not None)
         _memory.check(wanted, settings.device, _memory.available(settings.device))
         loop = _loop(task, federation, method, settings, seed, exchange)

@@ -356,3 +356,18 @@ def test_a_run_that_is_resumed_goes_on_with_the_engine_it_began_with(tmp_path):
     assert run("compiled", 1)["name"] == "compiled"
     assert run("auto", 2)["name"] == "compiled"
     assert run("vmap", 3)["name"] == "vmap"
+
+
+def test_compiling_is_told_once_for_a_machine(monkeypatch, tmp_path):
+    """Where the program is in the cache, nothing is; nor after the block."""
+    monkeypatch.setenv("COTERIE_CACHE", str(tmp_path))
+    said = []
+    text = 'extern "C" int answer() { return 42; }\n'
+    with compiler.heard(said.append):
+        first, _ = compiler.load(text)
+        assert said == ["compiling the model (once for this machine)"]
+        again, seconds = compiler.load(text)
+    assert first.answer() == again.answer() == 42
+    assert seconds == 0
+    compiler.load(text + "\n")
+    assert len(said) == 1
