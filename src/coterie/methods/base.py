@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar, final
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -338,38 +339,40 @@ def drawn_uniformly(
         purpose: names the stream.
     """
     population, parts = rnd.task.population, []
+    if population > MANY:
+        return _drawn_in_turn(rnd, count, allowed, purpose)
     for rows in torch.arange(len(rnd.ids)).split(ROWS):
         choice = rnd.candidates_of(rows) if allowed is None else rnd.candidates_of(rows) & allowed[rows]
-        if population > MANY:
-            parts.append(_drawn_in_turn(rnd, count, choice, rnd.ids[rows], purpose))
-            continue
         draws = rnd.rng.pairs(purpose, rnd.ids[rows], population)
         parts.append(selection.uniform(draws.neg_(), count, choice))  # the smallest has the largest Gumbel
     return torch.cat(parts) if parts else torch.zeros(0, max(0, min(count, population - 1)), dtype=torch.int64)
 
 
 def _drawn_in_turn(
-    rnd: Round, count: int, choice: Bool[Tensor, "rows population"], ids: Int[Tensor, " rows"], purpose: str
-) -> Int[Tensor, "rows peers"]:
+    rnd: Round, count: int, allowed: Bool[Tensor, "clients population"] | None, purpose: str
+) -> Int[Tensor, "clients peers"]:
     """Draw members of a large population one after another, leaving out those that were drawn or are not allowed.
 
     Where a client may choose so few that this would take long, its choice is among the list of them.
     """
-    population, fits = choice.shape[1], choice.numpy()
-    peers = torch.full((len(ids), max(0, min(count, population - 1))), -1)
-    for row, (client, number) in enumerate(zip(ids.tolist(), choice.sum(1).tolist(), strict=True)):
-        stream, wanted = rnd.rng.generator(purpose, client), min(peers.shape[1], number)
+    population, reachable = rnd.task.population, rnd.reachable.numpy()
+    peers = np.full((len(rnd.ids), max(0, min(count, population - 1))), -1)
+    everywhere = np.count_nonzero(reachable) if reachable.ndim == 1 else 0
+    for row, client in enumerate(rnd.ids.tolist()):
+        fits = reachable if reachable.ndim == 1 else reachable[row]
+        fits = fits if allowed is None else fits & allowed[row].numpy()
+        known = everywhere if fits is reachable else np.count_nonzero(fits)
+        number = known - int(fits[client])
+        stream, wanted, found = rnd.rng.generator(purpose, client), min(peers.shape[1], number), []
         if 4 * wanted > number or 8 * number < population:
-            members = choice[row].nonzero().flatten()
-            found = members[torch.from_numpy(stream.permutation(number)[:wanted])].tolist()
-        else:
-            found = []
-            while len(found) < wanted:
-                for member in stream.integers(population, size=2 * wanted).tolist():
-                    if len(found) < wanted and fits[row, member] and member not in found:
-                        found.append(member)
-        peers[row, : len(found)] = torch.tensor(found, dtype=torch.int64)
-    return peers
+            members = np.flatnonzero(fits)
+            found = members[members != client][stream.permutation(number)[:wanted]].tolist()
+        while len(found) < wanted:
+            for member in stream.integers(population, size=2 * wanted).tolist():
+                if len(found) < wanted and member != client and fits[member] and member not in found:
+                    found.append(member)
+        peers[row, : len(found)] = found
+    return torch.from_numpy(peers)
 
 
 def cohort_noise(rng: Rng, population: int) -> Float[Tensor, " population"]:
