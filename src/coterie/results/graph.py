@@ -22,6 +22,7 @@ PATIENCE = 4  # numbers of communities tried in vain before the search ends
 WHOLE_SPECTRUM = 400
 """Clients up to which all eigenvectors are computed; above, the leading ones, by iteration on the reads alone."""
 _RESTARTS, _TOLERANCE = 60, 1e-3  # of that iteration
+_ENTRIES = 40_000_000  # of the reads, times restarts: more reads get fewer
 
 
 def heatmap(edges: pd.DataFrame, population: int) -> Int[np.ndarray, "population population"]:
@@ -202,7 +203,7 @@ def _leading(
             which="LA",
             v0=start,
             tol=_TOLERANCE,  # pyright: ignore[reportArgumentType]
-            maxiter=_RESTARTS,
+            maxiter=max(4, min(_RESTARTS, _ENTRIES // max(1, weights.nnz))),
         )
     except ArpackNoConvergence as error:  # those that stand out of the bulk have converged, and others say nothing
         values, vectors = error.eigenvalues, error.eigenvectors
