@@ -165,6 +165,7 @@ class Task:
         self._at = torch.arange(len(federation))
         self._carried: tuple[Carried, Tensor] | None = None  # with the row of each client in it
         self._rng = Rng(0)
+        self._fixed = False  # first models are the module's own values
         self.samples = where["train"].count.to(dtype)
         objective = objective or (cross_entropy if self.classes else squared_error)
         probe = torch.arange(2) % max(1, len(everything))
@@ -216,6 +217,13 @@ class Task:
         part.clusters = None if self.clusters is None else self.clusters[rows]
         return part
 
+    def among_first(self, count: int) -> "Task":
+        """Return a view of the first hosted clients as if there were no others; only shapes may depend on it."""
+        part = self.rows(torch.arange(count))
+        part.ids, part.population = torch.arange(count), count
+        part._fixed = True
+        return part
+
     def at(self, rng: Rng) -> "Task":
         """Return a view for the evaluations of a round: noise that is drawn at every access depends on the round."""
         view = copy.copy(self)
@@ -230,6 +238,8 @@ class Task:
 
     def origin(self, rng: Rng) -> Float[Tensor, "clients params"]:
         """Return the first models again; with a shared start, a view of one row."""
+        if self._fixed:
+            return self.layout.flatten_copy(self.layout.train_module).to(self.device).expand(len(self), -1)
         key = (rng.seed, self.init_mode)
         if self.init_mode != "per_client":
             if key not in self._shared.origins:
@@ -511,13 +521,15 @@ class Task:
         sigma = torch.full((sets,), test.noise, dtype=torch.float64)
         return Noise(torch.full((sets,), int(key)), sigma, len(test.x))
 
-    def recalls(
+    def evaluate_by_class(
         self, params: Float[Tensor, "clients params"]
-    ) -> tuple[Float[Tensor, "clients classes"], Int[Tensor, "clients classes"]]:
-        """Return the recall of each class on the test set that serves each client, and how many samples it has.
+    ) -> tuple[dict[str, Tensor], Float[Tensor, "clients classes"], Int[Tensor, "clients classes"]]:
+        """Return what `evaluate` returns, up to the rounding of the loss, from one pass over each class's samples.
 
-        The recall of a class without samples is NaN.
+        With it the recall of each class on the test set that serves each client, NaN for a class without samples, and
+        how many samples it has.
         """
+        values = {name: torch.full((len(self),), torch.nan, dtype=self.dtype) for name in metrics.measured(True)}
         recall = torch.full((len(self), self.classes), torch.nan, dtype=self.dtype)
         number = torch.zeros(len(self), self.classes, dtype=torch.int64)
         serves, same = self._shared.federation.test_of[self._at], distinct(params)
@@ -530,10 +542,14 @@ class Task:
             places = torch.nn.utils.rnn.pad_sequence(order, batch_first=True)
             models, sets = chosen.repeat_interleave(len(found)), torch.arange(len(found)).repeat(len(chosen))
             pairs = Pairs(test, places, count, models, sets, self._test_noise(place, len(found)))
-            hits = self._run(params, pairs, None)[metrics.ACCURACY.name]
-            recall[rows[:, None], found] = hits.reshape(len(chosen), len(found))[which]
+            means = {n: v.reshape(len(chosen), len(found)) for n, v in self._run(params, pairs, None).items()}
+            recall[rows[:, None], found] = means[metrics.ACCURACY.name][which]
             number[rows[:, None], found] = count
-        return recall, number
+            for name in values:
+                sums = means[name].double() * count
+                whole = sums.round() if name == metrics.ACCURACY.name else sums
+                values[name][rows] = (whole.sum(1) / len(test)).to(self.dtype)[which]
+        return values, recall, number
 
     def pooled_accuracy(self, models: Float[Tensor, "clients params"]) -> Float[Tensor, " clients"]:
         """Return the accuracy of each model on all test sets together; equal models are measured once."""

@@ -66,7 +66,7 @@ def test_a_population_is_compared_with_the_first_of_its_own_pass():
     def cell(clients: int, cost: float, peak: float) -> dict[str, object]:
         return {
             "clients": clients, "seconds a round": cost * clients / 1000, "ms a client-round": cost,
-            "peak memory, GiB": peak,
+            "peak memory, GiB": peak, "report, s": 2 * cost,
         }  # fmt: skip
 
     small, large = script["rows"](
@@ -75,4 +75,5 @@ def test_a_population_is_compared_with_the_first_of_its_own_pass():
     name = "times that of the first"
     assert (small["ms a client-round"], small[name], small["to"]) == (1.5, 1.0, 1.0)
     assert (large["ms a client-round"], large["seconds a round"], large["peak memory, GiB"]) == (2.0, 2.0, 3.0)
+    assert (small["report, s"], large["report, s"]) == (3.0, 4.0)
     assert (large[name], large["from"], large["to"]) == (1.375, 1.25, 1.5)

@@ -394,15 +394,19 @@ def test_an_engine_says_which_layer_keeps_a_faster_one_away():
         def forward(self, x):
             return super().forward(x) if x.sum() > 0 else super().forward(2 * x)
 
+    class Sums(nn.Module):
+        def forward(self, x):
+            return x.cumsum(1)
+
     def reason(*parts, name="auto", expected=1e9, **options):
         layout = Layout(nn.Sequential(nn.Linear(7, 7), *parts, nn.Linear(7, 3)))
         return engines.make(name, layout, cross_entropy, x, y, expected, **options).reason
 
     loop, vmap = "loop, one client after another: ", "vmap, many clients at once: "
-    unknown = "the module cannot be compiled: 1 is of a kind that is not known here (Softsign)"
-    assert reason(nn.Softsign()) == vmap + unknown
+    unknown = "the module cannot be compiled: the operation cumsum is not known in '1'"
+    assert reason(Sums()) == vmap + unknown
     many = "the products of a batch are too large for many clients at once"
-    assert reason(nn.Softsign(), batch_size=10**6) == f"{loop}{unknown}; {many}"
+    assert reason(Sums(), batch_size=10**6) == f"{loop}{unknown}; {many}"
     assert reason(expected=10) == vmap + "too little work to compile"
     assert reason(precision="bf16") == vmap + "native programs compute in full precision"
     assert reason() == "compiled, a native program of the whole step"
@@ -411,3 +415,18 @@ def test_an_engine_says_which_layer_keeps_a_faster_one_away():
         found = reason(Decides(7, 7))
     assert found.startswith(loop + "the module cannot be compiled: ")
     assert "; Decides '1' cannot be run over many clients at once (" in found
+
+
+def test_compiling_is_told_once_for_a_machine(monkeypatch, tmp_path):
+    """Where the program is in the cache, nothing is; nor after the block."""
+    monkeypatch.setenv("COTERIE_CACHE", str(tmp_path))
+    said = []
+    text = 'extern "C" int answer() { return 42; }\n'
+    with compiler.heard(said.append):
+        first, _ = compiler.load(text)
+        assert said == ["compiling the model (once for this machine)"]
+        again, seconds = compiler.load(text)
+    assert first.answer() == again.answer() == 42
+    assert seconds == 0
+    compiler.load(text + "\n")
+    assert len(said) == 1
