@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coterie.engine._base import Engine, Objective
 from coterie.engine._loop import LoopEngine
 from coterie.engine._vmap import VmapEngine
+from coterie.engine.native import stack
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.compiler import CompilerError
 from coterie.engine.native.trace import NotTraceableError
@@ -18,7 +19,7 @@ from coterie.models.layout import Layout
 
 ENGINES: dict[str, type[Engine]] = {"loop": LoopEngine, "vmap": VmapEngine, "compiled": CompiledEngine}
 
-_SECONDS = 2.0  # compiling takes two or three seconds, once for a machine and a model
+_SECONDS = {True: 2.0, False: 15.0}  # of compiling a plain stack, and another module, once for a machine and a model
 _SAMPLE, _PRODUCT = 25e-6, 4.5e-10  # seconds of the vmap engine for a sample, and for a product in its forward pass
 
 _ASKED = "as set"  # why an engine runs that was named
@@ -81,7 +82,7 @@ def compiling_pays(layout: Layout, x: Tensor, expected: float | None) -> bool:
     """
     if expected is None or x.device.type != "cpu":
         return False
-    return expected * (_SAMPLE + _PRODUCT * products(layout, x)) > _SECONDS
+    return expected * (_SAMPLE + _PRODUCT * products(layout, x)) > _SECONDS[stack.is_stack(layout.train_module)]
 
 
 def batching_pays(layout: Layout, x: Tensor, batch_size: int | None) -> bool:

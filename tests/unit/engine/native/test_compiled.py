@@ -357,6 +357,13 @@ def test_auto_compiles_where_it_pays_whatever_was_compiled_before():
     assert chosen == ["vmap", "vmap", "compiled"]
 
 
+def test_a_traced_module_takes_longer_to_compile_than_a_stack_and_so_more_work():
+    """A normalization is no layer of a stack."""
+    layout = Layout(nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7), nn.Linear(7, 3)), torch.float64)
+    x = torch.zeros(2, 7, dtype=torch.float64)
+    assert [_choice.compiling_pays(layout, x, expected) for expected in (1e5, 1e6)] == [False, True]
+
+
 @pytest.mark.parametrize(("batch_size", "name"), [(None, "vmap"), (8, "vmap"), (400, "loop")])
 def test_auto_batches_clients_where_their_products_are_small(batch_size, name):
     """A kernel of 2 x 9 numbers at 26 x 26 places and a layer of 1352 x 4: 17,576 products, in a batch of 8 or 400.
@@ -394,19 +401,23 @@ def test_an_engine_says_which_layer_keeps_a_faster_one_away():
         def forward(self, x):
             return super().forward(x) if x.sum() > 0 else super().forward(2 * x)
 
-    class Sums(nn.Module):
+    class Volumes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = nn.Conv3d(1, 1, 1)
+
         def forward(self, x):
-            return x.cumsum(1)
+            return self.part(x[:, None, :, None, None]).flatten(1)
 
     def reason(*parts, name="auto", expected=1e9, **options):
         layout = Layout(nn.Sequential(nn.Linear(7, 7), *parts, nn.Linear(7, 3)))
         return engines.make(name, layout, cross_entropy, x, y, expected, **options).reason
 
     loop, vmap = "loop, one client after another: ", "vmap, many clients at once: "
-    unknown = "the module cannot be compiled: the operation cumsum is not known in '1'"
-    assert reason(Sums()) == vmap + unknown
+    unknown = "the module cannot be compiled: a transposed or three-dimensional convolution in '1.part'"
+    assert reason(Volumes()) == vmap + unknown
     many = "the products of a batch are too large for many clients at once"
-    assert reason(Sums(), batch_size=10**6) == f"{loop}{unknown}; {many}"
+    assert reason(Volumes(), batch_size=10**6) == f"{loop}{unknown}; {many}"
     assert reason(expected=10) == vmap + "too little work to compile"
     assert reason(precision="bf16") == vmap + "native programs compute in full precision"
     assert reason() == "compiled, a native program of the whole step"
