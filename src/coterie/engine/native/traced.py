@@ -26,8 +26,8 @@ from coterie.engine.native.library import (
     whole,
 )
 from coterie.engine.native.loops import Leaf, Program, Value, dense, in_memory
-from coterie.engine.native.trace import NotTraceableError, Trace, record
 from coterie.engine.native.sums import with_joined_products
+from coterie.engine.native.trace import NotTraceableError, Trace, record
 from coterie.models.layout import Layout
 
 _FLAGS = (
