@@ -1,10 +1,12 @@
-"""What a client-round costs, and how much memory a run takes, as the population grows.
+"""What a client-round costs, how much memory a run takes, and what it leaves, as the population grows.
 
     python benchmarks/population.py --out docs/reference/runs/performance/population.json
+    python benchmarks/population.py --methods random fedavg --clients 1000 10000 100000 --model linear --side 8
 
 Every cell is a run in a process of its own: net B on random digits (1x28x28 bytes), a few samples a client, in this
 one process with as many threads as there are cores. Its time is the mean of the rounds after the first; its memory the
-process's largest resident set, data and interpreter included. Clients train, exchange and validate in every round.
+process's largest resident set before the report is made, data and interpreter included; then come the last checkpoint,
+the tables of results, and the report: seconds, and size. Clients train, exchange and validate in every round.
 """
 
 import argparse
@@ -14,6 +16,8 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,34 +25,57 @@ from typing import Any
 from _measured import images
 
 from coterie import METHODS
+from coterie._util import manifest
 from coterie._util.origin import keep, machine
 from coterie.engine import use_threads
 from coterie.engine.task import LocalTraining
-from coterie.simulation import workers
+from coterie.report.page import write_report
+from coterie.results.summary import CONFIG
+from coterie.simulation import checkpoint, workers
+from coterie.simulation.record import EDGES, METRICS
 from coterie.simulation.run import Progress, simulate
 from coterie.simulation.settings import Settings
 
 
-def cell(kind: str, clients: int, rounds: int) -> dict[str, str | int | float]:
-    """Run one method over one population and return its row."""
+def cell(kind: str, clients: int, rounds: int, model: str = "cnn-b", side: int = 28) -> dict[str, str | int | float]:
+    """Run one method over one population and return its row; `side` is that of the images."""
     seconds: dict[int, float] = {}
 
     def note(progress: Progress) -> None:
         seconds[progress.round] = progress.seconds
 
     settings = Settings(rounds=rounds, local=LocalTraining(batch_size=8), engine="compiled", evaluate="final")
-    with workers.one_thread():
+    with workers.one_thread(), tempfile.TemporaryDirectory() as home:
         use_threads(workers.cores())
-        simulate(images(clients, 20, 28, 1), METHODS[kind](), model="cnn-b", settings=settings, observer=note)
+        folder = Path(home) / "population" / kind / "seed-0"
+        folder.mkdir(parents=True)
+        data, method = images(clients, 20, side, 1), METHODS[kind]()
+        simulate(data, method, model=model, settings=settings, observer=note, folder=folder)
+        left = _left(folder, kind, rounds)
     each = (seconds[rounds - 1] - seconds[0]) / (rounds - 1)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "method": kind,
         "clients": clients,
         "rounds": rounds,
         "seconds a round": each,
         "ms a client-round": 1000 * each / clients,
+        **left,
+    }
+
+
+def _left(folder: Path, kind: str, rounds: int) -> dict[str, float]:
+    """Return the memory so far, the sizes of a run's files, and what its report takes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    text = f'name = "population"\nrounds = {rounds}\nseeds = [0]\n\n[[methods]]\nkind = "{kind}"\nlabel = "{kind}"\n'
+    manifest.replace_files(folder, {CONFIG: text.encode()})
+    began = time.perf_counter()
+    report = write_report(folder.parents[1])
+    return {
         "peak memory, GiB": peak / 2**30,
+        "checkpoint, MB": (folder / checkpoint.FILE).stat().st_size / 1e6,
+        "tables, MB": sum((folder / name).stat().st_size for name in (METRICS, EDGES)) / 1e6,
+        "report, s": time.perf_counter() - began,
+        "report, MB": report.stat().st_size / 1e6,
     }
 
 
@@ -61,7 +88,7 @@ def rows(passes: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     name, out = "ms a client-round", []
     for place, first in enumerate(passes[0]):
         cells = [each[place] for each in passes]
-        middle = {key: statistics.median(one[key] for one in cells) for key in ("seconds a round", name)}
+        middle = {key: statistics.median(one[key] for one in cells) for key in ("seconds a round", name, "report, s")}
         ratios = [one[name] / each[0][name] for one, each in zip(cells, passes, strict=True)]
         peak = max(one["peak memory, GiB"] for one in cells)
         times = {"times that of the first": statistics.median(ratios), "from": min(ratios), "to": max(ratios)}
@@ -73,10 +100,11 @@ def _rounds(clients: int, client_rounds: int) -> int:
     return min(41, max(3, client_rounds // clients))
 
 
-def _alone(kind: str, clients: int, client_rounds: int) -> dict[str, Any]:
+def _alone(kind: str, clients: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run a cell in a process of its own."""
-    same = [sys.executable, __file__, "--cell", "--methods", kind, "--clients", str(clients)]
-    done = subprocess.run([*same, "--client-rounds", str(client_rounds)], check=True, stdout=subprocess.PIPE, text=True)
+    same = [sys.executable, __file__, "--cell", "--methods", kind, "--clients", str(clients), "--model", options.model]
+    how = ["--side", str(options.side), "--client-rounds", str(options.client_rounds)]
+    done = subprocess.run([*same, *how], check=True, stdout=subprocess.PIPE, text=True)
     row = json.loads(done.stdout.splitlines()[-1])
     print(json.dumps(row), flush=True)
     return row
@@ -87,6 +115,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--methods", nargs="+", default=["dac", "random", "fedavg"])
     parser.add_argument("--clients", nargs="+", type=int, default=[100, 1000, 10000])
+    parser.add_argument("--model", default="cnn-b", help="a name of models.NETS")
+    parser.add_argument("--side", type=int, default=28, help="of the images")
     parser.add_argument("--client-rounds", type=int, default=20000, help="of a cell, shared out over 3 rounds or more")
     parser.add_argument("--repeats", type=int, default=1, help="the populations of a method in turn, so many times")
     parser.add_argument("--cell", action="store_true", help="run one cell in this process and print its row")
@@ -95,18 +125,16 @@ def main() -> int:
     results = []
     for kind in options.methods:
         if options.cell:
-            print(json.dumps(cell(kind, options.clients[0], _rounds(options.clients[0], options.client_rounds))))
+            clients, rounds = options.clients[0], _rounds(options.clients[0], options.client_rounds)
+            print(json.dumps(cell(kind, clients, rounds, options.model, options.side)))
             continue
-        passes = [
-            [_alone(kind, clients, options.client_rounds) for clients in options.clients]
-            for _ in range(options.repeats)
-        ]
+        passes = [[_alone(kind, clients, options) for clients in options.clients] for _ in range(options.repeats)]
         results += rows(passes)
     if options.cell:
         return 0
     if options.out is not None:
         where = machine() | {"memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)}
-        speaks_of = ("engine", "exchange", "methods", "simulation")
+        speaks_of = ("engine", "exchange", "methods", "report", "results", "simulation")
         keep(options.out, results, speaks_of, vars(options), where=where, order=40)
     return 0
 

@@ -26,6 +26,8 @@ Written by `make docs` from the stored measurements of `docs/reference/runs/perf
 names the command that repeats it. Ratios carry over to other machines; milliseconds are those of the machine named.
 """
 Rows = Sequence[Mapping[str, Any]]
+NEVER_SLOWER = 1.1
+"""How many times as fast as a lean loop of plain PyTorch every model should train."""
 
 
 def number(value: object) -> str:
@@ -52,7 +54,7 @@ def engines(results: Rows) -> TextTable:
     """Return the table of `python -m benchmarks.engines`."""
     head = (
         "cell", "engine", "threads", "times the usual loop", "from, to", "ms a client-round", "usual loop, ms",
-        "share of matrix speed", "peak MB", "processor share",
+        "usual loop in", "share of peak", "peak MB", "processor share",
     )  # fmt: skip
     rows = [
         (
@@ -63,13 +65,57 @@ def engines(results: Rows) -> TextTable:
             f"{row['low']:.1f}, {row['high']:.1f}",
             number(row["milliseconds"]),
             number(row["usual_milliseconds"]),
-            f"{row['roofline']:.0%}",
+            row.get("usual_form", "-"),  # not in what was stored before it was measured, as the share
+            f"{row['share_of_peak']:.0%}" if "share_of_peak" in row else "-",
             f"{row['memory_mb']:,.0f}",
             f"{row['processor_share']:.0%}",
         )
         for row in results
     ]
     return TextTable("", head, rows)
+
+
+def models(results: Rows) -> TextTable:
+    """Return the table of `benchmarks/models.py`, with what is slower than it should be and why below it."""
+    engines = list(dict.fromkeys(name for row in results for name in row["lean"]))
+    head = (
+        "model", "batch", "MFLOP a step", "usual loop, ms", "lean loop, ms", "auto takes", "ms a step",
+        "times usual", "times lean", "from, to", "share of peak", "ready after, s",
+        *(f"{name}, times lean" for name in engines),
+    )  # fmt: skip
+    rows, slow, reasons = [], [], dict[str, list[str]]()
+    for row in results:
+        auto = row["auto"]
+        over = row["lean"][auto]
+        rows.append((
+            row["model"],
+            str(row["batch"]),
+            number(row["mflop"]),
+            number(row["ms"]["usual"]),
+            number(row["ms"]["lean"]),
+            auto,
+            number(row["ms"][auto]),
+            times(row["usual"][auto]["median"]),
+            times(over["median"]),
+            f"{times(over['low'])}, {times(over['high'])}",
+            f"{row['share'][auto]:.0%}",
+            number(row["ready_s"][auto]),
+            *(times(row["lean"][name]["median"]) if name in row["lean"] else "-" for name in engines),
+        ))  # fmt: skip
+        name = f"{row['model']} ({row['batch']})"
+        if over["median"] < NEVER_SLOWER:
+            slow.append(f"{name} {times(over['median'])}")
+        if row["reason"]:
+            reasons.setdefault(row["reason"], []).append(name)
+    below = f"{len(slow)} of {len(results)}: {', '.join(slow)}" if slow else "none"
+    foot = [f"Below {NEVER_SLOWER} times the lean loop with what auto takes: {below}."]
+    foot += [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+    return TextTable("", head, rows, "\n\n".join(foot))
+
+
+def times(ratio: float) -> str:
+    """Return a ratio: with two digits after the point below 10, none above."""
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
 
 
 def exchanges(results: Rows) -> TextTable:
@@ -99,7 +145,7 @@ def exchanges(results: Rows) -> TextTable:
 
 
 TABLES: dict[str, Callable[[Rows], TextTable]] = {
-    "engines": engines, "thousand": engines, "machine": engines, "network": exchanges,
+    "engines": engines, "thousand": engines, "machine": engines, "models": models, "network": exchanges,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/reference from the package itself; with --check, say whether they are up to date.
+"""Write the generated pages of docs/reference and cli/catalog.json from the package; with --check, compare them.
 
     python scripts/reference.py
 
@@ -191,7 +191,8 @@ def pages() -> dict[Path, str]:
         "commands.md": commands(),
         "node-files.md": node_file(),
     }
-    return {REFERENCE / name: MADE + text.rstrip() + "\n" for name, text in made.items()}
+    listed = {Path(_catalog.__file__).with_name("catalog.json"): _catalog.written()}  # what `coterie methods` reads
+    return {REFERENCE / name: MADE + text.rstrip() + "\n" for name, text in made.items()} | listed
 
 
 if __name__ == "__main__":

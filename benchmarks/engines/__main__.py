@@ -20,7 +20,7 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="cnn-b/10/* with few samples and repeats.")] = False,
     samples: Annotated[int, typer.Option(min=1, help="Training samples of each client.")] = 80,
     repeats: Annotated[int, typer.Option(min=1, help="Pairs of timings of each cell; the median counts.")] = 5,
-    threads: Annotated[int, typer.Option(min=1, help="Threads; the usual loop takes the better of one and these.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="Threads; the usual loop: or so many processes.")] = 1,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Keep the results as JSON.")] = None,
 ) -> None:
     """Measure the engines on this machine beside the usual loop of research code.
@@ -34,7 +34,8 @@ def bench(
 
     The usual loop has one module, one DataLoader and one torch.optim.Adam per client. Both sides do the same work on
     the same inputs, in turn; where their results differ, nothing is reported. The ratio is a median, with the smallest
-    and the largest; the share of matrix speed is what the work's matrix products reach of a large product's speed here.
+    and the largest; the share of peak is what the work's matrix products reach of the fused multiply-adds of the cores.
+    With several threads the usual loop runs in its best form: one process, so many threads, or so many processes.
 
     [bold]Examples[/bold]
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from benchmarks._measured import flops
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -149,9 +150,11 @@ class Coterie:
     @property
     def flops(self) -> float:
         """Floating-point operations of the matrix products of one client's share of the work."""
-        once = 2.0 * products(self.task.layout, torch.zeros(1, *SHAPES[self.cell.net])) * self.cell.samples
+        x = torch.zeros(1, *SHAPES[self.cell.net])
+        training = float(flops(network(self.cell.net), x, torch.zeros(1, dtype=torch.int64)) * self.cell.samples)
         peers = self.peers.shape[1]
-        return {"train": 3 * once, "inverse-loss": peers * once, "dac-round": (3 + peers) * once}.get(
+        scoring = 2.0 * products(self.task.layout, x) * self.cell.samples * peers
+        return {"train": training, "inverse-loss": scoring, "dac-round": training + scoring}.get(
             self.cell.work, 2.0 * (peers + 1) * self.task.layout.size
         )
 

@@ -1,5 +1,6 @@
 """Measuring the cells: both sides in turn, the median of the ratios, and how near the machine's limit that is."""
 
+import math
 import resource
 import statistics
 import time
@@ -10,19 +11,20 @@ from typing import Any
 
 import torch
 from benchmarks._measured import resident
+from benchmarks._peak import Peak, machine_with_peak
 
 from coterie._util import pages
-from coterie._util.origin import keep, machine
+from coterie._util.origin import keep
 from coterie.engine import use_threads
 from coterie.errors import ConfigError, unknown
 
 from .cells import SHAPES, WORKS, Cell, Coterie, Usual, compare
+from .processes import Processes
 
 USUAL_CLIENTS = 4  # the usual loop costs the same for every client, so a few of them tell the cost of one
 POPULATIONS = (100, 1000)
 FREE = 0.95  # share of the processor from which timings are undisturbed
 SLOW_CLIENTS = 20  # so do the engines that are not compiled
-_SIDE = 512  # rows of the matrix product that tells the machine's speed
 _LEAST = 0.05  # seconds of one timing
 
 
@@ -35,12 +37,13 @@ class Row:
         engine: which engine.
         threads: how many threads it used; the usual loop has one.
         milliseconds: of the engine for one client-round (median).
-        usual_milliseconds: of the usual loop.
+        usual_milliseconds: of the usual loop in its best form.
+        usual_form: which form that was: one process, with several threads, or several processes.
         ratio: the median of the ratios of the two, each pair measured in turn.
         low, high: the smallest and the largest of these ratios.
         samples_per_second: training samples a second, for "train".
-        roofline: floating-point operations of the matrix products a second, as a share of this machine's speed with
-            large matrices.
+        share_of_peak: floating-point operations of the matrix products a second, as a share of what the fused
+            multiply-adds of the cores used can do.
         memory_mb: the largest resident memory of the process while the engine worked, torch and both sides' data
             included.
         processor_share: processor time over elapsed time of all timings: below 1 with one thread, other work was run.
@@ -54,11 +57,12 @@ class Row:
     threads: int
     milliseconds: float
     usual_milliseconds: float
+    usual_form: str
     ratio: float
     low: float
     high: float
     samples_per_second: float
-    roofline: float
+    share_of_peak: float
     memory_mb: float
     processor_share: float
 
@@ -74,12 +78,6 @@ def seconds(function: Callable[[], object]) -> float:
             return passed / times
 
 
-def matrix_speed() -> float:
-    """Return the floating-point operations a second of a product of two large matrices, with one thread."""
-    a, b = torch.ones(_SIDE, _SIDE), torch.ones(_SIDE, _SIDE)
-    return 2 * _SIDE**3 / min(seconds(lambda: a @ b) for _ in range(5))
-
-
 def measure(cell: Cell, engine: str, repeats: int, threads: int = 1) -> Row:
     """Measure one cell with one engine.
 
@@ -87,7 +85,7 @@ def measure(cell: Cell, engine: str, repeats: int, threads: int = 1) -> Row:
         cell: what to do.
         engine: which engine.
         repeats: how many pairs of timings.
-        threads: for native programs, and at most for the usual loop.
+        threads: for native programs; the usual loop takes the best of one thread, of these, and of as many processes.
 
     Raises:
         DifferentResultsError: when the engine and the usual loop do not compute the same.
@@ -95,34 +93,93 @@ def measure(cell: Cell, engine: str, repeats: int, threads: int = 1) -> Row:
     ours = Coterie(cell, engine, None if engine == "compiled" else SLOW_CLIENTS)
     theirs = Usual(ours, USUAL_CLIENTS)
     compare(ours.run(), theirs.run(), cell.work)
-    pairs: list[tuple[float, float, float]] = []
+    several = Processes(cell, threads, USUAL_CLIENTS) if threads > 1 else None
+    peak = Peak()
+    pairs: list[Pair] = []
     started, worked = time.perf_counter(), time.process_time()
     with pages.kept():  # as in a run
         for _ in range(repeats):
-            usual = min(_usual(theirs, number) for number in {1, threads})
-            speed = matrix_speed()
+            usual = best(forms(theirs, several, threads))
+            speed = peak.flops()
             _forget_peak()
-            pairs.append((_ours(ours, threads), usual, speed))
-    mine = statistics.median(mine for mine, _, _ in pairs)
-    ratios = [usual / mine for mine, usual, _ in pairs]
+            pairs.append(Pair(_ours(ours, threads), *usual, threads * speed))
+    passed, worked = time.perf_counter() - started, time.process_time() - worked
+    if several is not None:
+        passed -= several.waited
+        several.close()
+    return row(cell, engine, threads, pairs, ours.flops, worked / passed)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A timing of both sides.
+
+    Args:
+        ours: seconds of a client-round.
+        usual: of the usual loop in its best form.
+        form: which one that is.
+        peak: floating-point operations a second of the cores used.
+    """
+
+    ours: float
+    usual: float
+    form: str
+    peak: float
+
+
+def row(cell: Cell, engine: str, threads: int, pairs: Sequence[Pair], flops: float, share: float) -> Row:
+    """Return the row of some pairs of timings.
+
+    Args:
+        cell: what was done.
+        engine: which engine.
+        threads: how many.
+        pairs: the timings.
+        flops: floating-point operations of one client-round.
+        share: of the processor.
+    """
+    mine = statistics.median(pair.ours for pair in pairs)
+    ratios = [pair.usual / pair.ours for pair in pairs]
     return Row(
         **asdict(cell),
         engine=engine,
         threads=threads,
         milliseconds=1e3 * mine,
-        usual_milliseconds=1e3 * statistics.median(usual for _, usual, _ in pairs),
+        usual_milliseconds=1e3 * statistics.median(pair.usual for pair in pairs),
+        usual_form=statistics.mode(pair.form for pair in pairs),
         ratio=statistics.median(ratios),
         low=min(ratios),
         high=max(ratios),
         samples_per_second=cell.samples / mine if cell.work == "train" else 0.0,
-        roofline=statistics.median(ours.flops / mine / speed / threads for mine, _, speed in pairs),
+        share_of_peak=statistics.median(flops / pair.ours / pair.peak for pair in pairs),
         memory_mb=_peak(),
-        processor_share=(time.process_time() - worked) / (time.perf_counter() - started),
+        processor_share=share,
     )
 
 
+def forms(theirs: Usual, several: Processes | None, threads: int) -> dict[str, float]:
+    """Return the seconds of a client-round of the usual loop in each of its forms.
+
+    Args:
+        theirs: the usual loop in this process.
+        several: in as many processes as there are threads; None for one thread.
+        threads: at most.
+    """
+    found = {"1 process": _usual(theirs, 1)}
+    if several is not None:
+        found[f"{threads} threads"] = _usual(theirs, threads)
+        times = math.ceil(4 * _LEAST / (found["1 process"] * len(theirs.clients)))
+        found[f"{threads} processes"] = several.seconds(times)
+    return found
+
+
+def best(found: Mapping[str, float]) -> tuple[float, str]:
+    """Return the least seconds, and the form that took them."""
+    return min((seconds, form) for form, seconds in found.items())
+
+
 def _usual(theirs: Usual, threads: int) -> float:
-    """Return the seconds of the usual loop for one client-round."""
+    """Return the seconds of the usual loop in this process for one client-round."""
     theirs.reset()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -162,9 +219,9 @@ def _peak() -> float:
 def line(row: Row) -> str:
     """Return a row as a line of text."""
     return (
-        f"{row.net:6} {row.clients:5} clients  {row.work:12} {row.engine:8} {row.ratio:6.1f}x the usual loop "
-        f"({row.low:.1f} to {row.high:.1f}); {row.milliseconds:.2f} against {row.usual_milliseconds:.2f} ms a "
-        f"client-round; {row.roofline:.0%} of the matrix speed; {row.memory_mb:.0f} MB"
+        f"{row.net:6} {row.clients:5} clients  {row.work:12} {row.engine:8} {row.ratio:6.1f}x the usual loop in "
+        f"{row.usual_form} ({row.low:.1f} to {row.high:.1f}); {row.milliseconds:.2f} against "
+        f"{row.usual_milliseconds:.2f} ms a client-round; {row.share_of_peak:.0%} of peak; {row.memory_mb:.0f} MB"
     )
 
 
@@ -200,5 +257,4 @@ def cells(patterns: str, samples: int) -> list[Cell]:
 
 def write(rows: Sequence[Row], path: Path, settings: Mapping[str, Any]) -> None:
     """Write the rows as JSON, with the settings and the machine."""
-    where = machine() | {"matrix_gflops": round(matrix_speed() / 1e9, 1)}
-    keep(path, [asdict(row) for row in rows], ("engine", "functional"), settings, where=where)
+    keep(path, [asdict(row) for row in rows], ("engine", "functional"), settings, where=machine_with_peak())

@@ -1,7 +1,7 @@
 """The cell that every framework runs: its files, and what a script hands back. NumPy alone: all environments read it.
 
-A folder holds x.npy (clients, samples, 3, 32, 32), y.npy (clients, samples), order.npy (rounds, clients, samples: the
-order in which a client goes through its data in each round), start.npz (the first model) and cell.json.
+A folder holds x.npy (clients, samples, 3, 32, 32), y.npy (clients, samples), order.npy (rounds, clients, whole batches
+of samples: the order in which a client goes through its data in each round), start.npz (the first model) and cell.json.
 """
 
 import json

@@ -25,8 +25,11 @@ def network() -> torch.nn.Module:
 
 
 def orders(clients: int, samples: int, rounds: int, batch_size: int) -> torch.Tensor:
-    """Return the order in which every client goes through its samples in each round (rounds, clients, samples)."""
-    local, ids = LocalTraining(batch_size=batch_size), torch.arange(clients)
+    """Return the order in which every client goes through its samples in each round (rounds, clients, samples).
+
+    Samples beyond the last whole batch are left out, other ones in each round: FedJAX knows no smaller batch.
+    """
+    local, ids = LocalTraining(batch_size=batch_size, drop_last=True), torch.arange(clients)
     counts = torch.full((clients,), samples)
     plans = [plan(local, counts, ids, Rng(SEED).at(number), "batches") for number in range(rounds)]
     return torch.stack([each.order.flatten(1) for each in plans])
@@ -49,8 +52,8 @@ def main() -> None:
     module = network()
     module.load_state_dict({name: torch.from_numpy(value) for name, value in cell.start.items()})
     settings = Settings(
-        rounds=cell.rounds, local=LocalTraining(batch_size=cell.batch_size, optimizer="sgd", lr=cell.lr), init="given",
-        evaluate="final",
+        rounds=cell.rounds, init="given", evaluate="final",
+        local=LocalTraining(batch_size=cell.batch_size, optimizer="sgd", lr=cell.lr, drop_last=True),
     )  # fmt: skip
     data = federation(cell)
 

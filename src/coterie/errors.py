@@ -17,6 +17,7 @@ peer, a diverged client) are values, not exceptions.
 """
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 _NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
@@ -59,12 +60,14 @@ class OutOfMemory(CoterieError, MemoryError):
 
     @staticmethod
     def is_said_by(error: BaseException) -> bool:
-        """Return whether an error of any library says so; torch says it in a RuntimeError.
+        """Return whether an error of any library says so; torch says it in a RuntimeError, the system in an OSError.
 
         Example:
             >>> OutOfMemory.is_said_by(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."))
             True
         """
+        if isinstance(error, OSError):
+            return error.errno == errno.ENOMEM
         return isinstance(error, MemoryError) or (
             isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _NO_MEMORY)
         )

@@ -88,9 +88,19 @@ class Rng:
         return torch.tensor(draws, dtype=torch.int64)
 
     @contextmanager
-    def torch_globals(self, purpose: str, client: int = EVERYONE) -> Iterator[None]:
-        """Seed PyTorch's global CPU generator for foreign code, and restore its state afterwards."""
+    def torch_globals(self, purpose: str, client: int = EVERYONE, device: str = "cpu") -> Iterator[None]:
+        """Seed PyTorch's global generators for foreign code, and restore their states afterwards.
+
+        Args:
+            purpose: names the stream.
+            client: whose stream.
+            device: whose generator is seeded beside the CPU's.
+        """
         key = int(self.generator(purpose, client).integers(1 << 62))
-        with _TORCH_LOCK, torch.random.fork_rng(devices=[]):
+        cuda = [] if device == "cpu" else [torch.device(device).index or 0]
+        with _TORCH_LOCK, torch.random.fork_rng(devices=cuda, device_type="cuda"):
             torch.random.set_rng_state(torch.Generator().manual_seed(key).get_state())
+            for index in cuda:
+                with torch.cuda.device(index):
+                    torch.cuda.manual_seed(key)
             yield

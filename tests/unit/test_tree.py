@@ -30,7 +30,7 @@ ELSEWHERE = {
     # engines are tested by what a task computes with each of them; the native ones by what their programs compute
     "engine/_base": "unit/engine/test_task.py",
     "engine/_choice": "unit/engine/test_task.py",
-    "engine/_loop": "unit/engine/test_task.py",
+    "engine/_flat": "unit/engine/test_loop.py",
     "engine/_vmap": "unit/engine/test_task.py",
     "engine/_work": "unit/engine/test_task_samples_passed.py",
     "engine/native/compiler": "unit/engine/native/test_compiled.py",

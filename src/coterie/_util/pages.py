@@ -6,12 +6,15 @@ memory is allocated in large pages, and during a run (`kept`) the memory of a fr
 of the same size. Where a system has no such pages, tensors are PyTorch's own. No value depends on it.
 """
 
+import ctypes
 import math
 import mmap
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from threading import Lock
 
 import numpy as np
@@ -20,6 +23,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 _LEAST = 1 << 22  # bytes from which on it pays
+_MALLOPT = {-3: 1 << 26, -1: 1 << 30, -2: 1 << 26}  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD of malloc.h, bytes
 
 
 class _Store:
@@ -90,3 +94,18 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -
 def copy(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
     """Return a contiguous copy."""
     return empty(*tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+@cache
+def settle() -> None:
+    """Let the C library keep the memory of freed tensors below 64 MiB for the next ones, in this process from now on.
+
+    Without this it gives the activations of each training step back to the system and takes fresh pages for the next
+    step: thousands of page faults a step. Only glibc has such settings; elsewhere nothing happens.
+    """
+    if sys.platform != "linux":
+        return
+    adjust = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if adjust is not None:
+        for parameter, value in _MALLOPT.items():
+            adjust(parameter, value)

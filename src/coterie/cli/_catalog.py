@@ -1,8 +1,15 @@
-"""Names, defaults and meanings of the parameters of a configuration class, from its fields and docstring."""
+"""What can be chosen, in words: methods and their parameters, from classes and docstrings, and the built-in studies.
+
+catalog.json beside this file holds it for what is built in, so that it is listed without importing the classes; a test
+compares it with them, and `python scripts/reference.py` writes it.
+"""
 
 import inspect
+import json
 import re
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cache
+from importlib import resources
 from typing import Any
 
 from coterie._util.settings import required, settable, words
@@ -26,6 +33,68 @@ class Parameter:
     expects: str
     default: str
     text: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A method in words.
+
+    Args:
+        kind: its name.
+        summary: one line on what it does.
+        description: its docstring before the sections.
+        parameters: what can be set.
+        references: its papers.
+    """
+
+    kind: str
+    summary: str
+    description: str
+    parameters: tuple[Parameter, ...]
+    references: tuple[str, ...]
+
+
+def entry(kind: str, cls: type[Any]) -> Entry:
+    """Return a method in words.
+
+    Args:
+        kind: the name under which it is found.
+        cls: its class.
+    """
+    return Entry(kind, cls.summary, description(cls), tuple(parameters(cls)), cls.references)
+
+
+def methods() -> dict[str, Entry]:
+    """Return the built-in methods in words, by name."""
+    found = {}
+    for kind, one in _stored()["methods"].items():
+        given = tuple(Parameter(**parameter) for parameter in one["parameters"])
+        found[kind] = Entry(kind, one["summary"], one["description"], given, tuple(one["references"]))
+    return found
+
+
+def studies() -> dict[str, tuple[str, str]]:
+    """Return the size and the description of each built-in study, by name."""
+    return {name: (size, text) for name, (size, text) in _stored()["studies"].items()}
+
+
+@cache
+def _stored() -> dict[str, Any]:
+    return json.loads(resources.files("coterie.cli").joinpath("catalog.json").read_text("utf-8"))
+
+
+def written() -> str:
+    """Return the text of catalog.json, from the classes and files themselves."""
+    from coterie.methods import METHODS
+    from coterie.studies import config
+
+    entries = {kind: asdict(entry(kind, cls)) for kind, cls in METHODS.items()}
+    loaded = {name: config.load(name) for name in config.builtin()}
+    sizes = {
+        name: (f"{len(one.methods)} methods x {len(one.seeds)} seeds, {one.settings.rounds} rounds", one.description)
+        for name, one in loaded.items()
+    }
+    return json.dumps({"methods": entries, "studies": sizes}, indent=1, ensure_ascii=False) + "\n"
 
 
 def parameters(cls: type[Any]) -> list[Parameter]:

@@ -131,7 +131,7 @@ def tune(
         "tuned"
     ),
     workers: Annotated[
-        int | None, typer.Option("--workers", "-w", min=1, help="Processes; one per core by default.")
+        int | None, typer.Option("--workers", "-w", min=1, help="Processes; by default one per core, or one on a GPU.")
     ] = None,
     widenings: Annotated[int, typer.Option(min=0, help="How often a grid is extended when its edge is best.")] = 3,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
@@ -143,7 +143,7 @@ def tune(
       coterie tune rotated-digits --grid lr=0.0003,0.001,0.003
       coterie tune similarity/synthetic --grid lr=0.001,0.003 --grid methods.L2.tau=10,20,40 --seeds 3
     """
-    from coterie.simulation.workers import cores
+    from coterie.simulation.workers import enough
     from coterie.studies import config
     from coterie.studies import tune as tuning
 
@@ -160,7 +160,7 @@ def tune(
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     tuned = tuning.tune(
-        chosen, axes, data_dir=data_dir, workers=workers or cores(), widenings=widenings,
+        chosen, axes, data_dir=data_dir, workers=workers or enough(chosen.settings.device), widenings=widenings,
         observer=None if quiet else show,
     )  # fmt: skip
     path = tuning.write(tuned, out)

@@ -7,7 +7,7 @@ Everything fits 80 columns.
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,10 +20,12 @@ from rich.text import Text
 from coterie.functional.metrics import ACCURACY, DIVERGED, REGISTRY, Metric, Metrics
 from coterie.results.coverage import notes
 from coterie.results.summary import MEANS
-from coterie.simulation.run import Observer
+from coterie.simulation.run import Note
 from coterie.simulation.run import Progress as Step
 from coterie.studies.definition import StudyConfig
 from coterie.studies.run import Study
+
+Observer = Callable[[Step | Note], None]
 
 SECONDS = 10.0  # between two lines about a run that is not at its end, in a pipe
 
@@ -47,15 +49,28 @@ def progress(studies: Sequence[StudyConfig], console: Console, quiet: bool) -> I
         quiet: show nothing.
 
     Yields:
-        The observer to call after each round.
+        The observer to call after each round, and with what a run does before its first.
     """
     if quiet:
         yield lambda step: None
     elif lively(console):
         with _live(studies, console) as observer:
-            yield observer
+            yield _telling(console, observer)
     else:
-        yield _lines(console)
+        yield _telling(console, _lines(console))
+
+
+def _telling(console: Console, observer: Observer) -> Observer:
+    """Tell which engine trains, once for each that does, before the rounds."""
+    told: set[str] = set()
+
+    def observe(step: Step) -> None:
+        if step.engine and step.engine not in told:
+            told.add(step.engine)
+            console.print(f"engine: {step.engine}", highlight=False, markup=False, soft_wrap=True)
+        observer(step)
+
+    return observe
 
 
 @contextmanager
@@ -74,8 +89,12 @@ def _live(studies: Sequence[StudyConfig], console: Console) -> Iterator[Observer
             rounds = sum((study.scaled(entry.label).settings.rounds + 1) * len(study.seeds) for study in studies)
             tasks[entry.label] = bars.add_task(entry.label, total=rounds, value="")
 
-        def observe(step: Step) -> None:
+        def observe(step: Step | Note) -> None:
             """A run that is resumed starts late, and stops early when all its clients have: both count as done."""
+            if isinstance(step, Note):
+                bars.console.print(_line(step), highlight=False, markup=False)
+                bars.update(tasks[step.label], value=f"{step.text.partition(' ')[0]} ...")
+                return
             before = latest.get((step.label, step.seed), -2)
             advance = step.round - before if step.round > before else step.round + 2
             latest[step.label, step.seed] = step.round
@@ -88,8 +107,11 @@ def _lines(console: Console, every: float = SECONDS) -> Observer:
     """A line for each run that has come to its end, and otherwise one every few seconds."""
     started = shown = time.monotonic()
 
-    def observe(step: Step) -> None:
+    def observe(step: Step | Note) -> None:
         nonlocal shown
+        if isinstance(step, Note):
+            console.print(_line(step), highlight=False, markup=False)
+            return
         now, number = time.monotonic(), step.round + 1
         if number == step.rounds or now - shown >= every:
             shown = now
@@ -98,6 +120,10 @@ def _lines(console: Console, every: float = SECONDS) -> Observer:
             console.print(f"{text} ({now - started:.0f} s)", highlight=False, markup=False)
 
     return observe
+
+
+def _line(note: Note) -> str:
+    return f"{note.label}, seed {note.seed}: {note.text} ..."
 
 
 def _quality(step: Step) -> str:

@@ -1,7 +1,9 @@
 """The commands for nodes on real machines: `coterie net ...`, `node`, `doctor`, `up`. Heavy imports are inside them."""
 
+import importlib
 import importlib.util
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -202,15 +204,32 @@ def node(
 
 
 def doctor(
-    file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="The node file.")],
+    file: Annotated[Path | None, typer.Argument(metavar="[NODE.toml]", help="The node file.")] = None,
     insecure: Insecure = False,
+    model: Annotated[
+        str | None, typer.Option(help="Instead: which engine trains this model; a name, or package.module:Net.")
+    ] = None,
+    features: Annotated[str, typer.Option(help="With --model: the shape of one input.")] = "3,32,32",
+    outputs: Annotated[int, typer.Option(help="With --model: classes.", min=1)] = 10,
+    batch_size: Annotated[int, typer.Option(help="With --model: samples of a step.", min=1)] = 32,
+    samples: Annotated[float, typer.Option(help="With --model: training samples in all rounds.", min=0)] = 1e6,
 ) -> None:
     """Check a node before its run: identity, roster, data, port, clocks, each member; estimate the time of a round.
 
-    [bold]Example[/bold]
+    With --model, say which engine trains a model on this machine, and what keeps a faster one from it.
+
+    [bold]Examples[/bold]
 
       coterie doctor node.toml
+      coterie doctor --model cnn-b --features 1,28,28
+      coterie doctor --model mypackage.nets:Net --features 6 --outputs 2
     """
+    if (file is None) == (model is None):
+        raise ConfigError("doctor takes either a node file or --model; see `coterie doctor --help`")
+    if model is not None:
+        typer.echo(f"{model}: {_engine(model, features, outputs, batch_size, samples)}")
+        return
+    assert file is not None
     _need()
     from coterie.net import doctor as examiner
     from coterie.net import nodefile
@@ -220,6 +239,37 @@ def doctor(
 
     if not examiner.examine(nodefile.load(file), say, insecure=insecure):
         raise typer.Exit(1)
+
+
+def _engine(model: str, features: str, outputs: int, batch_size: int, samples: float) -> str:
+    """Say which engine trains a model by itself, and why."""
+    import torch
+
+    from coterie import engine
+    from coterie.models.layout import Layout, source, template
+
+    sizes = features.split(",")
+    if not all(size.strip().isdigit() and int(size) for size in sizes):
+        raise ConfigError(f"--features is {features!r}; expected the shape of one input, as 3,32,32")
+    shape = tuple(map(int, sizes))
+    layout = Layout(template(source(_imported(model) if ":" in model else model, shape, outputs)))
+    x, y = torch.zeros(2, *shape), torch.zeros(2, dtype=torch.int64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the reason says the same
+        found = engine.make("auto", layout, engine.cross_entropy, x, y, samples, batch_size=batch_size)
+    return found.reason
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        advice = "expected package.module:Net, importable from here; PYTHONPATH may name its folder"
+        raise ConfigError(f"--model {path}: {error}; {advice}") from error
+    if not callable(found):
+        raise ConfigError(f"--model {path} is {type(found).__name__}; expected a module, or what makes one")
+    return found
 
 
 def up(

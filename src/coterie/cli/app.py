@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -20,9 +20,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from coterie import __version__
 from coterie.cli import _compare, _report
 from coterie.cli._net import register
-from coterie.errors import ConfigError, CoterieError, unknown
+from coterie.errors import ConfigError, CoterieError, OutOfMemory, unknown
 
 app = typer.Typer(
     name="coterie",
@@ -39,7 +40,9 @@ DataDir = Annotated[
     typer.Option("--data-dir", envvar="COTERIE_DATA", help="Folder with datasets, in the Hugging Face layout."),
 ]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder in which the study's folder is created.")]
-Workers = Annotated[int | None, typer.Option("--workers", "-w", min=1, help="Processes; one per core by default.")]
+Workers = Annotated[
+    int | None, typer.Option("--workers", "-w", min=1, help="Processes; by default one per core, or one on a GPU.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON, for programs.")]
 StudyName = Annotated[str, typer.Argument(metavar="STUDY", help="A study file, or the name of a built-in study.")]
@@ -50,8 +53,19 @@ Set = Annotated[
 Seeds = Annotated[str | None, typer.Option(help="The number of seeds (5), or a list (0,3,7).")]
 
 
+def _version(asked: bool) -> bool:
+    if asked:
+        typer.echo(f"coterie {__version__}")
+        raise typer.Exit
+    return asked
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and stop.")
+    ] = False,
+) -> None:
     """Personalized decentralized and clustered federated learning: simulate, compare, run between machines.
 
     [bold]Start here[/bold]
@@ -132,33 +146,47 @@ def methods(name: Annotated[str | None, typer.Argument(help="One method, in deta
       coterie methods dac
     """
     from coterie.cli import _catalog
-    from coterie.methods import METHODS, registry
 
-    console = Console(soft_wrap=False)
+    console, known = Console(soft_wrap=False), _catalog.methods()
     if name is None:
-        for kind in sorted({*METHODS, *registry.installed()}):
+        for kind in sorted({*known, *_offered(known)}):
             try:
-                method = registry.find(kind)
+                method = known[kind] if kind in known else _found(kind)
             except ConfigError as error:  # of another package: the rest of the list is wanted all the same
                 console.print(f"[bold]{kind}[/bold]: {escape(str(error))}", highlight=False)
                 continue
-            settings = ", ".join(f"{p.name} = {p.default}" for p in _catalog.parameters(method))
+            settings = ", ".join(f"{p.name} = {p.default}" for p in method.parameters)
             console.print(f"[bold]{kind}[/bold]: {escape(method.summary)}")
             console.print(f"    {escape(settings or 'no parameters')}", style="dim", highlight=False)
             for reference in method.references:
                 console.print(f"    {escape(reference)}", highlight=False)
         return
-    method = registry.find(name)
-    paragraphs = re.sub(r"(?<!\n)\n(?=\w)", " ", _catalog.description(method))
+    method = known[name] if name in known else _found(name)
+    paragraphs = re.sub(r"(?<!\n)\n(?=\w)", " ", method.description)
     console.print(f"[bold]{name}[/bold]: {escape(method.summary)}\n\n{escape(paragraphs)}\n")
     table = Table(box=None, pad_edge=False, header_style="dim")
     for head in ("parameter", "default", "meaning"):
         table.add_column(head, overflow="fold")
-    for p in _catalog.parameters(method):
+    for p in method.parameters:
         table.add_row(p.name, p.default, escape(f"{p.text} ({p.expects})"))
     console.print(table)
     for reference in method.references:
         console.print(f"\n{escape(reference)}", highlight=False)
+
+
+def _offered(known: Container[str]) -> set[str]:
+    """The methods that installed packages offer, which are imported only if there are any."""
+    from importlib.metadata import entry_points
+
+    return {point.name for point in entry_points(group="coterie.methods") if point.name not in known}
+
+
+def _found(kind: str) -> Any:
+    """A method that is not built in, in words."""
+    from coterie.cli import _catalog
+    from coterie.methods import registry
+
+    return _catalog.entry(kind, registry.find(kind))
 
 
 @app.command()
@@ -172,21 +200,25 @@ def studies(
 
       coterie studies rotated-digits > my-study.toml
     """
-    from coterie.studies import config
+    from coterie.cli import _catalog
+    from coterie.studies import named
 
     if name is not None:
-        found = config.builtin(bases=not resolved)
+        found = named.builtin(bases=not resolved)
         if name not in found:
             raise ConfigError(unknown("study", name, found))
-        text = config.dumps(config.load(name)) if resolved else found[name].read_text(encoding="utf-8")
-        typer.echo(text, nl=False)
+        typer.echo(_resolved(name) if resolved else found[name].read_text(encoding="utf-8"), nl=False)
         return
     console = Console()
-    for title in config.builtin():
-        study = config.load(title)
-        size = f"{len(study.methods)} methods x {len(study.seeds)} seeds, {study.settings.rounds} rounds"
+    for title, (size, description) in _catalog.studies().items():
         console.print(f"[bold]{title}[/bold]  [dim]{size}[/dim]", highlight=False)
-        console.print(f"    {escape(study.description)}", highlight=False)
+        console.print(f"    {escape(description)}", highlight=False)
+
+
+def _resolved(name: str) -> str:
+    from coterie.studies import config
+
+    return config.dumps(config.load(name))
 
 
 @app.command("list")
@@ -237,7 +269,7 @@ def _run(
     """Run a study with progress, then show it."""
     from coterie.cli import _display
     from coterie.report.page import write_report
-    from coterie.simulation.workers import cores
+    from coterie.simulation.workers import enough
     from coterie.studies.sweep import expand, run_sweep
 
     console = Console(stderr=True)
@@ -247,10 +279,11 @@ def _run(
             study,
             out=out,
             data_dir=data_dir,
-            workers=workers or cores(),
+            workers=workers or enough(study.settings.device),
             resume=resume,
             overwrite=overwrite,
             observer=observer,
+            notes=observer,
         )
     reports = [write_report(one.folder) for one in done]
     _show(done, as_json)
@@ -290,7 +323,7 @@ def _resumable(folder: Path, command: str) -> Iterator[None]:
         typer.echo(f"\n{text}", err=True)
         raise
     except OSError as error:
-        if not (folder / CONFIG).exists() or isinstance(error, CoterieError):
+        if not (folder / CONFIG).exists() or isinstance(error, CoterieError) or OutOfMemory.is_said_by(error):
             raise
         raise ConfigError(f"cannot write: {_reason(error)}; when that is fixed, continue with: {command}") from error
 
@@ -327,10 +360,13 @@ def main() -> NoReturn:
     except CoterieError as error:
         typer.echo(f"coterie: {error}".replace("\n", " "), err=True)
         sys.exit(2)
-    except OSError as error:
-        typer.echo(f"coterie: {_reason(error)}", err=True)
-        sys.exit(2)
-    except MemoryError:
-        typer.echo("coterie: this machine has no more memory; use fewer --workers, or a smaller model", err=True)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if OutOfMemory.is_said_by(error):
+            text = "this machine has no more memory; use fewer --workers, fewer clients, or a smaller model"
+        elif isinstance(error, OSError):
+            text = _reason(error)
+        else:
+            raise
+        typer.echo(f"coterie: {text}", err=True)
         sys.exit(2)
     sys.exit(status if isinstance(status, int) else 0)

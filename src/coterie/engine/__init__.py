@@ -1,10 +1,11 @@
 """How the population is trained: `task` is the only place with gradients; engines differ in speed, never in result.
 
-`loop` runs one client after another and takes any module; `vmap` runs a block of clients as one batched program;
-`compiled` writes the whole step of a plain stack of layers as a native program.
+`loop` trains one client after another with PyTorch's own modules, on one flat vector, and takes any module; `vmap` runs
+a block of clients as one batched program; `compiled` writes the whole step of a plain stack of layers as a native
+program. `make` chooses by the model and the amount of work; `Engine.reason` says which engine it is, and why.
 """
 
-from coterie.engine._base import Engine
+from coterie.engine._base import Engine, cross_entropy
 from coterie.engine._choice import ENGINES, default_block, make
 from coterie.engine._loop import LoopEngine
 from coterie.engine._vmap import VmapEngine
@@ -14,5 +15,5 @@ from coterie.engine.optim import LocalTraining, RowOptimizer
 
 __all__ = [
     "ENGINES", "CompiledEngine", "Engine", "LocalTraining", "LoopEngine", "RowOptimizer", "VmapEngine",
-    "default_block", "make", "use_threads",
+    "cross_entropy", "default_block", "make", "use_threads",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ class CropFlip:
     """Pad each image, crop it to its size at a random position, and mirror it with probability 1/2.
 
     Args:
-        keys: key of each client's draws in one local training.
+        keys: key of each client's draws in one local training, where the images are.
         padding: pixels added on each side.
         fill: value of the added pixels, per channel, as the model takes it (black).
     """
@@ -31,16 +31,17 @@ class CropFlip:
         A draw depends on the client, the step and the sample's position in the batch, and on nothing else.
         """
         height, width = x.shape[-2:]
-        places = torch.arange(x.shape[1])
+        places = torch.arange(x.shape[1], device=x.device)
         bits = splitmix(splitmix(self.keys[members, None] + step) + places)
         span = 2 * self.padding + 1
         down, right = bits.remainder(span), splitmix(bits).remainder(span)
         mirror = (splitmix(splitmix(bits)) & 1).bool()
-        rows = torch.arange(height) + (down - self.padding)[..., None]
-        along = torch.where(mirror[..., None], torch.arange(width).flip(0), torch.arange(width))
+        line, along = (torch.arange(size, device=x.device) for size in (height, width))
+        rows = line + (down - self.padding)[..., None]
+        along = torch.where(mirror[..., None], along.flip(0), along)
         columns = along + (right - self.padding)[..., None]
         inside = ((rows >= 0) & (rows < height))[..., :, None] & ((columns >= 0) & (columns < width))[..., None, :]
         index = rows.clamp(0, height - 1)[..., :, None] * width + columns.clamp(0, width - 1)[..., None, :]
-        index, inside = index.flatten(2).to(x.device), inside.to(x.device)[:, :, None]
+        index, inside = index.flatten(2), inside[:, :, None]
         moved = x.flatten(3).gather(3, index[:, :, None].expand(-1, -1, x.shape[2], -1)).reshape(x.shape)
         return torch.where(inside, moved, self.fill.to(x)[:, None, None])

@@ -15,7 +15,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional
 
-from coterie.engine._work import Pairs, Training
+from coterie.engine._work import Pairs, Training, alike, sent
 from coterie.engine.optim import RowOptimizer
 from coterie.errors import ModelError
 from coterie.functional.metrics import ACCURACY, LOSS, MSE
@@ -51,9 +51,12 @@ class Engine(ABC):
     Attributes:
         modules: the modules for training and for evaluation.
         compile_seconds: time of compiling in this process; 0 when nothing was compiled, or the program was cached.
+        reason: the engine, what it does, and why no faster one runs: a line for people.
     """
 
     name: ClassVar[str]
+    does: ClassVar[str] = "an engine of its own"
+    reason: str = ""
     compile_seconds: float = 0.0
     _pieces: int = 1  # how many times smaller blocks are than asked for, since the memory did not hold them
 
@@ -104,9 +107,9 @@ class Engine(ABC):
             block: number of clients trained at once.
 
         Returns:
-            The loss of each step before its update; NaN where a client had no batch.
+            The loss of each step before its update, on the CPU; NaN where a client had no batch.
         """
-        losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
+        losses = rows.new_full(work.length.shape, torch.nan)
         start = 0
         while start < len(rows):
             step = max(1, block // self._pieces)
@@ -126,7 +129,7 @@ class Engine(ABC):
                 self._shrink()
                 continue
             start = part.stop
-        return losses
+        return losses.cpu()
 
     def _shrink(self) -> None:
         """Work in blocks of half the size from now on, since the last block did not fit into memory."""
@@ -138,7 +141,7 @@ class Engine(ABC):
     def _train_block(self, rows: Tensor, work: Training) -> Tensor:
         trainable = self.layout.trainable
         optimizer = RowOptimizer(work.local, rows[:, :trainable], work.moments, work.taken)
-        losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
+        losses = rows.new_full(work.length.shape, torch.nan)
         for step in range(work.steps):
             for size, members in work.groups(step):
                 whole = len(members) == len(rows)
@@ -169,33 +172,40 @@ class Engine(ABC):
             inputs: values of the layout's input buffers, one per row of the table.
             block: number of models run at once.
         """
-        alone = self.one_by_one(table.device)
+        alone, work = self.one_by_one(table.device), pairs.there()
         while True:
             totals = {name: table.new_zeros(len(pairs.models)) for name in pairs.metrics}
             step = 1 if alone else max(1, block // self._pieces)
             try:
                 if alone or len(pairs.count) < len(pairs.models):
-                    self._measure_sets(table, pairs, inputs, step, totals)
+                    self._measure_sets(table, work, pairs.sets, inputs, step, totals)
                 else:
-                    self._measure_blocks(table, pairs, inputs, step, totals)
+                    self._measure_blocks(table, work, pairs.count[pairs.sets], inputs, step, totals)
                 break
             except torch.OutOfMemoryError:
                 if self._pieces > _CHUNK["cuda"]:
                     raise ModelError("the memory does not hold the measurement of one model on one sample") from None
                 self._shrink()
-        number = pairs.count[pairs.sets].to(table)
-        return {name: (total / number).cpu() for name, total in totals.items()}
+        means = torch.stack(list(totals.values())) / pairs.count[pairs.sets].to(table)
+        return dict(zip(totals, means.cpu(), strict=True))
 
     def _measure_sets(
-        self, table: Tensor, pairs: Pairs, inputs: Mapping[str, Tensor], block: int, totals: dict[str, Tensor]
+        self,
+        table: Tensor,
+        pairs: Pairs,
+        sets: Tensor,
+        inputs: Mapping[str, Tensor],
+        block: int,
+        totals: dict[str, Tensor],
     ) -> None:
-        """Prepare each set once, in pieces, and run every model that is measured on it."""
+        """Prepare each set once, in pieces, and run every model that is measured on it; `sets` is on the CPU."""
         size, most = self._piece(pairs, table)
-        order = torch.argsort(pairs.sets, stable=True)
-        found, repeats = torch.unique_consecutive(pairs.sets[order], return_counts=True)
-        for number, chosen in zip(found.tolist(), order.split(repeats.tolist()), strict=True):
+        order = torch.argsort(sets, stable=True)
+        found, repeats = torch.unique_consecutive(sets[order], return_counts=True)
+        who = order.to(table.device).split(repeats.tolist())
+        for number, chosen in zip(found.tolist(), who, strict=True):
             for places in pairs.places[number, : int(pairs.count[number])].split(size):
-                x, y = pairs.inputs(torch.tensor([number]), places[None]), pairs.samples.targets(places)
+                x, y = pairs.inputs(pairs.sets[chosen[:1]], places[None]), pairs.samples.targets(places)
                 for part in chosen.split(min(block, most)):
                     models = pairs.models[part]
                     outputs = self.forward(table[models], x, {k: v[models] for k, v in inputs.items()})
@@ -203,13 +213,19 @@ class Engine(ABC):
                         totals[name][part] += value.sum(1)
 
     def _measure_blocks(
-        self, table: Tensor, pairs: Pairs, inputs: Mapping[str, Tensor], block: int, totals: dict[str, Tensor]
+        self,
+        table: Tensor,
+        pairs: Pairs,
+        count: Tensor,
+        inputs: Mapping[str, Tensor],
+        block: int,
+        totals: dict[str, Tensor],
     ) -> None:
         """Run a block of models at once, each on a different set; sets of equal size together, so none is padded."""
         size, most = self._piece(pairs, table)
-        count = pairs.count[pairs.sets]
-        for number in count.unique().tolist():
-            for part in (count == number).nonzero().flatten().split(min(block, most)):
+        numbers, who = zip(*alike(count), strict=True) if len(count) else ((), ())
+        for number, members in zip(numbers, sent(who, table.device), strict=True):
+            for part in members.split(min(block, most)):
                 models, sets = pairs.models[part], pairs.sets[part]
                 chosen = {k: v[models] for k, v in inputs.items()}
                 for places in pairs.places[sets, :number].split(size, dim=1) if number else ():

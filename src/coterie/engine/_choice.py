@@ -1,13 +1,16 @@
 """Which engine runs a module: the one that was asked for, or what "auto" expects to be fastest; tried once."""
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from coterie.engine._base import Engine, Objective
 from coterie.engine._loop import LoopEngine
 from coterie.engine._vmap import VmapEngine
+from coterie.engine.native import stack
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.compiler import CompilerError
 from coterie.engine.native.trace import NotTraceableError
@@ -16,10 +19,12 @@ from coterie.models.layout import Layout
 
 ENGINES: dict[str, type[Engine]] = {"loop": LoopEngine, "vmap": VmapEngine, "compiled": CompiledEngine}
 
-_SECONDS = 2.0  # compiling takes two or three seconds, once for a machine and a model
+_SECONDS = {True: 2.0, False: 15.0}  # of compiling a plain stack, and another module, once for a machine and a model
 _SAMPLE, _PRODUCT = 25e-6, 4.5e-10  # seconds of the vmap engine for a sample, and for a product in its forward pass
 
-_BATCH = 2_000_000  # products of a client's batch above which a CPU is faster with one client after another
+_ASKED = "as set"  # why an engine runs that was named
+
+_BATCH = 500_000  # products of a client's batch above which a CPU is faster with one client after another
 
 
 def products(layout: Layout, x: Tensor) -> int:
@@ -33,23 +38,36 @@ def products(layout: Layout, x: Tensor) -> int:
         >>> products(Layout(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3))), torch.zeros(5, 1, 4, 4))
         96
     """
-    found = 0
+    with torch.no_grad(), _Products() as counted:
+        layout.eval_module(x.to(next(layout.eval_module.parameters()).device))
+    return counted.found // len(x)
 
-    def count(module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        nonlocal found
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        found += weight.numel() * (output[0].numel() // len(weight))
 
-    known = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    hooks = [part.register_forward_hook(count) for part in layout.eval_module.modules() if isinstance(part, known)]
-    try:
-        with torch.no_grad():
-            layout.eval_module(x.to(next(layout.eval_module.parameters()).device))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
+class _Products(TorchDispatchMode):
+    """Counts the multiplications of matrix products and convolutions while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under the mode: PyTorch need not load its compiler (a second) to leave it out."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation and count."""
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        if name in ("mm", "bmm"):
+            self.found += out.numel() * args[0].shape[-1]
+        elif name in ("addmm", "baddbmm"):
+            self.found += out.numel() * args[1].shape[-1]
+        elif name == "convolution":
+            self.found += out.numel() * args[1][0].numel()
+        elif name == "mkldnn_rnn_layer":
+            self.found += args[0].shape[0] * args[0].shape[1] * (args[1].numel() + args[2].numel())
+        return out
 
 
 def compiling_pays(layout: Layout, x: Tensor, expected: float | None) -> bool:
@@ -64,7 +82,7 @@ def compiling_pays(layout: Layout, x: Tensor, expected: float | None) -> bool:
     """
     if expected is None or x.device.type != "cpu":
         return False
-    return expected * (_SAMPLE + _PRODUCT * products(layout, x)) > _SECONDS
+    return expected * (_SAMPLE + _PRODUCT * products(layout, x)) > _SECONDS[stack.is_stack(layout.train_module)]
 
 
 def batching_pays(layout: Layout, x: Tensor, batch_size: int | None) -> bool:
@@ -114,30 +132,65 @@ def make(
         raise ConfigError(unknown("engine", name, ["auto", *ENGINES]))
     if name == "compiled" and precision != "full":
         raise ConfigError(f"engine = 'compiled' computes in full; found precision = {precision!r}: take another engine")
-    loop = LoopEngine(layout, objective, precision)
-    problem = _failure(loop, x, y)
+    loop, problem = _loop(layout, objective, x, y, precision)
     if problem is not None:
         layer, error = problem
         shape = tuple(x.shape[1:])
         raise ModelError(f"the module cannot be trained on inputs of shape {shape}: {layer}: {error}") from error
     if name == "loop":
-        return loop
-    if name == "compiled" or (name == "auto" and precision == "full" and compiling_pays(layout, x, expected)):
-        try:
-            return CompiledEngine(layout, objective, x, y)
-        except (NotTraceableError, CompilerError) as error:
-            if name == "compiled" or isinstance(error, CompilerError):
-                warnings.warn(f"the vmap engine is used: the module cannot be compiled: {error}", stacklevel=3)
-    if name == "auto" and not batching_pays(layout, x, batch_size):
-        return loop
+        return _because(loop, _ASKED)
+    against = []  # what speaks against a faster engine
+    if name in ("auto", "compiled"):
+        unfit = _too_little(layout, x, expected, precision) if name == "auto" else None
+        if unfit is None:
+            try:
+                return _because(CompiledEngine(layout, objective, x, y), _ASKED if name == "compiled" else "")
+            except (NotTraceableError, CompilerError) as error:
+                unfit = f"the module cannot be compiled: {error}"
+                if name == "compiled" or isinstance(error, CompilerError):
+                    other = "vmap" if batching_pays(layout, x, batch_size) else "loop"
+                    warnings.warn(f"the {other} engine is used: {unfit}", stacklevel=3)
+        against.append(unfit)
+    if name != "vmap" and not batching_pays(layout, x, batch_size):
+        return _because(loop, *against, "the products of a batch are too large for many clients at once")
     engine = VmapEngine(layout, objective, precision, cuda_graphs)
     problem = _failure(engine, x, y)
     if problem is None:
-        return engine
+        return _because(engine, *against, *([_ASKED] if name == "vmap" else []))
     layer, error = problem
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    warnings.warn(f"the loop engine is used: {layer} cannot be run over many clients at once ({first})", stacklevel=3)
-    return loop
+    against.append(f"{layer} cannot be run over many clients at once ({first})")
+    warnings.warn(f"the loop engine is used: {against[-1]}", stacklevel=3)
+    return _because(loop, *against)
+
+
+def _because(engine: Engine, *why: str) -> Engine:
+    """Let an engine say why it runs: what was asked for, or what speaks against the faster ones."""
+    reasons = "; ".join(filter(None, why))
+    engine.reason = f"{engine.name}, {engine.does}" + (f": {reasons}" if reasons else "")
+    return engine
+
+
+def _too_little(layout: Layout, x: Tensor, expected: float | None, precision: str) -> str | None:
+    """Return why "auto" does not compile a module, if it does not."""
+    if x.device.type != "cpu":
+        return "native programs run on a CPU"
+    if precision != "full":
+        return "native programs compute in full precision"
+    return None if compiling_pays(layout, x, expected) else "too little work to compile"
+
+
+def _loop(
+    layout: Layout, objective: Objective, x: Tensor, y: Tensor, precision: str
+) -> tuple[LoopEngine, tuple[str, Exception] | None]:
+    """Return the loop engine, with channels last where the module can be run so on a CPU; and why it cannot be run."""
+    convolves = any(isinstance(part, nn.Conv2d) for part in layout.train_module.modules())
+    if convolves and x.device.type == "cpu":
+        loop = LoopEngine(layout, objective, precision, channels_last=True)
+        if _failure(loop, x, y) is None:
+            return loop, None
+    loop = LoopEngine(layout, objective, precision)
+    return loop, _failure(loop, x, y)
 
 
 def _failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception] | None:

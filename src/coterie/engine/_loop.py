@@ -1,59 +1,136 @@
-"""The loop engine: one client after another with plain autograd. Slow, simple, runs any module: the reference."""
+"""The loop engine: one client after another, with PyTorch's own modules and kernels. It runs any module."""
 
+import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from coterie.engine._base import Engine
+from coterie._util import pages
+from coterie.engine._base import Engine, Objective, cross_entropy
+from coterie.engine._flat import FlatModel, FlatOptimizer
 from coterie.engine._rewrites import placed
 from coterie.engine._work import Training
+from coterie.engine.optim import LocalTraining
 from coterie.engine.precision import computing
+from coterie.models.layout import Layout
 
 
 class LoopEngine(Engine):
-    """One client after another."""
+    """One client after another, each copied into one flat model and trained there.
+
+    Args:
+        layout: of the module.
+        objective: the loss of each sample.
+        precision: see `engine.precision.computing`.
+        channels_last: see `FlatModel`; faster on a CPU, but not for modules that view what a convolution returns.
+    """
 
     name: ClassVar[str] = "loop"
+    does: ClassVar[str] = "one client after another"
+
+    def __init__(
+        self, layout: Layout, objective: Objective, precision: str = "full", channels_last: bool = False
+    ) -> None:
+        super().__init__(layout, objective, precision)
+        self.channels_last, self._plain = channels_last, objective is cross_entropy
+        self._room = threading.local()  # a model and its optimizers in each thread
+        model = self._model(next(layout.train_module.parameters()).device)
+        self.modules = (model.train_module, model.eval_module)
 
     def one_by_one(self, device: torch.device) -> bool:
         """See `Engine.one_by_one`."""
         return True
 
+    def _model(self, device: torch.device) -> FlatModel:
+        models: dict[torch.device, FlatModel] = self._room.__dict__.setdefault("models", {})
+        if device not in models:
+            models[device] = FlatModel(self.layout, device, self.channels_last)
+        return models[device]
+
+    def _optimizer(self, model: FlatModel, local: LocalTraining) -> FlatOptimizer:
+        optimizers: dict[FlatModel, FlatOptimizer] = self._room.__dict__.setdefault("optimizers", {})
+        if model not in optimizers or optimizers[model].local != local:
+            optimizers[model] = FlatOptimizer(model, local)
+        return optimizers[model]
+
     def train(self, rows: Tensor, work: Training, block: int) -> Tensor:
         """See `Engine.train`; `block` does not matter. Foreign modules may draw from PyTorch's own generator."""
-        losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
+        if rows.device.type == "cpu":
+            pages.settle()
+        losses = rows.new_full(work.length.shape, torch.nan)
         for row in range(len(rows)):
-            part = slice(row, row + 1)
-            with work.foreign(row):
-                losses[part] = self._train_block(rows[part], work.part(part))
+            with work.foreign(row), self._products(rows.device):
+                found = self._train_one(rows[row], work, row)
+            if found:
+                losses[row, : len(found)] = torch.stack(found)
+        return losses.cpu()
+
+    def _train_one(self, row: Tensor, work: Training, number: int) -> list[Tensor]:
+        """Train a client in place; return the loss of each of its steps."""
+        model = self._model(row.device)
+        optimizer = self._optimizer(model, work.local)
+        away, anchor = None, None
+        if work.anchor is not None and work.prox:
+            away, anchor = torch.empty_like(model.trained), torch.empty_like(model.trained)
+            model.take(anchor, work.anchor[number, : self.layout.trainable])
+        moments = None if work.moments is None else work.moments[number]
+        taken = None if work.taken is None else work.taken[number]
+        losses = []
+        model.load(row)
+        with optimizer.state(moments, taken):
+            for x, y, inputs in work.batches(number):
+                losses.append(self._backward(model, x, y, inputs))
+                if away is not None and anchor is not None:
+                    model.gradient.add_(torch.sub(model.trained, anchor, out=away), alpha=work.prox)
+                optimizer.step()
+        model.store(row)
         return losses
+
+    def _backward(self, model: FlatModel, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Set a model's gradient and update its running statistics; return the loss."""
+        model.set_inputs(inputs)
+        model.gradient.zero_()
+        with self._lower(x.device):
+            outputs = model.train_module(x)
+        outputs = outputs.to(self.layout.dtype)
+        loss = functional.cross_entropy(outputs, y) if self._plain else self.objective(outputs, y).mean()
+        loss.backward()
+        model.settle()
+        return loss.detach()
+
+    def _products(self, device: torch.device) -> AbstractContextManager[None]:
+        """Set PyTorch's products for forward and backward passes."""
+        return computing("full" if self.precision == "bf16" else self.precision, device)
+
+    def _lower(self, device: torch.device) -> AbstractContextManager[None]:
+        """Set what only a forward pass takes."""
+        return computing(self.precision, device) if self.precision == "bf16" else nullcontext()
 
     def gradients(
         self, rows: Tensor, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Engine.gradients`."""
-        layout = self.layout
-        parts = []
-        for i, row in enumerate(map(placed, rows)):
-            tensors = {name: view.detach() for name, view in layout.views(row).items()}
-            leaves = [tensors[s.name].requires_grad_() for s in layout.slots if s.stop <= layout.trainable]
-            tensors |= {name: value[i] for name, value in inputs.items()}
-            with computing(self.precision, rows.device):
-                outputs = layout.call(tensors, placed(x[i]), training=True)
-            loss = self.objective(outputs.to(rows.dtype), y[i]).mean()
-            grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-            flat = [torch.zeros_like(p) if g is None else g for g, p in zip(grads, leaves, strict=True)]
-            parts.append((loss.detach(), torch.cat([g.reshape(-1) for g in flat]), layout.state(tensors, row)))
-        losses, gradients, states = zip(*parts, strict=True)
-        return torch.stack(losses), torch.stack(gradients), torch.stack(states)
+        model, trainable = self._model(rows.device), self.layout.trainable
+        losses, gradients, after = rows.new_empty(len(rows)), torch.empty_like(rows[:, :trainable]), rows.clone()
+        for i, row in enumerate(rows):
+            model.load(row)
+            with self._products(rows.device):
+                own = {name: value[i] for name, value in inputs.items()}
+                losses[i] = self._backward(model, placed(x[i]), y[i], own)
+            model.give(model.gradient, gradients[i])
+            model.store(after[i])
+        return losses, gradients, after[:, trainable:]
 
     def forward(self, rows: Tensor, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """See `Engine.forward`."""
-        outputs = []
+        model, outputs = self._model(rows.device), []
         with torch.no_grad(), computing(self.precision, rows.device):
-            for i, row in enumerate(map(placed, rows)):
-                tensors = self.layout.views(row) | {name: value[i] for name, value in inputs.items()}
-                outputs.append(self.layout.call(tensors, placed(x[i if len(x) > 1 else 0]), training=False))
+            for i, row in enumerate(rows):
+                model.load(row)
+                model.set_inputs({name: value[i] for name, value in inputs.items()})
+                outputs.append(model.eval_module(placed(x[i if len(x) > 1 else 0])))
         return torch.stack(outputs).to(rows.dtype)

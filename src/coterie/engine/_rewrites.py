@@ -41,6 +41,34 @@ class Separately(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def grad_and_value(function: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Any, tuple[Tensor, Any]]]:
+    """As `torch.func.grad_and_value(function, has_aux=True)`, by the same steps, for a dict of tensors.
+
+    PyTorch's own loads its compiler (a second) to switch off what is not on.
+    """
+    import torch._functorch.eager_transforms as steps
+
+    def differentiated(trained: dict[str, Tensor], *rest: Any) -> tuple[Any, tuple[Tensor, Any]]:
+        with steps.grad_increment_nesting() as level, torch.enable_grad():
+            wrapped: dict[str, Tensor]
+            wrapped, others = steps._wrap_all_tensors((trained, rest), level)
+            steps._create_differentiable(wrapped)
+            loss, aux = function(wrapped, *others)
+            found = {name: torch.zeros_like(leaf) for name, leaf in wrapped.items()}
+            if loss.requires_grad:
+                grads = torch.autograd.grad(loss, list(wrapped.values()), create_graph=True, allow_unused=True)
+                found |= {name: grad for name, grad in zip(wrapped, grads, strict=True) if grad is not None}
+            whole: Any = (found, (loss, aux))
+            return steps._undo_create_differentiable(whole, level)
+
+    return differentiated
+
+
+def gathered_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """As `_base.cross_entropy`: the steps into which PyTorch takes it apart under vmap, for which it loads sympy."""
+    return -torch.log_softmax(outputs, 1).gather(1, targets[:, None]).squeeze(1)
+
+
 class StridedMaxPool(nn.Module):
     """Max-pooling over windows that do not overlap, as the maximum of strided slices of the input.
 

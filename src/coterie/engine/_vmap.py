@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import functional_call, vmap
 
-from coterie.engine._base import Engine, Objective
-from coterie.engine._rewrites import Separately, faster, independent
+from coterie.engine._base import Engine, Objective, cross_entropy
+from coterie.engine._rewrites import Separately, faster, gathered_cross_entropy, grad_and_value, independent
 from coterie.engine.precision import computing
 from coterie.models.layout import Layout
 
@@ -28,6 +28,7 @@ class VmapEngine(Engine):
     """
 
     name: ClassVar[str] = "vmap"
+    does: ClassVar[str] = "many clients at once"
 
     def __init__(
         self, layout: Layout, objective: Objective, precision: str = "full", cuda_graphs: bool = False
@@ -37,11 +38,13 @@ class VmapEngine(Engine):
         self.modules = (train_module, self._eval_module)
         self._convolves = any(isinstance(part, _CONVOLUTIONS) for part in layout.eval_module.modules())
         self._gradients = {
-            device: vmap(grad_and_value(partial(self._loss, module), has_aux=True))
+            device: vmap(grad_and_value(partial(self._loss, module)))
             for device, module in (("cpu", train_module), ("other", layout.train_module))
         }
         if cuda_graphs:
-            self._gradients["other"] = torch.compile(self._gradients["other"], mode="reduce-overhead")
+            whole = torch.func.grad_and_value(partial(self._loss, layout.train_module), has_aux=True)
+            self._gradients["other"] = torch.compile(vmap(whole), mode="reduce-overhead")
+        self._objective = gathered_cross_entropy if objective is cross_entropy else objective
         self._forward = vmap(self._outputs)
         self._forward_shared = vmap(self._outputs, in_dims=(0, None, 0))
 
@@ -49,7 +52,7 @@ class VmapEngine(Engine):
         self, module: nn.Module, trained: dict, state: dict, inputs: dict, x: Tensor, y: Tensor
     ) -> tuple[Tensor, dict]:
         tensors = {**trained, **state, **inputs}
-        loss = self.objective(functional_call(module, tensors, (x,)).to(self.layout.dtype), y).mean()
+        loss = self._objective(functional_call(module, tensors, (x,)).to(self.layout.dtype), y).mean()
         return loss, {name: tensors[name] for name in state}
 
     def _outputs(self, tensors: dict, x: Tensor, inputs: dict) -> Tensor:

@@ -1,8 +1,10 @@
 """The work of an engine: samples, one local training of some clients, pairs of a model and a set to measure it on."""
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -14,6 +16,8 @@ from coterie.engine.optim import LocalTraining
 from coterie.functional.metrics import measured
 
 _GOLDEN = 0x1F123BB5159A55E5  # an odd constant that spreads the keys of successive steps
+_STEPS, _GATHERED = 64, 1 << 18  # steps of a client, and entries of their inputs, that are gathered at once
+_COMPARED = 1 << 26  # entries of rows that a device compares at once
 
 Batch = tuple[Tensor, Tensor, Mapping[str, Tensor]]
 """Inputs, targets and values of the input buffers of some members of a block."""
@@ -43,40 +47,53 @@ class RawSamples:
         return len(self.x)
 
     @property
+    def device(self) -> torch.device:
+        """Where they are stored, and prepared."""
+        return self.x.device
+
+    @property
     def features(self) -> tuple[int, ...]:
         """The shape of one input."""
         return tuple(self.x.shape[1:])
 
     def inputs(self, places: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
         """Return samples as the model takes them: floats, images scaled and normalized."""
-        x = self.x[places.to(self.x.device)]
+        x = self.x[places.to(self.device)]
         if x.dtype != torch.uint8:
             return x.to(self.dtype)
         x = x.to(self.dtype).div_(255)
         if self.mean:
-            x = x.sub_(self._per_channel(self.mean)).div_(self._per_channel(self.std))
+            mean, std = self._channels
+            x = x.sub_(mean).div_(std)
         return x
 
     def black(self) -> Float[Tensor, " channels"]:
         """Return the value of a black pixel as the model takes it, per channel."""
         channels = self.features[0]
         if self.x.dtype != torch.uint8 or not self.mean:
-            return torch.zeros(channels, dtype=self.dtype)
-        return (-self._per_channel(self.mean) / self._per_channel(self.std)).flatten()
+            return torch.zeros(channels, dtype=self.dtype, device=self.device)
+        mean, std = self._channels
+        return (-mean / std).flatten()
 
-    def _per_channel(self, values: tuple[float, ...]) -> Tensor:
-        values_ = torch.tensor(values, dtype=self.dtype, device=self.x.device)
-        return values_.reshape(-1, *(1 for _ in self.features[1:]))
+    @cached_property
+    def _channels(self) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of each channel, shaped like an image."""
+        shape = (-1, *(1 for _ in self.features[1:]))
+        mean, std = (torch.tensor(each, dtype=self.dtype, device=self.device) for each in (self.mean, self.std))
+        return mean.reshape(shape), std.reshape(shape)
 
     def targets(self, places: Int[Tensor, "..."]) -> Shaped[Tensor, "..."]:
         """Return targets: integer classes, or floats for regression."""
-        y = self.y[places.to(self.y.device)]
+        y = self.y[places.to(self.device)]
         return y.to(torch.int64) if self.classes else y.to(self.dtype)
 
 
 @dataclass(frozen=True)
 class Training:
     """One local training of some clients: everything an engine needs beside the models.
+
+    Lengths of batches, which decide what is done when, stay on the CPU. All other tensors are where the samples are, so
+    that nothing goes there in a step.
 
     Args:
         samples: the data of the batches.
@@ -135,7 +152,7 @@ class Training:
         values = {name: value[members, step] for name, value in self.inputs.items()}
         if self.keys is not None:
             keys, names = self.keys
-            values |= dict.fromkeys(names, step_keys(keys[members], step).to(self.samples.x.device))
+            values |= dict.fromkeys(names, step_keys(keys[members], step))
         x = self.samples.inputs(places)
         if self.augment is not None:
             x = self.augment(x, members, step)
@@ -143,17 +160,66 @@ class Training:
             x = self.noise.add(x, members, step, places)
         return x, self.samples.targets(places), values
 
-    def groups(self, step: int) -> Iterator[tuple[int, Int[Tensor, " members"]]]:
+    def batches(self, row: int) -> Iterator[Batch]:
+        """Return the batch of each step of one client, without the axis of members.
+
+        Samples of several steps of equal size are gathered at once, since that costs as much as for one step.
+        """
+        member = torch.tensor([row], device=self.samples.device)
+        lengths = [size for size in self.length[row].tolist() if size]
+        start = 0
+        while start < len(lengths):
+            size = lengths[start]
+            most = start + max(1, min(_STEPS, _GATHERED // (size * max(1, math.prod(self.samples.features)))))
+            stop = next((step for step in range(start, len(lengths)) if lengths[step] != size), len(lengths))
+            steps = range(start, min(most, stop))
+            places = self.places[row, start : steps.stop, :size]
+            x, y = self.samples.inputs(places), self.samples.targets(places)
+            for number, step in enumerate(steps):
+                values = {name: value[row, step] for name, value in self.inputs.items()}
+                if self.keys is not None:
+                    keys, names = self.keys
+                    values |= dict.fromkeys(names, step_keys(keys[member], step)[0])
+                own, at = x[number : number + 1], places[number : number + 1]
+                if self.augment is not None:
+                    own = self.augment(own, member, step)
+                if self.noise is not None:
+                    own = self.noise.add(own, member, step, at)
+                yield own[0], y[number], values
+            start = steps.stop
+
+    def groups(self, step: int) -> list[tuple[int, Int[Tensor, " members"]]]:
         """Group the clients that have a batch in a step by its size, so that no batch is padded."""
-        length = self.length[:, step]
-        for size in torch.unique(length).tolist():
-            if size:
-                yield size, (length == size).nonzero().flatten()
+        return self._groups[step]
+
+    @cached_property
+    def _groups(self) -> list[list[tuple[int, Tensor]]]:
+        """The groups of every step, whose members go to the samples' device at once."""
+        steps = [[(size, rows) for size, rows in alike(length) if size] for length in self.length.T]
+        there = iter(sent([rows for groups in steps for _, rows in groups], self.samples.device))
+        return [[(size, next(there)) for size, _ in groups] for groups in steps]
 
 
 def step_keys(keys: Int[Tensor, " clients"], step: int) -> Int[Tensor, " clients"]:
     """Return the keys of a step's dropout masks from the clients' keys of one training: 64 bits, wrapping."""
-    return keys + torch.tensor([step]) * _GOLDEN
+    away = step * _GOLDEN % (1 << 64)
+    return keys + (away - (1 << 64) if away >> 63 else away)
+
+
+def alike(values: Int[Tensor, " entries"]) -> Iterator[tuple[int, Int[Tensor, " places"]]]:
+    """Return each value that occurs, in ascending order, and the places where it does.
+
+    Example:
+        >>> [(value, places.tolist()) for value, places in alike(torch.tensor([5, 2, 5]))]
+        [(2, [1]), (5, [0, 2])]
+    """
+    for value in torch.unique(values).tolist():
+        yield value, (values == value).nonzero().flatten()
+
+
+def sent(parts: Sequence[Int[Tensor, " entries"]], device: torch.device) -> list[Int[Tensor, " entries"]]:
+    """Return index tensors on a device, to which they go in one copy."""
+    return list(torch.cat(list(parts)).to(device).split([len(part) for part in parts])) if parts else []
 
 
 @dataclass(frozen=True)
@@ -175,6 +241,13 @@ class Pairs:
     models: Int[Tensor, " pairs"]
     sets: Int[Tensor, " pairs"]
     noise: Noise | None = None
+
+    def there(self) -> "Pairs":
+        """Return the same pairs with all but the sizes of sets on the samples' device."""
+        device = self.samples.device
+        noise = None if self.noise is None else self.noise.to(device)
+        places, models, sets = (each.to(device) for each in (self.places, self.models, self.sets))
+        return replace(self, places=places, models=models, sets=sets, noise=noise)
 
     def inputs(
         self, sets: Int[Tensor, " members"], places: Int[Tensor, "members width"]
@@ -198,11 +271,27 @@ def distinct(rows: Float[Tensor, "rows params"]) -> Int[Tensor, " rows"]:
     """
     if len(rows) and rows.stride(0) == 0:
         return torch.zeros(len(rows), dtype=torch.int64)
-    found: dict[float, list[int]] = {}
-    first = torch.arange(len(rows))
-    for row, total in enumerate(rows.sum(1).tolist()):
-        alike = found.setdefault(total, [])
-        first[row] = next((other for other in alike if torch.equal(rows[other], rows[row])), row)
-        if first[row] == row:
-            alike.append(row)
+    sums = rows.sum(1).tolist()
+    first, open_ = torch.arange(len(rows)), list(range(len(rows)))
+    while open_:  # each time, rows with the same sum are compared with the first of them
+        leader: dict[float, int] = {}
+        pairs = [(row, leader.setdefault(sums[row], row)) for row in open_]
+        later = [(row, other) for row, other in pairs if row != other]
+        same = _equal(rows, later)
+        for (row, other), is_ in zip(later, same, strict=True):
+            if is_:
+                first[row] = other
+        open_ = [row for (row, _), is_ in zip(later, same, strict=True) if not is_]
     return first
+
+
+def _equal(rows: Tensor, pairs: Sequence[tuple[int, int]]) -> list[bool]:
+    """Return for each pair of rows whether they are equal; a device is asked about many pairs at once."""
+    if rows.device.type == "cpu":
+        return [torch.equal(rows[one], rows[other]) for one, other in pairs]
+    if not pairs:
+        return []
+    size = max(1, _COMPARED // max(1, rows.shape[1]))
+    one, other = torch.tensor(pairs).T.to(rows.device)
+    found = [(rows[a] == rows[b]).all(1) for a, b in zip(one.split(size), other.split(size), strict=True)]
+    return torch.cat(found).tolist()

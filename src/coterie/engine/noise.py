@@ -21,7 +21,7 @@ class Noise:
     by the Box-Muller transform from the bits of a counter, so nothing is stored.
 
     Args:
-        keys: key of each client's draws, in one training or evaluation.
+        keys: key of each client's draws, in one training or evaluation; where the inputs are, as is `sigma`.
         sigma: standard deviation, for each client; 0 for none.
         width: samples in each client's row of the padded data, or in the test set. Samples are addressed by their
             index in the flattened table, so a sample's number within its row is that index modulo `width`.
@@ -34,6 +34,10 @@ class Noise:
     def part(self, rows: slice) -> "Noise":
         """Return the noise of some of the clients."""
         return Noise(self.keys[rows], self.sigma[rows], self.width)
+
+    def to(self, device: torch.device) -> "Noise":
+        """Return the same noise for inputs on a device."""
+        return Noise(self.keys.to(device), self.sigma.to(device), self.width)
 
     def add(
         self,
@@ -50,15 +54,16 @@ class Noise:
             step: the step of their training; 0 in evaluation.
             places: index of each sample in the flattened table.
         """
-        disturbed = (self.sigma[members] > 0).nonzero().flatten()
-        if not len(disturbed):
-            return x
-        who = members[disturbed]
+        loud: Tensor | slice = slice(None)  # a device that had to tell whose sigma is 0 would be waited for
+        if x.device.type == "cpu":
+            loud = (self.sigma[members] > 0).nonzero().flatten()
+            if not len(loud):
+                return x
+        who = members[loud]
         start = splitmix(self.keys[who] + step)[:, None]
-        keys = splitmix(start + places[disturbed].to(start.device) % self.width).to(x.device)
-        normal = gaussian(keys, math.prod(x.shape[2:])).reshape(len(disturbed), *x.shape[1:])
-        scale = self.sigma[who].to(x.device).reshape(-1, *(1 for _ in x.shape[1:]))
-        x[disturbed.to(x.device)] += (scale * normal).to(x.dtype)
+        normal = gaussian(splitmix(start + places[loud] % self.width), math.prod(x.shape[2:]))
+        scale = self.sigma[who].reshape(-1, *(1 for _ in x.shape[1:]))
+        x[loud] += (scale * normal.reshape(len(who), *x.shape[1:])).to(x.dtype)
         return x
 
 

@@ -101,7 +101,7 @@ class RowOptimizer:
         moments: Float[Tensor, "clients moments trainable"] | None = None,
         taken: Int[Tensor, " clients"] | None = None,
     ) -> None:
-        self.local, self.taken = local, taken
+        self.local, self.taken = local, None if taken is None else taken.to(rows.device)
         state = [torch.zeros_like(rows) for _ in range(local.moments)] if moments is None else [*moments.unbind(1)]
         self.first, self.second = (*state, None, None)[:2]
 
@@ -138,7 +138,7 @@ class RowOptimizer:
         self.second.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
         count: int | Tensor = number
         if self.taken is not None:  # each client has its own
-            count = (self.taken + number).to(rows.device)[:, None].double()
+            count = (self.taken + number)[:, None].double()
         scale = self.second.sqrt().div_((1 - beta2**count) ** 0.5).add_(ADAM_EPS)
         rows.sub_(torch.div(self.first, scale).mul_(self.local.lr / (1 - beta1**count)))
 

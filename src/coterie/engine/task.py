@@ -17,6 +17,7 @@ from coterie.engine._base import Objective, cross_entropy, squared_error
 from coterie.engine._batches import last_epoch_mean, plan, steps
 from coterie.engine._choice import default_block, make
 from coterie.engine._work import Pairs, RawSamples, Training, distinct
+from coterie.engine.device import check as check_device
 from coterie.engine.noise import Noise
 from coterie.engine.optim import LocalTraining, Moments
 from coterie.engine.precision import check as check_precision
@@ -76,13 +77,19 @@ class Carried:
         lost = not_finite(moments.flatten(1))
         moments[lost] = 0
         self.after.values[rows, track] = moments
-        self.after.taken[rows, track] = taken.masked_fill(lost.cpu(), 0)
+        self.after.taken[rows, track] = taken.masked_fill(lost, 0)
 
 
 def not_finite(rows: Float[Tensor, "clients params"]) -> Bool[Tensor, " clients"]:
-    """Return which rows hold a NaN or an infinity; entries are checked only where the row's sum is not finite."""
-    suspect = ~torch.isfinite(rows.sum(1))
-    return suspect.index_put((suspect.nonzero().flatten(),), ~torch.isfinite(rows[suspect]).all(1))
+    """Return, on the CPU, which rows hold a NaN or an infinity.
+
+    Entries are checked only where the row's sum is not finite.
+    """
+    lost = ~torch.isfinite(rows.sum(1)).cpu()
+    if bool(lost.any()):
+        suspect = lost.nonzero().flatten()
+        lost[suspect] = ~torch.isfinite(rows[suspect]).all(1).cpu()
+    return lost
 
 
 __all__ = ["LocalTraining", "Task"]
@@ -103,7 +110,7 @@ class Task:
         block: how many clients are trained at once; chosen from the size of the model when None. It changes the
             speed, never the result.
         dtype: floating-point type of models and inputs.
-        device: where models and data live.
+        device: where models and data live; ids, counts, losses and other reports are on the CPU.
         precision: of the products in training and measuring: "full", "tf32" or "bf16"; see `engine.precision`.
         cuda_graphs: capture the steps of the vmap engine and replay them, on a CUDA device.
         objective: (outputs, targets) -> one loss a sample; cross-entropy for classes and squared error else.
@@ -138,11 +145,12 @@ class Task:
         require(init in ("shared", "per_client", "given"), "init", init, "'shared', 'per_client' or 'given'")
         require(buffers in BUFFER_POLICIES, "buffers", buffers, f"one of {', '.join(BUFFER_POLICIES)}")
         require(block is None or block >= 1, "block", block, "at least 1")
+        check_device(device)
         check_precision(precision, cuda_graphs, device, dtype)
         federation.validate()
         self.model = source(model, federation.features, federation.outputs)
         module = template(self.model)
-        self.layout = Layout(module, dtype)
+        self.layout = Layout(module, dtype).to(device)
         self.init_mode, self.buffers, self.device, self.dtype = init, buffers, device, dtype
         self.ids, self.population, self.classes = federation.ids, federation.population, federation.classes
         self.clusters = clusters
@@ -157,6 +165,7 @@ class Task:
         self._at = torch.arange(len(federation))
         self._carried: tuple[Carried, Tensor] | None = None  # with the row of each client in it
         self._rng = Rng(0)
+        self._fixed = False  # first models are the module's own values
         self.samples = where["train"].count.to(dtype)
         objective = objective or (cross_entropy if self.classes else squared_error)
         probe = torch.arange(2) % max(1, len(everything))
@@ -208,6 +217,13 @@ class Task:
         part.clusters = None if self.clusters is None else self.clusters[rows]
         return part
 
+    def among_first(self, count: int) -> "Task":
+        """Return a view of the first hosted clients as if there were no others; only shapes may depend on it."""
+        part = self.rows(torch.arange(count))
+        part.ids, part.population = torch.arange(count), count
+        part._fixed = True
+        return part
+
     def at(self, rng: Rng) -> "Task":
         """Return a view for the evaluations of a round: noise that is drawn at every access depends on the round."""
         view = copy.copy(self)
@@ -222,6 +238,8 @@ class Task:
 
     def origin(self, rng: Rng) -> Float[Tensor, "clients params"]:
         """Return the first models again; with a shared start, a view of one row."""
+        if self._fixed:
+            return self.layout.flatten_copy(self.layout.train_module).to(self.device).expand(len(self), -1)
         key = (rng.seed, self.init_mode)
         if self.init_mode != "per_client":
             if key not in self._shared.origins:
@@ -347,27 +365,28 @@ class Task:
         started = time.perf_counter()
         schedule = plan(local, self.counts("train"), self.ids, rng, purpose)
         moments, taken = self._kept(local, track)
+        noise = self._noise(rng, f"{purpose}.noise")
         order = schedule.order.clamp(min=0)
         places = self._places("train").gather(1, order.flatten(1)).reshape(order.shape)
         work = Training(
             self._shared.samples,
-            places,
+            places.to(self.device),
             schedule.length,
             local,
             anchor=anchor if prox else None,
             prox=prox,
             inputs=inputs or {},
-            keys=(rng.keys(f"{purpose}.dropout", self.ids), self.layout.keys) if self.layout.keys else None,
+            keys=(self._keys(rng, f"{purpose}.dropout"), self.layout.keys) if self.layout.keys else None,
             augment=self._augment(local, rng, purpose),
-            noise=self._noise(rng, f"{purpose}.noise"),
+            noise=None if noise is None else noise.to(self._shared.samples.device),
             moments=moments,
             taken=taken,
-            foreign=lambda row: rng.torch_globals(f"{purpose}.torch", int(self.ids[row])),
+            foreign=lambda row: rng.torch_globals(f"{purpose}.torch", int(self.ids[row]), self.device),
         )
         out = params.detach() if in_place else pages.copy(params.detach())
         losses = self.engine.train(out, work, self.block)
         stepped = schedule.length > 0
-        lost = not_finite(out).cpu() | torch.isinf(losses).any(1) | (losses.isnan() & stepped).any(1)
+        lost = not_finite(out) | torch.isinf(losses).any(1) | (losses.isnan() & stepped).any(1)
         info = {
             metrics.LOSS.name: last_epoch_mean(losses, schedule),
             "losses": losses,
@@ -379,6 +398,10 @@ class Task:
             carried.leave(rows, track, moments, taken + stepped.sum(1))
         self._shared.train_seconds += time.perf_counter() - started
         return out, info
+
+    def _keys(self, rng: Rng, purpose: str) -> Int[Tensor, " clients"]:
+        """Return the keys of the clients' draws for a purpose, where the samples are."""
+        return rng.keys(purpose, self.ids).to(self.device)
 
     def _noise(self, rng: Rng, purpose: str) -> Noise | None:
         federation = self._shared.federation
@@ -402,7 +425,7 @@ class Task:
         samples = self._shared.samples
         if len(samples.features) != 3:
             raise ModelError(f"local.augment is {local.augment!r}; it takes images, found shape {samples.features}")
-        return CropFlip(rng.keys(f"{purpose}.augment", self.ids), local.padding, samples.black())
+        return CropFlip(self._keys(rng, f"{purpose}.augment"), local.padding, samples.black())
 
     # ------------------------------------------------------------------ evaluation
 
@@ -427,11 +450,11 @@ class Task:
             keep: cache the losses until other models are scored, for models that are scored again.
         """
         out = torch.full(inbox.mask.shape, torch.inf, dtype=self.dtype)
-        clients, slots = (part.cpu() for part in inbox.mask.nonzero(as_tuple=True))
+        clients, slots = inbox.mask.nonzero(as_tuple=True)
         if len(clients):
-            models = inbox.index[clients, slots].cpu()
+            models = inbox.index[clients, slots]
             out[clients, slots] = self._losses(inbox.table, models, clients, split, keep)
-        return out.to(self.device)
+        return out
 
     def _losses(self, table: Tensor, models: Tensor, clients: Tensor, split: str, keep: bool) -> Tensor:
         if not keep or self._shared.federation.noise is not None:  # noise is another in every round
@@ -498,29 +521,35 @@ class Task:
         sigma = torch.full((sets,), test.noise, dtype=torch.float64)
         return Noise(torch.full((sets,), int(key)), sigma, len(test.x))
 
-    def recalls(
+    def evaluate_by_class(
         self, params: Float[Tensor, "clients params"]
-    ) -> tuple[Float[Tensor, "clients classes"], Int[Tensor, "clients classes"]]:
-        """Return the recall of each class on the test set that serves each client, and how many samples it has.
+    ) -> tuple[dict[str, Tensor], Float[Tensor, "clients classes"], Int[Tensor, "clients classes"]]:
+        """Return what `evaluate` returns, up to the rounding of the loss, from one pass over each class's samples.
 
-        The recall of a class without samples is NaN.
+        With it the recall of each class on the test set that serves each client, NaN for a class without samples, and
+        how many samples it has.
         """
+        values = {name: torch.full((len(self),), torch.nan, dtype=self.dtype) for name in metrics.measured(True)}
         recall = torch.full((len(self), self.classes), torch.nan, dtype=self.dtype)
         number = torch.zeros(len(self), self.classes, dtype=torch.int64)
         serves, same = self._shared.federation.test_of[self._at], distinct(params)
         for place, test in enumerate(self._shared.tests):
             rows = (serves == place).nonzero().flatten()
             chosen, which = same[rows].unique(return_inverse=True)
-            labels = test.targets(torch.arange(len(test))).cpu()
+            labels = self._shared.federation.tests[place].y.to(torch.int64)
             found, count = labels.unique(return_counts=True)
             order = list(torch.argsort(labels, stable=True).split(count.tolist()))
             places = torch.nn.utils.rnn.pad_sequence(order, batch_first=True)
             models, sets = chosen.repeat_interleave(len(found)), torch.arange(len(found)).repeat(len(chosen))
             pairs = Pairs(test, places, count, models, sets, self._test_noise(place, len(found)))
-            hits = self._run(params, pairs, None)[metrics.ACCURACY.name]
-            recall[rows[:, None], found] = hits.reshape(len(chosen), len(found))[which]
+            means = {n: v.reshape(len(chosen), len(found)) for n, v in self._run(params, pairs, None).items()}
+            recall[rows[:, None], found] = means[metrics.ACCURACY.name][which]
             number[rows[:, None], found] = count
-        return recall, number
+            for name in values:
+                sums = means[name].double() * count
+                whole = sums.round() if name == metrics.ACCURACY.name else sums
+                values[name][rows] = (whole.sum(1) / len(test)).to(self.dtype)[which]
+        return values, recall, number
 
     def pooled_accuracy(self, models: Float[Tensor, "clients params"]) -> Float[Tensor, " clients"]:
         """Return the accuracy of each model on all test sets together; equal models are measured once."""

@@ -6,7 +6,7 @@ message is addressed by (round, number of the exchange in the round, client id);
 `mask == False`, never an exception. In a simulation all clients are hosted, so `InMemory` is indexing;
 `mailbox.Mailbox` joins several threads, and the network has its own exchange with the same contract.
 
-
+Rows of parameters are where the task's models are; ids, masks, weights and other small extras are on the CPU.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from coterie._util import pages
 from coterie.errors import ExchangeError
 from coterie.rng import Rng
 
-_CHUNK = 1 << 19  # entries of a mix done at once: the temporary stays in the cache
+_CHUNK = {"cpu": 1 << 19, "cuda": 1 << 27}  # entries of a mix done at once: the temporary stays in a CPU's cache
 _WIDE = 1 << 13  # entries of a model from which on it is mixed by itself, without a temporary
 
 
@@ -126,13 +126,15 @@ class Inbox:
                     if each[slot] != 0:  # a model that weighs nothing has no influence, be it NaN
                         mixed.addcmul_(weights[row, slot], self.table[sender])
             return out
+        full = (weights != 0).all(0).tolist()
+        index, weights, own_weight = (each.to(own.device) for each in (index, weights, own_weight))
         out = own * own_weight[:, None]
-        step = max(1, _CHUNK // max(1, own.shape[1]))
+        step = max(1, _CHUNK.get(own.device.type, _CHUNK["cuda"]) // max(1, own.shape[1]))
         for start in range(0, len(own), step):
             rows = slice(start, start + step)
             for slot in range(index.shape[1]):
                 weight, received = weights[rows, slot, None], self.table[index[rows, slot]]
-                if not bool(weight.all()):  # a model that weighs nothing has no influence, be it NaN
+                if not full[slot]:  # a model that weighs nothing has no influence, be it NaN
                     received = received.masked_fill(weight == 0, 0)
                 out[rows].addcmul_(weight, received)
         return out

@@ -96,8 +96,8 @@ def _replace_late(inbox: Inbox, late: Tensor, before: Message | None, own: Tenso
     offset = len(inbox.table)
     return replace(
         inbox,
-        table=torch.cat([inbox.table, old.table]),
-        fields={name: torch.cat([value, old.fields[name]]) for name, value in inbox.fields.items()},
+        table=torch.cat([inbox.table, old.table.to(inbox.table.device)]),
+        fields={name: torch.cat([value, old.fields[name].to(value.device)]) for name, value in inbox.fields.items()},
         index=torch.where(late & old.mask, old.index + offset, inbox.index),
         mask=torch.where(late, old.mask, inbox.mask),
         age=torch.where(late & old.mask, 1, inbox.age),

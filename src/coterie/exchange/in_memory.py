@@ -64,9 +64,10 @@ class InMemory:
         rows = torch.tensor([place[c] for c in gone], dtype=torch.int64)
         params = torch.stack([self._stopped[c] for c in gone]) if gone else message.params[:0]
         params = params[:, : message.params.shape[1]]  # no columns, when this exchange carries no models
-        fields = {name: torch.cat([value, previous.fields[name][rows]]) for name, value in message.fields.items()}
+        old = {name: previous.fields[name][rows].to(value.device) for name, value in message.fields.items()}
+        fields = {name: torch.cat([value, old[name]]) for name, value in message.fields.items()}
         board = Message(
-            torch.cat([message.params, params]),
+            torch.cat([message.params, params.to(message.params.device)]),
             fields,
             torch.cat([self.active, torch.tensor(gone, dtype=torch.int64)]),
         )

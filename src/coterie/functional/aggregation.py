@@ -88,7 +88,7 @@ def weighted_mean(
         >>> weighted_mean(torch.tensor([[0.0, 4.0], [4.0, 0.0]]), torch.tensor([3.0, 1.0]))
         tensor([1., 3.])
     """
-    share = (weights.double() / weights.double().sum())[None, :]
+    share = (weights.double() / weights.double().sum())[None, :].to(params.device)
     width = max(1, _CHUNK // max(1, len(params)))
     room = pages.empty(len(params) * min(width, params.shape[1]), dtype=torch.float64, device=params.device)
     parts = []

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar, final
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -75,7 +76,7 @@ class State:
         """Return this state with some rows replaced, and the new shared part."""
 
         def place(old: Tensor, update: Tensor) -> Tensor:
-            return old.index_copy(0, rows, update)
+            return old.index_copy(0, rows.to(old.device), update)
 
         pairs = ((self.memory, new.memory), (self.moments, new.moments))
         memory, moments = (None if old is None else zip_tensors(old, update, place) for old, update in pairs)
@@ -131,8 +132,13 @@ class Round:
     @property
     def candidates(self) -> Bool[Tensor, "clients population"]:
         """Which members each client may pull from: all that are reachable but itself."""
-        allowed = pages.copy(self.reachable.expand(len(self.ids), -1))
-        return allowed.scatter_(1, self.ids[:, None], False)
+        return self.candidates_of(torch.arange(len(self.ids)))
+
+    def candidates_of(self, rows: Int[Tensor, " rows"]) -> Bool[Tensor, "rows population"]:
+        """Return those of some clients: of a large population, all at once take much memory."""
+        reachable = self.reachable if self.reachable.ndim == 1 else self.reachable[rows]
+        allowed = pages.copy(reachable.expand(len(rows), -1))
+        return allowed.scatter_(1, self.ids[rows, None], False)
 
 
 @dataclass(frozen=True)
@@ -314,22 +320,59 @@ class PeerMethod(Method):
         return replace(new, params=rnd.task.apply_buffer_policy(state.params, new.params)), info
 
 
+MANY = 20_000
+"""Members of a population above which a uniform choice is not made by a draw for each pair of clients."""
+
+
 def drawn_uniformly(
-    rnd: Round, count: int, allowed: Bool[Tensor, "clients population"], purpose: str = "peers"
+    rnd: Round, count: int, allowed: Bool[Tensor, "clients population"] | None = None, purpose: str = "peers"
 ) -> Int[Tensor, "clients peers"]:
-    """Draw peers uniformly among those allowed, a few clients at a time.
+    """Draw peers uniformly among a client's candidates, a few clients at a time.
+
+    In a population above `MANY` a client draws members until it has enough, so that its cost does not grow with the
+    population: the same distribution, by other draws.
 
     Args:
         rnd: the round.
-        count: how many.
-        allowed: which members each client may choose.
+        count: how many; at most population - 1.
+        allowed: which of its candidates each client may choose; all when None.
         purpose: names the stream.
     """
-    parts = []
+    population, parts = rnd.task.population, []
+    if population > MANY:
+        return _drawn_in_turn(rnd, count, allowed, purpose)
     for rows in torch.arange(len(rnd.ids)).split(ROWS):
-        draws = rnd.rng.pairs(purpose, rnd.ids[rows], rnd.task.population)
-        parts.append(selection.uniform(draws.neg_(), count, allowed[rows]))  # the smallest has the largest Gumbel
-    return torch.cat(parts) if parts else selection.uniform(torch.zeros(allowed.shape), count, allowed)
+        choice = rnd.candidates_of(rows) if allowed is None else rnd.candidates_of(rows) & allowed[rows]
+        draws = rnd.rng.pairs(purpose, rnd.ids[rows], population)
+        parts.append(selection.uniform(draws.neg_(), count, choice))  # the smallest has the largest Gumbel
+    return torch.cat(parts) if parts else torch.zeros(0, max(0, min(count, population - 1)), dtype=torch.int64)
+
+
+def _drawn_in_turn(
+    rnd: Round, count: int, allowed: Bool[Tensor, "clients population"] | None, purpose: str
+) -> Int[Tensor, "clients peers"]:
+    """Draw members of a large population one after another, leaving out those that were drawn or are not allowed.
+
+    Where a client may choose so few that this would take long, its choice is among the list of them.
+    """
+    population, reachable = rnd.task.population, rnd.reachable.numpy()
+    peers = np.full((len(rnd.ids), max(0, min(count, population - 1))), -1)
+    everywhere = np.count_nonzero(reachable) if reachable.ndim == 1 else 0
+    for row, client in enumerate(rnd.ids.tolist()):
+        fits = reachable if reachable.ndim == 1 else reachable[row]
+        fits = fits if allowed is None else fits & allowed[row].numpy()
+        known = everywhere if fits is reachable else np.count_nonzero(fits)
+        number = known - int(fits[client])
+        stream, wanted, found = rnd.rng.generator(purpose, client), min(peers.shape[1], number), []
+        if 4 * wanted > number or 8 * number < population:
+            members = np.flatnonzero(fits)
+            found = members[members != client][stream.permutation(number)[:wanted]].tolist()
+        while len(found) < wanted:
+            for member in stream.integers(population, size=2 * wanted).tolist():
+                if len(found) < wanted and member != client and fits[member] and member not in found:
+                    found.append(member)
+        peers[row, : len(found)] = found
+    return torch.from_numpy(peers)
 
 
 def cohort_noise(rng: Rng, population: int) -> Float[Tensor, " population"]:

@@ -70,7 +70,7 @@ class Oracle(PeerMethod):
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw peers from the client's cluster, pull, average."""
-        peers = drawn_uniformly(rnd, self.num_peers, rnd.candidates & state.memory.same)
+        peers = drawn_uniformly(rnd, self.num_peers, state.memory.same)
         inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
         weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
         mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)

@@ -14,7 +14,7 @@ from coterie.engine.task import Task
 from coterie.exchange.base import Inbox, Message
 from coterie.functional import aggregation, gaussian_mixture, selection, similarity
 from coterie.methods import dac
-from coterie.methods.base import Info, Order, PeerMethod, Round, State, mixing
+from coterie.methods.base import Info, Order, PeerMethod, Round, State, drawn_uniformly, mixing
 from coterie.methods.cost import Cost, Setting, reading
 from coterie.rng import Rng
 
@@ -109,8 +109,7 @@ class Panm(PeerMethod):
         else:
             how = gaussian_mixture.Split(self.em, self.component, self.monotone)
             memory = replace(memory, bag=gaussian_mixture.corrected(memory.bag, slots, scores, first, scored.mask, how))
-            noise = rnd.rng.gumbel("peers", rnd.ids, rnd.task.population)
-            chosen = selection.uniform(noise, self.num_peers, rnd.candidates & memory.bag)
+            chosen = drawn_uniformly(rnd, self.num_peers, memory.bag)
             read = selection.among(torch.where(scored.mask, slots, -1), rnd.task.population)
             missing = selection.within(chosen, ~read)
         rest = rnd.exchange.pull(Message(state.params, {"samples": rnd.task.samples}), missing)
@@ -133,12 +132,10 @@ class Panm(PeerMethod):
         """Return the peers to score: some presumed neighbors, and candidates drawn from all others."""
         if not early and not due:
             return memory.neighbors[:, :0], memory.neighbors[:, :0]
-        noise = rnd.rng.gumbel("candidates", rnd.ids, rnd.task.population)
-        candidates = selection.uniform(noise, self.num_candidates, rnd.candidates & ~memory.bag)
+        candidates = drawn_uniformly(rnd, self.num_candidates, ~memory.bag, "candidates")
         if early:
             return memory.neighbors, candidates
-        noise = rnd.rng.gumbel("believed", rnd.ids, rnd.task.population)
-        return selection.uniform(noise, self.num_candidates, rnd.candidates & memory.bag), candidates
+        return drawn_uniformly(rnd, self.num_candidates, memory.bag, "believed"), candidates
 
     def reads(self, setting: Setting, round: int) -> tuple[float, float]:
         """Return how many models a client scores in a round, and how many it only averages with."""

@@ -27,7 +27,7 @@ class Random(PeerMethod):
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw, pull, average."""
-        peers = drawn_uniformly(rnd, self.num_peers, rnd.candidates)
+        peers = drawn_uniformly(rnd, self.num_peers)
         inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
         weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
         mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)

@@ -70,8 +70,13 @@ class ReturnedBatchNorm(nn.Module):
 
     Args:
         norm: the layer that it replaces; it takes over its parameters and statistics.
+
+    Attributes:
+        in_place: compute by PyTorch's fused kernel, which writes into the running statistics: where one model is
+            trained at a time, whose tensors are the module's own.
     """
 
+    in_place: bool = False
     running_mean: Tensor | None
     running_var: Tensor | None
     num_batches_tracked: Tensor | None
@@ -96,6 +101,8 @@ class ReturnedBatchNorm(nn.Module):
         places = x.numel() // x.shape[1]
         if places == 1:
             raise ValueError("batch normalization takes more than one value a channel while training")
+        if self.in_place:
+            return self._fused(x)
         variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
         if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
             count = self.num_batches_tracked + 1
@@ -108,6 +115,25 @@ class ReturnedBatchNorm(nn.Module):
         if self.weight is None:
             return (x - mean) * scale
         return (x - mean) * (scale * self.weight.reshape(mean.shape)) + self.bias.reshape(mean.shape)
+
+    def _fused(self, x: Tensor) -> Tensor:
+        """Normalize by the batch, and write the running statistics where they are."""
+
+        def normalized(mean: Tensor | None, variance: Tensor | None, rate: float) -> Tensor:
+            cudnn = torch.backends.cudnn.enabled
+            return torch.batch_norm(x, self.weight, self.bias, mean, variance, True, rate, self.eps, cudnn)
+
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return normalized(None, None, 0.0)
+        self.num_batches_tracked.add_(1)
+        if self.momentum is not None:
+            return normalized(self.running_mean, self.running_var, self.momentum)
+        mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        y = normalized(mean, variance, 1.0)
+        rate = 1 / self.num_batches_tracked
+        self.running_mean.lerp_(mean, rate)
+        self.running_var.lerp_(variance, rate)
+        return y
 
 
 def rewrite(module: nn.Module) -> nn.Module:
@@ -188,6 +214,12 @@ class Layout:
         self.size = position
         if not self.trainable:
             raise ModelError("the module has no trainable parameters; expected at least one")
+
+    def to(self, device: str) -> "Layout":
+        """Move the two modules to the device of the rows, and return the layout."""
+        self.train_module.to(device)
+        self.eval_module.to(device)
+        return self
 
     def _add(self, name: str, tensor: Tensor, start: int) -> int:
         stop = start + tensor.numel()

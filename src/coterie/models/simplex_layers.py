@@ -257,6 +257,7 @@ def independent_endpoints(
     for slot in endpoint_slots(layout):
         endpoints = torch.stack([row[slot.start : slot.stop].reshape(slot.shape)[m] for m, row in enumerate(rows)])
         if xavier:
+            endpoints = endpoints.cpu()  # whose generator the stream seeds
             with rng.at(-1).torch_globals(f"endpoints.{slot.name}"):
                 for endpoint in endpoints:
                     if endpoint.ndim > 1:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.data.federation import Federation
+from coterie.engine import device as devices
 from coterie.errors import CoterieError
 from coterie.net import head as heads
 from coterie.net import identity as identities
@@ -71,6 +72,12 @@ def examine(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
     same = roster.study in ("", heads.study_hash(agreed))
     text = "is" if same else "is not"
     tell(f"study: {label} with seed {seed} {text} what the roster says", same)
+    try:
+        devices.check(plan.settings.device)
+    except CoterieError as error:
+        tell(str(error), False)
+        return False
+    tell(f"trains on {plan.settings.device}; {devices.here()}")
     address = file.listen or roster.member(own.name).address
     free = _free(address)
     tell(f"{address} is free" if free else f"{address} is taken: the node runs already, or another program", free)

@@ -8,14 +8,21 @@ Client `i` reads client `j` when it gets the model of `j`: rows of every matrix 
 model and messages that did not arrive (purpose "missing") are not counted.
 """
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int, Num
+from scipy import sparse
 
 from coterie.errors import DataError, require
 
 MOST_COMMUNITIES = 20
 PATIENCE = 4  # numbers of communities tried in vain before the search ends
+WHOLE_SPECTRUM = 400
+"""Clients up to which all eigenvectors are computed; above, the leading ones, by iteration on the reads alone."""
+_RESTARTS, _TOLERANCE = 60, 1e-3  # of that iteration
+_ENTRIES = 40_000_000  # of the reads, times restarts: more reads get fewer
 
 
 def heatmap(edges: pd.DataFrame, population: int) -> Int[np.ndarray, "population population"]:
@@ -32,6 +39,15 @@ def heatmap(edges: pd.DataFrame, population: int) -> Int[np.ndarray, "population
         >>> heatmap(pd.DataFrame({"round": [0, 1], "reader": [0, 0], "read": [1, 1], "purpose": "mix"}), 2).tolist()
         [[0, 2], [0, 0]]
     """
+    return counted(edges, population).toarray()
+
+
+def counted(edges: pd.DataFrame, population: int) -> sparse.csr_array:
+    """Return what `heatmap` returns as a sparse matrix, which grows with the reads and not with population squared.
+
+    Raises:
+        DataError: when the table names a client outside the population.
+    """
     _, reader, read = _others(edges)
     highest = max((int(ids.max()) for ids in (reader, read) if len(ids)), default=-1)
     lowest = min((int(ids.min()) for ids in (reader, read) if len(ids)), default=0)
@@ -39,7 +55,8 @@ def heatmap(edges: pd.DataFrame, population: int) -> Int[np.ndarray, "population
     require(
         inside, "the client ids of the edges", (lowest, highest), f"ids from 0 to {population - 1}", error=DataError
     )
-    return np.bincount(reader * population + read, minlength=population**2).reshape(population, population)
+    once = np.ones(len(reader), dtype=np.int64)
+    return sparse.coo_array((once, (reader, read)), shape=(population, population)).tocsr()  # which adds up
 
 
 def _others(
@@ -121,15 +138,16 @@ def rounds_to_discovery(
     return found
 
 
-def communities(counts: Num[np.ndarray, "population population"]) -> Int[np.ndarray, " population"]:
+def communities(counts: Num[np.ndarray, "population population"] | sparse.csr_array) -> Int[np.ndarray, " population"]:
     """Group clients that read each other often; the number of groups is found as well.
 
     Spectral clustering of the symmetrized counts, with the number of groups from 1 to 20 that has the highest
     modularity (the search ends after four numbers without improvement); deterministic. A client without reads joins
-    the nearest group.
+    the nearest group. Above `WHOLE_SPECTRUM` clients the leading eigenvectors are found by Lanczos iteration, to a
+    thousandth.
 
     Args:
-        counts: how often each client read each other, as `heatmap` returns.
+        counts: how often each client read each other, as `heatmap` or `counted` returns.
 
     Returns:
         A label per client, numbered from 0 in order of appearance.
@@ -139,17 +157,18 @@ def communities(counts: Num[np.ndarray, "population population"]) -> Int[np.ndar
     """
     from sklearn.cluster import KMeans
 
-    weights = (counts + counts.T).astype(float)
-    np.fill_diagonal(weights, 0)
+    weights: Any = sparse.csr_array(counts, dtype=float)
+    weights = weights + weights.T - sparse.diags_array(2 * weights.diagonal())
+    size = len(weights.diagonal())
+    if size <= WHOLE_SPECTRUM:
+        weights = weights.toarray()
     degree = weights.sum(1)
-    size = len(weights)
     best = np.zeros(size, dtype=np.int64)
     if size < 3 or not degree.any():
         return best
-    scale = np.divide(1, np.sqrt(degree), out=np.zeros(size), where=degree > 0)
-    vectors = np.linalg.eigh(scale[:, None] * weights * scale)[1][:, ::-1]
+    vectors = _leading(weights, np.divide(1, np.sqrt(degree), out=np.zeros(size), where=degree > 0))
     quality, worse = 0.0, 0
-    for groups in range(2, min(MOST_COMMUNITIES, size - 1) + 1):
+    for groups in range(2, min(MOST_COMMUNITIES, size - 1, vectors.shape[1]) + 1):
         rows = vectors[:, :groups]
         norms = np.linalg.norm(rows, axis=1, keepdims=True)
         rows = np.divide(rows, norms, out=np.zeros_like(rows), where=norms > 1e-12)
@@ -167,7 +186,33 @@ def communities(counts: Num[np.ndarray, "population population"]) -> Int[np.ndar
     return np.array([appearance[label] for label in best.tolist()], dtype=np.int64)
 
 
-def modularity(weights: Num[np.ndarray, "population population"], labels: Int[np.ndarray, " population"]) -> float:
+def _leading(
+    weights: Num[np.ndarray, "population population"] | sparse.csr_array, scale: Float[np.ndarray, " population"]
+) -> Float[np.ndarray, "population vectors"]:
+    """Return eigenvectors of the normalized weights, that of the largest eigenvalue first."""
+    if not sparse.issparse(weights):
+        return np.linalg.eigh(scale[:, None] * weights * scale)[1][:, ::-1]
+    from scipy.sparse.linalg import ArpackNoConvergence, eigsh
+
+    normalized = sparse.diags_array(scale) @ weights @ sparse.diags_array(scale)
+    start = np.random.default_rng(0).normal(size=len(scale))
+    try:
+        values, vectors = eigsh(
+            normalized,
+            MOST_COMMUNITIES,
+            which="LA",
+            v0=start,
+            tol=_TOLERANCE,  # pyright: ignore[reportArgumentType]
+            maxiter=max(4, min(_RESTARTS, _ENTRIES // max(1, weights.nnz))),
+        )
+    except ArpackNoConvergence as error:  # those that stand out of the bulk have converged, and others say nothing
+        values, vectors = error.eigenvalues, error.eigenvectors
+    return vectors[:, np.argsort(-values)]
+
+
+def modularity(
+    weights: Num[np.ndarray, "population population"] | sparse.csr_array, labels: Int[np.ndarray, " population"]
+) -> float:
     r"""Newman's modularity of a grouping: $\frac{1}{2m} \sum_{ij} (w_{ij} - d_i d_j / 2m) [c_i = c_j]$, below 1.
 
     Args:
@@ -200,8 +245,10 @@ def agreement(label: Int[np.ndarray, " population"], truth: Int[np.ndarray, " po
     }
 
 
-def in_degree(counts: Num[np.ndarray, "population population"]) -> Num[np.ndarray, " population"]:
-    """How often each client was read, from the counts of `heatmap`."""
+def in_degree(
+    counts: Num[np.ndarray, "population population"] | sparse.csr_array,
+) -> Num[np.ndarray, " population"]:
+    """How often each client was read, from the counts of `heatmap` or `counted`."""
     return counts.sum(0)
 
 

@@ -1,16 +1,33 @@
 """Estimate the memory of a run before it starts, and refuse a run that cannot fit."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from coterie.engine.task import Task
 from coterie.errors import ConfigError, OutOfMemory
+from coterie.methods.base import Method, PeerMethod, tensors
+from coterie.rng import Rng
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None
+
+Shape = tuple[tuple[int, ...], int]
+"""The shape of a tensor, and the bytes of a number."""
 
 _COPIES = 3  # of the models: before a round's exchange, mixed, and while they are trained
 _ROWS = 4  # of a block, per client: parameters, gradients and two moments
+_ENTRY = 32  # bytes of a row of the record's tables
+_METRICS = 5  # rows of a client in a round's metrics: what it trained with, and its validation
+_TABLES = 3  # copies of the tables: as they grow, as they are written, and as data frames
+_SCATTERED = 64 << 20  # bytes that the allocator may lose between tensors below its largest threshold (32 MiB)
+_STAGE = 64 << 20  # bytes of models up to which a method's memory is tried out
 
 
 @dataclass(frozen=True)
@@ -21,16 +38,22 @@ class Forecast:
         models: the population's models, the best models where they are kept, and copies within a round.
         block: parameters, gradients and optimizer state of the clients trained at once.
         data: inputs and targets; in memory already when a run on a CPU starts.
+        memory: what the method remembers of each client, before and after a round, and what clients publish of it.
+        record: the tables of metrics and of reads at the end.
+        writing: what a checkpoint takes beside, beyond the copies of a round, which it does not need.
     """
 
     models: int
     block: int
     data: int
+    memory: int = 0
+    record: int = 0
+    writing: int = 0
 
     @property
     def needed(self) -> int:
         """Bytes beside the data."""
-        return self.models + self.block
+        return self.models + self.block + self.memory + self.record + self.writing
 
 
 def forecast(
@@ -43,6 +66,11 @@ def forecast(
     keeps_best: bool,
     moments: int = 0,
     further: int = 0,
+    remembered: int = 0,
+    published: int = 0,
+    rounds: int = 0,
+    reads: float = 0.0,
+    stored: bool = False,
 ) -> Forecast:
     """Return the estimated memory of a run.
 
@@ -55,14 +83,76 @@ def forecast(
         keeps_best: whether each client's best model is kept beside its current one.
         moments: optimizer values per parameter that are kept between rounds; a round has two copies.
         further: copies of the models beyond those of a round that ends with training; see `copies`.
+        remembered: bytes of the method's memory and of what its server role keeps.
+        published: bytes of what clients publish beside their models.
+        rounds: of the run; each leaves rows in the record.
+        reads: models that a client asks for in a round.
+        stored: whether checkpoints are written.
 
     Example:
         >>> forecast(clients=10, params=100, itemsize=4, block=5, data=7, keeps_best=True)
-        Forecast(models=16000, block=8000, data=7)
+        Forecast(models=16000, block=8000, data=7, memory=0, record=0, writing=0)
     """
     row = params * itemsize
     held = _COPIES + keeps_best + 2 * moments + further
-    return Forecast(clients * row * held, min(block, clients) * row * _ROWS, data)
+    record = int(_TABLES * _ENTRY * clients * rounds * (_METRICS + reads))
+    kept = clients * row * (1 + keeps_best + moments)
+    models = clients * row * held
+    models, trained = models + min(models // 2, _SCATTERED), min(block, clients) * row * _ROWS
+    memory = 2 * remembered + published
+    writing = max(0, 2 * kept + remembered - models - trained) + record // _TABLES if stored else 0
+    return Forecast(models, trained, data, memory, record, writing)
+
+
+def grown(small: Sequence[Shape], larger: Sequence[Shape], sizes: tuple[int, int], population: int) -> int:
+    """Return the bytes of tensors in a population, from their shapes in two small ones.
+
+    A dimension that grows with every further member goes on to grow; one that differs by less has come to its end.
+
+    Args:
+        small: shape and bytes of a number of each tensor in the first.
+        larger: those in the second.
+        sizes: of the two populations.
+        population: the size that is asked for.
+
+    Example:
+        >>> grown([((4, 4), 8), ((4, 5), 1)], [((6, 6), 8), ((6, 5), 1)], (4, 6), 100)
+        80500
+    """
+    total, step = 0, sizes[1] - sizes[0]
+    for (first, itemsize), (second, _) in zip(small, larger, strict=True):
+        entries = 1
+        for a, b in zip(first, second, strict=True):
+            slope, rest = divmod(b - a, step)
+            entries *= b if rest else b + slope * (population - sizes[1])
+        total += entries * itemsize
+    return total
+
+
+def remembered(method: Method, task: Task) -> tuple[int, int]:
+    """Return the bytes of what a method remembers and of what clients publish beside models, before any is allocated.
+
+    The method's own `init` and `message` are called for two small populations, and their tensors' shapes go on to grow.
+    """
+    limits = [value for value in dataclasses.asdict(method).values() if type(value) is int and value < 1000]
+    most = min(task.population, len(task), max(4, _STAGE // (task.layout.size * task.dtype.itemsize)))
+    larger = min(max([16, *limits]) + 8, most)
+    sizes = max(1, larger - 2), larger
+    if sizes[0] == larger:
+        return 0, 0
+    (kept, sent), (more_kept, more_sent) = (_shapes(method, task, size) for size in sizes)
+    population = task.population
+    return grown(kept, more_kept, sizes, population), grown(sent, more_sent, sizes, population)
+
+
+def _shapes(method: Method, task: Task, size: int) -> tuple[list[Shape], list[Shape]]:
+    """What a population of some of the clients remembers and publishes."""
+    part = task.among_first(size)
+    state = method.init(part, Rng(0))
+    told = [*tensors(state.memory), *tensors(state.shared)]
+    sent = list(method.message(part, state).fields.values()) if isinstance(method, PeerMethod) else []
+    kept, published = ([(tuple(one.shape), one.element_size()) for one in found] for found in (told, sent))
+    return kept, published
 
 
 def copies(*, server: bool, whole: bool, tracks: int, train_first: bool) -> int:
@@ -84,13 +174,64 @@ def copies(*, server: bool, whole: bool, tracks: int, train_first: bool) -> int:
 
 
 def available(device: str) -> int | None:
-    """Return the bytes available on a device now; None where this is unknown."""
+    """Return the bytes available on a device now; None where this is unknown.
+
+    On a CPU that is the least of what the system has, what the control groups of the process leave it, and what the
+    limits on its address space and data do (`ulimit -v`, `-d`).
+    """
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
-    table = Path("/proc/meminfo")
-    lines = table.read_text().splitlines() if table.exists() else []
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return found[0] if device == "cpu" and found else None
+    if device != "cpu":
+        return None
+    found = [*_system(), *_groups(), *_limits()]
+    return max(0, min(found)) if found else None
+
+
+def _table(path: Path) -> dict[str, int]:
+    """The numbers of a file of lines "name number ...", or of a single number under ""."""
+    try:
+        lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    pairs = [(words[0], words[1]) if len(words) > 1 else ("", words[0]) for words in lines if words]
+    return {name: int(number) for name, number in pairs if number.isdigit()}
+
+
+def _system() -> Iterator[int]:
+    table = _table(Path("/proc/meminfo"))
+    if "MemAvailable" in table:
+        yield table["MemAvailable"] * 1024
+
+
+def _groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+    """What each control group of this process leaves it, in version 2 and in version 1."""
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, name in lines:
+        if controllers not in ("", "memory"):
+            continue
+        base = root / controllers
+        limit, used = ("memory.max", "memory.current") if not controllers else (
+            "memory.limit_in_bytes", "memory.usage_in_bytes"
+        )  # fmt: skip
+        folder = base / name.lstrip("/")
+        for place in [folder, *(up for up in folder.parents if up.is_relative_to(base))]:
+            most, now = _table(place / limit).get(""), _table(place / used).get("")
+            if most is not None and now is not None:
+                table = _table(place / "memory.stat")
+                yield most - now + table.get("total_inactive_file", table.get("inactive_file", 0))
+
+
+def _limits() -> Iterator[int]:
+    if resource is None:
+        return
+    used = _table(Path("/proc/self/status"))
+    for kind, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        soft = resource.getrlimit(kind)[0]
+        if soft != resource.RLIM_INFINITY and name in used:
+            yield soft - used[name] * 1024
 
 
 def check(wanted: Forecast, device: str, limit: int | None) -> None:
@@ -104,12 +245,19 @@ def check(wanted: Forecast, device: str, limit: int | None) -> None:
     Raises:
         ConfigError: with the numbers.
     """
-    if limit is not None and wanted.needed > limit:
-        raise ConfigError(
-            f"this run needs about {_size(wanted.needed)} of memory on {device} beside its data "
-            f"({_size(wanted.data)}): {_size(wanted.models)} for models, {_size(wanted.block)} for the clients trained "
-            f"at once; found {_size(limit)}. Take fewer clients, a smaller model or a smaller block"
-        )
+    if limit is None or wanted.needed <= limit:
+        return
+    names = {
+        "models": "models", "block": "the clients trained at once", "memory": "what the method remembers",
+        "record": "the tables of results", "writing": "writing checkpoints",
+    }  # fmt: skip
+    sizes = {text: getattr(wanted, name) for name, text in names.items() if getattr(wanted, name)}
+    parts = ", ".join(f"{_size(size)} for {text}" for text, size in sizes.items())
+    what = "a method that remembers less" if wanted.memory > wanted.models else "a smaller model or a smaller block"
+    raise ConfigError(
+        f"this run needs about {_size(wanted.needed)} of memory on {device} beside its data ({_size(wanted.data)}): "
+        f"{parts}; found {_size(limit)}. Take fewer clients, {what}, or a machine with more"
+    )
 
 
 @contextmanager
@@ -124,7 +272,7 @@ def told(device: str) -> Iterator[None]:
     """
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, OSError) as error:
         if not OutOfMemory.is_said_by(error):
             raise
         raise OutOfMemory(

@@ -25,6 +25,7 @@ from coterie.engine.task import Task
 from coterie.errors import CheckpointError
 from coterie.functional.metrics import stored
 from coterie.methods.base import Method, State
+from coterie.simulation import _compact
 from coterie.simulation.record import EDGES, METRICS
 
 if TYPE_CHECKING:
@@ -62,9 +63,12 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
         timing: seconds so far; kept in provenance.json, outside the checkpoint, since they differ between runs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {"state.params": loop.state.params}
-    tensors |= {f"state.memory.{k}": v for k, v in _fields(loop.state.memory).items()}
-    tensors |= {f"state.shared.{k}": v for k, v in _fields(loop.state.shared).items()}
+    tensors, compact = {"state.params": loop.state.params}, {}
+    for part, owner in (("memory", loop.state.memory), ("shared", loop.state.shared)):
+        for k, v in _fields(owner).items():
+            parts, told = _compact.packed(f"state.{part}.{k}", v)
+            tensors |= parts
+            compact |= {} if told is None else {f"state.{part}.{k}": told}
     tensors |= {f"state.moments.{k}": v for k, v in _fields(loop.state.moments).items()}
     tensors |= {f"tracker.{k}": v for k, v in _fields(loop.tracker).items()}
     tensors |= {f"validation.{k}": v for k, v in loop.validation.items()}
@@ -77,6 +81,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
         "names": names,
         "samples": loop.train_samples,
         "engine": _engine(loop),
+        **({"compact": compact} if compact else {}),
     }
     files = {FILE: partial(_write, tensors, meta), **_described(loop, run, timing, done=False)}
     manifest.replace_files(folder, files, rotate={FILE: BEFORE})
@@ -121,7 +126,7 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
         )
     for fault in filter(None, faults.values()):
         warnings.warn(f"{folder}: {fault}; the run goes on from {name}, round {found['round']}", stacklevel=3)
-    tensors = load_file(str(folder / name), device=loop.task.device)
+    tensors = _restored(folder / name, found.get("compact", {}), "cpu")  # `_filled` moves each to its place
     earlier = {} if faults[PROVENANCE] else json.loads((folder / PROVENANCE).read_text("utf-8"))["timing"]
 
     def part(prefix: str) -> dict[str, Tensor]:
@@ -130,15 +135,24 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     state = loop.state
     memory, shared = _filled(state.memory, part("state.memory.")), _filled(state.shared, part("state.shared."))
     moments = _filled(state.moments, part("state.moments."))
-    loop.state = State(tensors["state.params"], memory, shared, moments)
+    loop.state = State(tensors["state.params"].to(state.params.device), memory, shared, moments)
     loop.tracker = _filled(loop.tracker, part("tracker."))
     loop.validation = part("validation.")
-    loop.record.restore({k: v.cpu() for k, v in part("record.").items()}, found["names"])
+    loop.record.restore(part("record."), found["names"])
     restore = getattr(loop.exchange, "restore", None)
     if restore is not None:
         restore(part("exchange."))
     loop.next_round, loop.train_samples = found["round"], found["samples"]
     return earlier
+
+
+def _restored(path: Path, compact: dict[str, Any], device: str) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint, those that were made smaller as they were."""
+    if not compact:
+        return load_file(str(path), device=device)
+    stored = load_file(str(path))
+    tensors = {name: tensor.to(device) for name, tensor in stored.items() if "#" not in name}
+    return tensors | {name: _compact.unpacked(name, told, stored).to(device) for name, told in compact.items()}
 
 
 def _newest(folder: Path) -> tuple[str, dict[str, Any]]:
@@ -204,7 +218,11 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "method": {"kind": loop.method.kind, **{k: str(v) for k, v in dataclasses.asdict(loop.method).items()}},
         "server": loop.method.server,
         "timed_against": loop.method.timed_against,
-        "engine": {**_engine(loop), "compile_s": round(loop.task.engine.compile_seconds, 3)},
+        "engine": {
+            **_engine(loop),
+            "reason": loop.task.engine.reason,
+            "compile_s": round(loop.task.engine.compile_seconds, 3),
+        },
         "device": loop.task.device,
         "python": sys.version.split()[0],
         "packages": origin.packages("coterie", "torch", "numpy", "safetensors", "pandas", "pyarrow"),
@@ -224,13 +242,14 @@ def _fields(value: Any) -> dict[str, Tensor]:
 
 
 def _filled(like: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return a dataclass of the kind of `like` with stored tensors."""
+    """Return a dataclass of the kind of `like` with stored tensors, each where the other is."""
     if like is None:
         return None
     missing = [f.name for f in dataclasses.fields(like) if f.name not in tensors]
     if missing:
         raise CheckpointError(f"the checkpoint has no {missing[0]!r}; it was written by another version")
-    return dataclasses.replace(like, **{f.name: tensors[f.name] for f in dataclasses.fields(like)})
+    places = {name: value.device for name, value in _fields(like).items()}
+    return dataclasses.replace(like, **{name: tensors[name].to(place) for name, place in places.items()})
 
 
 def _write(tensors: dict[str, Tensor], meta: dict[str, Any], path: Path) -> None:

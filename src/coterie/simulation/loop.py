@@ -222,7 +222,7 @@ class Loop:
         trained = info.get("trained")  # the models before a round's last exchange, where it ends with one
         judged = params
         if trained is not None:
-            judged = trained if len(rows) == len(ids) else params.index_copy(0, rows, trained)
+            judged = trained if len(rows) == len(ids) else params.index_copy(0, rows.to(params.device), trained)
         measured = torch.zeros(len(ids), dtype=torch.bool)
         measured[slice(None) if self.method.server else rows] = True
         if bool(measured.all()):
@@ -274,21 +274,20 @@ class Loop:
     def _tested(self, index: int, params: Tensor) -> dict[str, Tensor]:
         """Return the metrics on the test sets, with those that the settings ask for."""
         task, wanted = self._then(index), set(self.settings.extra_metrics)
-        values = task.evaluate(params)
-        if not self.task.classes or not wanted:
-            return values
         balanced, prior, overall = (
             one.name for one in (metrics.BALANCED_ACCURACY, metrics.TRAIN_PRIOR_ACCURACY, metrics.GLOBAL_ACCURACY)
         )
-        if wanted & {balanced, prior}:
-            recall, number = task.recalls(params)
+        if not self.task.classes or not wanted & {balanced, prior}:
+            values = task.evaluate(params)
+        else:
+            values, recall, number = task.evaluate_by_class(params)
             if balanced in wanted:
                 values[balanced] = recall.nanmean(1)
             if prior in wanted:
                 weight = (self.task.class_counts() * number).to(recall)
                 values[prior] = (weight * recall.nan_to_num()).sum(1) / weight.sum(1)
             self._explain(values)
-        if overall in wanted and self.method.server:
+        if self.task.classes and overall in wanted and self.method.server:
             self.exchange.cohort(lambda: torch.arange(self.task.population))
             self.exchange.enter(self.task.ids)
             everybody, population = torch.arange(len(self.task)), torch.arange(self.task.population)

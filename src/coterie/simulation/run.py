@@ -18,12 +18,15 @@ from coterie._util.claims import claimed
 from coterie._util.facts import Described
 from coterie._util.settings import brief
 from coterie.data.federation import Federation
+from coterie.engine.device import check as check_device
+from coterie.engine.native.compiler import heard
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
 from coterie.exchange.base import Exchange
 from coterie.exchange.in_memory import InMemory
 from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics
 from coterie.methods.base import Method
+from coterie.methods.cost import Setting
 from coterie.models.layout import ModelSource, source
 from coterie.rng import Rng
 from coterie.simulation import _memory, checkpoint
@@ -32,12 +35,15 @@ from coterie.simulation.loop import Loop
 from coterie.simulation.record import Record
 from coterie.simulation.settings import DTYPES, Settings
 
-__all__ = ["Observer", "Progress", "Run", "Settings", "simulate"]
+__all__ = ["Note", "Observer", "Progress", "Run", "Settings", "simulate"]
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What an observer hears after each round; `reported` has means over clients of what the method reported."""
+    """What an observer hears after each round.
+
+    `reported` has means over clients of what the method reported; `engine` says which engine trains, and why.
+    """
 
     label: str
     seed: int
@@ -47,6 +53,16 @@ class Progress:
     accuracy: float
     seconds: float
     reported: Mapping[str, float] = field(default_factory=dict)
+    engine: str = ""
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a run does before its first round, where that takes seconds: it compiles the model."""
+
+    label: str
+    seed: int
+    text: str
 
 
 Observer = Callable[[Progress], None]
@@ -108,6 +124,7 @@ def simulate(
     resume: bool = False,
     observer: Observer | None = None,
     exchange: Exchange | None = None,
+    notes: Callable[[Note], None] | None = None,
 ) -> Run:
     """Run a method over a whole federation in this process.
 
@@ -122,6 +139,7 @@ def simulate(
         resume: continue from the checkpoint in `folder`, if there is one.
         observer: called after each round.
         exchange: an exchange other than `InMemory`, for example `Faulty`.
+        notes: called when the run begins something that takes seconds, before its first round.
 
     Raises:
         ConfigError: when the run cannot fit into memory.
@@ -132,16 +150,17 @@ def simulate(
     """
     settings = settings or Settings()
     require(seed >= 0, "seed", seed, "0 or more")
+    check_device(settings.device)
     started = time.perf_counter()
     folder = None if folder is None else Path(folder)
     with _memory.told(settings.device), nullcontext() if folder is None else claimed(folder):
         if folder is not None and not resume and checkpoint.exists(folder):
             raise RunExistsError(f"{folder} holds a run already; resume it, overwrite it, or choose another folder")
         began = checkpoint.engine(folder) if folder is not None and resume and settings.engine == "auto" else {}
-        task = make_task(federation, method, model, dataclasses.replace(settings, **began))
-        _memory.check(
-            _forecast(task, federation, method, settings), settings.device, _memory.available(settings.device)
-        )
+        with nullcontext() if notes is None else heard(lambda text: notes(Note(label or method.kind, seed, text))):
+            task = make_task(federation, method, model, dataclasses.replace(settings, **began))
+        wanted = _forecast(task, federation, method, settings, stored=folder is not None)
+        _memory.check(wanted, settings.device, _memory.available(settings.device))
         loop = _loop(task, federation, method, settings, seed, exchange)
         identity = checkpoint.identity(method, settings, seed, federation, task)
         earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
@@ -238,7 +257,10 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
     )
 
 
-def _forecast(task: Task, federation: Federation, method: Method, settings: Settings) -> _memory.Forecast:
+def _forecast(
+    task: Task, federation: Federation, method: Method, settings: Settings, *, stored: bool
+) -> _memory.Forecast:
+    remembered, published = _memory.remembered(method, task)
     return _memory.forecast(
         clients=len(task),
         params=task.layout.size,
@@ -253,7 +275,20 @@ def _forecast(task: Task, federation: Federation, method: Method, settings: Sett
             train_first=(settings.order or method.order) == "train_first",
         ),
         moments=method.tracks * settings.local.moments * settings.local.persistent_client_optimizer,
+        remembered=remembered,
+        published=published,
+        rounds=settings.rounds,
+        reads=0.0 if method.server else _reads(method, task),
+        stored=stored,
     )
+
+
+def _reads(method: Method, task: Task) -> float:
+    """Return how many models a client asks for in the first round; for a method that does not predict it, ten."""
+    try:
+        return method.cost(Setting(task.population, task.layout.size, int(task.samples.mean())), 0).models
+    except ConfigError:
+        return 10.0
 
 
 def _timing(loop: Loop, started: float, earlier: dict[str, float]) -> dict[str, float]:
@@ -278,4 +313,5 @@ def _progress(loop: Loop, label: str, seed: int, started: float) -> Progress:
         accuracy=mean(ACCURACY.name),
         seconds=time.perf_counter() - started,
         reported=dict(loop.reported),
+        engine=loop.task.engine.reason,
     )

@@ -37,7 +37,7 @@ class Settings(Configurable):
         buffers: BatchNorm statistics after a merge: averaged like parameters, the client's own, or initial values.
         engine: "auto" or a name of `engine.ENGINES`.
         block: number of clients trained at once; chosen when None.
-        device: "cpu", "cuda", ...
+        device: "cpu", "cuda", or "cuda:1" for the second of several.
         dtype: "float32" or "float64".
         precision: of matrix products in training and evaluation: "full" is that of `dtype`; "tf32" needs a CUDA device;
             "bf16" is bfloat16 with parameters in float32. Optimizers, merges and losses keep `dtype`.

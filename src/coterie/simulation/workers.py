@@ -45,6 +45,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def enough(device: str) -> int:
+    """Return the number of processes where nobody says it: one for each core, or one for the memory of a device."""
+    return cores() if device == "cpu" else 1
+
+
 def fan_out(work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> Iterator[tuple[J, R]]:
     """Do every job and yield (job, result) as they finish.
 

@@ -11,7 +11,6 @@ import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from coterie.errors import ConfigError, require, unknown
 from coterie.methods import METHODS, registry
 from coterie.simulation.settings import Settings
 from coterie.studies.definition import NAME, MethodConfig, ModelConfig, StudyConfig
+from coterie.studies.named import builtin
 
 DEFAULT_STUDY = "rotated-digits"
 _RUN_KEYS = tuple(f.name for f in fields(Settings) if f.name not in ("local", "patience"))
@@ -148,21 +148,6 @@ def difference(found: StudyConfig, wanted: StudyConfig) -> str:
         if a.get(key) != b.get(key):
             return f"{key} is {a.get(key)!r} there and {b.get(key)!r} here"
     return ""
-
-
-def builtin(*, bases: bool = False) -> dict[str, Traversable]:
-    """Return the built-in studies by name; with `bases` also `_NAME` files, which are only there to be extended."""
-
-    def walk(folder: Traversable, prefix: str) -> dict[str, Traversable]:
-        found: dict[str, Traversable] = {}
-        for item in folder.iterdir():
-            if item.is_dir():
-                found |= walk(item, f"{prefix}{item.name}/")
-            elif item.name.endswith(".toml") and (bases or not item.name.startswith("_")):
-                found[prefix + item.name.removesuffix(".toml")] = item
-        return found
-
-    return dict(sorted(walk(resources.files("coterie.studies") / "builtin", "").items()))
 
 
 def _find(source: str, named: Mapping[str, Traversable], folder: Path = Path()) -> tuple[str, Traversable]:

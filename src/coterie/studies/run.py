@@ -33,7 +33,7 @@ from coterie.results import summary
 from coterie.results.coverage import Standing
 from coterie.simulation import checkpoint
 from coterie.simulation.loop import Loop
-from coterie.simulation.run import Observer, Progress, make_task, reopen, simulate
+from coterie.simulation.run import Note, Observer, Progress, make_task, reopen, simulate
 from coterie.simulation.workers import fan_out
 from coterie.studies import config
 from coterie.studies.definition import OWN, StudyConfig
@@ -128,6 +128,7 @@ class _Jobs:
                     folder=folder,
                     resume=True,
                     observer=emit,
+                    notes=emit,
                 )
         except FolderInUse:
             return False
@@ -183,6 +184,7 @@ def run_study(
     federation: FederationSource | None = None,
     model: ModelSource | None = None,
     observer: Observer | None = None,
+    notes: Callable[[Note], None] | None = None,
 ) -> Study:
     """Run every method of a study with every seed.
 
@@ -197,6 +199,7 @@ def run_study(
         federation: your own data instead of the study's [data], or a function from seed to data.
         model: your own module, or a factory of modules, instead of the study's [model].
         observer: is called after each round of any run.
+        notes: is called when a run begins something that takes seconds, before its first round.
 
     Raises:
         RunExistsError: when the study's folder is there and neither `resume` nor `overwrite` is set.
@@ -216,6 +219,8 @@ def run_study(
     def emit(message: object) -> None:
         if observer is not None and isinstance(message, Progress):
             observer(message)
+        if notes is not None and isinstance(message, Note):
+            notes(message)
 
     left = [job for job in jobs_of(study) if not _whole(run_folder(folder, job))]
     while waiting := [job for job in left if not in_use(run_folder(folder, job))]:

@@ -11,7 +11,7 @@ import copy
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from coterie.errors import ConfigError, RunExistsError, unknown
 from coterie.models.layout import ModelSource
 from coterie.results.coverage import Standing, as_json, common
 from coterie.results.summary import SUMMARY, holds_runs, json_ready, summarize, write_files
-from coterie.simulation.run import Observer
+from coterie.simulation.run import Note, Observer
 from coterie.studies import config
 from coterie.studies.config import keys, put
 from coterie.studies.definition import StudyConfig
@@ -91,6 +91,7 @@ def run_sweep(
     federation: FederationSource | None = None,
     model: ModelSource | None = None,
     observer: Observer | None = None,
+    notes: Callable[[Note], None] | None = None,
 ) -> tuple[Study, ...]:
     """Run a study for each point of its sweep; a study without one is run as it is.
 
@@ -108,7 +109,7 @@ def run_sweep(
     def run(one: StudyConfig) -> Study:
         return run_study(
             one, out=out, data_dir=data_dir, workers=workers, resume=resume, overwrite=overwrite,
-            federation=federation, model=model, observer=observer,
+            federation=federation, model=model, observer=observer, notes=notes,
         )  # fmt: skip
 
     if [one.name for one in studies] == [study.name]:

@@ -7,6 +7,7 @@ import torch
 from benchmarks.engines import cells, measure
 from benchmarks.engines.__main__ import app, main
 from benchmarks.engines.cells import WORKS, Cell, Coterie, DifferentResultsError, Usual, compare
+from benchmarks.engines.processes import Processes, per_client
 from typer.testing import CliRunner
 
 from coterie.errors import ConfigError
@@ -19,7 +20,6 @@ def small(monkeypatch):
     monkeypatch.setattr(cells, "SHAPES", shapes)
     monkeypatch.setattr(measure, "SHAPES", shapes)
     monkeypatch.setattr(measure, "_LEAST", 0.001)
-    monkeypatch.setattr(measure, "_SIDE", 32)
 
 
 @pytest.mark.parametrize("work", WORKS)
@@ -53,8 +53,44 @@ def test_a_row_tells_costs_of_one_client_round():
     assert row.low <= row.ratio <= row.high
     assert row.memory_mb > 50
     assert row.samples_per_second == pytest.approx(12 / (row.milliseconds / 1e3))
-    # 2 * (9 * 512 + 512 * 10) operations a sample forward, and as much twice backward
-    assert Coterie(Cell("mlp", 7, 12, "train"), "vmap").flops == 3 * 12 * 2 * (9 * 512 + 512 * 10)
+    # 2 * (9 * 512 + 512 * 10) operations a sample forward and for the weights' gradients, and those of hidden units
+    assert Coterie(Cell("mlp", 7, 12, "train"), "vmap").flops == 12 * 2 * (2 * 9 * 512 + 3 * 512 * 10)
+    assert Coterie(Cell("mlp", 7, 12, "inverse-loss"), "vmap").flops == 5 * 12 * 2 * (9 * 512 + 512 * 10)
+
+
+def test_a_row_has_medians_and_shares_of_the_peak_of_the_cores_used():
+    pairs = [
+        measure.Pair(0.001, 0.004, "2 processes", 2e11),
+        measure.Pair(0.002, 0.006, "2 processes", 2e11),
+        measure.Pair(0.001, 0.010, "2 threads", 4e11),
+    ]
+    row = measure.row(Cell("mlp", 7, 12, "train"), "compiled", 2, pairs, 1e7, 1.5)
+    assert (row.milliseconds, row.usual_milliseconds, row.usual_form) == (1.0, 6.0, "2 processes")
+    assert (row.low, row.ratio, row.high) == (3.0, 4.0, 10.0)
+    assert row.share_of_peak == pytest.approx(0.025)  # of 1e10, 5e9 and 1e10 a second: 5 %, 2.5 % and 2.5 %
+    assert row.processor_share == 1.5
+
+
+def test_the_usual_loop_counts_in_its_best_form():
+    assert measure.best({"1 process": 0.04, "2 threads": 0.05, "2 processes": 0.02}) == (0.02, "2 processes")
+
+
+def test_clients_of_several_processes_share_the_time():
+    """Two processes with four clients each do the work three times in six seconds."""
+    assert per_client(6.0, 8, 3) == 0.25
+
+
+def test_the_usual_loop_runs_in_processes_of_its_own():
+    several = Processes(Cell("mlp", 5, 9, "mix"), 2, 3)
+    try:
+        assert several.clients == 6
+        each = several.seconds(2)
+        assert several.waited == pytest.approx(each * 6 * 2)
+        found = measure.forms(Usual(Coterie(Cell("mlp", 5, 9, "mix"), "loop"), 3), several, 2)
+        assert list(found) == ["1 process", "2 threads", "2 processes"]
+    finally:
+        several.close()
+    assert not any(worker.is_alive() for worker in several.workers)
 
 
 def test_the_command_prints_a_line_a_cell_and_writes_json(tmp_path):

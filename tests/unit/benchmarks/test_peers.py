@@ -73,9 +73,9 @@ def test_the_table_has_the_fastest_first_and_says_who_did_not_run(bench):
     assert rows[3]["versions"] == "did not run: ImportError: gone"
 
 
-def test_samples_come_in_whole_batches(bench, monkeypatch):
-    """FedJAX would fill up the last batch with the first samples; that is another cell."""
-    monkeypatch.setattr(sys, "argv", ["run.py", "--samples", "12"])
+def test_less_than_one_batch_is_refused(bench, monkeypatch):
+    """Every framework would do something else with it."""
+    monkeypatch.setattr(sys, "argv", ["run.py", "--samples", "7"])
     with pytest.raises(SystemExit):
         bench.main()
 
@@ -87,10 +87,12 @@ def test_a_script_that_fails_leaves_its_error(bench, tmp_path):
 
 
 def test_a_tiny_cell_through_coterie_is_fedavg_in_the_given_order(bench, tmp_path, monkeypatch):
-    """Two rounds of three clients are what plain PyTorch computes from the cell's files."""
+    """Two rounds of three clients are what plain PyTorch computes from the cell's files: two batches of 19 images."""
     import torch
 
-    cell = bench.prepare(tmp_path, 3, 16, 2)
+    cell = bench.prepare(tmp_path, 3, 19, 2)
+    assert cell.x.shape[:2] == (3, 19)
+    assert cell.order.shape == (2, 3, 16)
     monkeypatch.setattr(sys, "argv", ["coterie_cell.py", str(tmp_path), str(tmp_path)])
     runpy.run_path(str(FOLDER / "coterie_cell.py"), run_name="__main__")
     with np.load(tmp_path / "model.npz") as stored:

@@ -1,19 +1,24 @@
 """The command line, in this process: output, exit status, one line for each mistake."""
 
 import errno
+import functools
+import importlib.metadata
 import json
 import re
 import shutil
+import subprocess
 import sys
 import warnings
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from coterie import __version__
 from coterie._util import manifest
-from coterie.cli import app
-from coterie.methods import METHODS
+from coterie.cli import _catalog, app
+from coterie.methods import METHODS, registry
 from coterie.results.coverage import Incomplete
 from coterie.studies import config
 from coterie.studies.run import run_study
@@ -395,13 +400,93 @@ def test_methods_lists_every_method_with_parameters_and_papers(coterie):
 @pytest.mark.parametrize("kind", sorted(METHODS))
 def test_every_parameter_of_every_method_is_explained(coterie, kind):
     """What the docstring says of each field is what `coterie methods NAME` shows."""
-    from coterie.cli._catalog import parameters
-
     status, out, _ = coterie("methods", kind)
     assert status == 0
-    for parameter in parameters(METHODS[kind]):
+    for parameter in _catalog.parameters(METHODS[kind]):
         assert parameter.text, f"{kind}.{parameter.name} has no text in the Args of its class"
         assert parameter.name in out
+
+
+def test_what_is_listed_without_importing_it_is_what_the_classes_and_files_say():
+    listed, entries = _catalog.methods(), {kind: _catalog.entry(kind, cls) for kind, cls in METHODS.items()}
+    assert listed == entries, "python scripts/reference.py writes cli/catalog.json"
+    sizes = {name: (len(one.methods), len(one.seeds), one.settings.rounds) for name, one in loaded().items()}
+    assert _catalog.studies() == {
+        name: (f"{methods} methods x {seeds} seeds, {rounds} rounds", loaded()[name].description)
+        for name, (methods, seeds, rounds) in sizes.items()
+    }, "python scripts/reference.py writes cli/catalog.json"
+
+
+@functools.cache
+def loaded():
+    """The built-in studies."""
+    return {name: config.load(name) for name in config.builtin()}
+
+
+def test_methods_of_other_packages_are_listed_too(coterie, monkeypatch):
+    """One that can be imported, and one that cannot: the rest of the list is there all the same."""
+    offers = [
+        EntryPoint("alone", "coterie.methods.local:Local", registry.GROUP),
+        EntryPoint("broken", "nowhere.at_all:Method", registry.GROUP),
+    ]
+    for module in (registry, importlib.metadata):
+        monkeypatch.setattr(module, "entry_points", lambda group: offers if group == registry.GROUP else [])
+    _, out, _ = coterie("methods")
+    assert f"alone: {METHODS['local'].summary}" in out
+    assert "broken: " in out
+    assert "there is no module 'nowhere'" in " ".join(out.split())
+    assert METHODS["local"].summary in coterie("methods", "alone")[1]
+
+
+HEAVY = ("torch", "numpy", "pandas", "pyarrow", "matplotlib", "scipy", "sklearn")
+QUICK = """
+import sys, time
+from coterie.cli.app import main
+sys.argv = ["coterie", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print(time.process_time(), *sorted(set(sys.modules) & set({heavy!r})), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", "methods", "methods dac", "studies", "studies dac/tau"])
+def test_what_is_only_listed_comes_at_once(arguments):
+    """No large library is imported; a second of processor time is three times what the slowest takes."""
+    script = QUICK.format(heavy=HEAVY)
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments.split()], capture_output=True, text=True, check=True, timeout=60
+    )
+    seconds, *imported = done.stderr.split()
+    assert imported == []
+    assert float(seconds) < 1.0
+    assert len(done.stdout) > 10
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("DefaultCPUAllocator: out of memory"),
+    ],
+)
+def test_memory_that_ends_outside_of_a_run_is_one_line(coterie, error, monkeypatch, tmp_path):
+    """While data are built, or the report is written."""
+    (tmp_path / "runs/tiny").mkdir(parents=True)
+    (tmp_path / "runs/tiny/config.toml").write_text("")
+
+    def end(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("coterie.studies.sweep.run_sweep", end)
+    status, _, err = run(coterie)
+    assert status == 2
+    assert err == ("coterie: this machine has no more memory; use fewer --workers, fewer clients, or a smaller model\n")
+
+
+def test_the_version_is_that_of_the_package(coterie):
+    assert coterie("--version")[:2] == (0, f"coterie {__version__}\n")
 
 
 def test_studies_lists_them_and_prints_a_file_to_start_from(coterie, tmp_path):

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from coterie.cli import _display
 from coterie.functional.metrics import ACCURACY, LOSS
-from coterie.simulation.run import Progress
+from coterie.simulation.run import Note, Progress
+from coterie.studies import config
 
 
 @pytest.fixture
@@ -31,6 +32,31 @@ def test_in_a_pipe_a_run_takes_one_line(clock):
             for number in range(-1, 40):
                 observe(Progress("DAC", seed, number, 40, 0.5, 0.875, 0.1))
     assert lines(text) == [f"DAC, seed {seed}: round 40/40, val. acc. 87.5 % (0 s)" for seed in range(3)]
+
+
+def test_each_engine_that_trains_is_told_once_before_the_rounds(clock):
+    """Two methods over two seeds, one with a model that takes another engine; a long reason stays on its line."""
+    text, reasons = io.StringIO(), {"Local": "compiled, a native program", "SosicFL": "loop: " + 20 * "a reason "}
+    with _display.progress([], Console(file=text), quiet=False) as observe:
+        for seed in range(2):
+            for label, why in reasons.items():
+                for number in range(2):
+                    observe(Progress(label, seed, number, 2, 0.5, float("nan"), 0.1, engine=why))
+    engines = [f"engine: {why}".rstrip() for why in reasons.values()]
+    rounds = [f"{label}, seed {seed}: round 2/2, val. loss 0.5 (0 s)" for seed in range(2) for label in reasons]
+    assert [line.rstrip() for line in lines(text)] == [engines[0], rounds[0], engines[1], *rounds[1:]]
+
+
+@pytest.mark.parametrize("lively", [False, True])
+def test_compiling_is_told_before_the_first_round(lively, clock, monkeypatch):
+    """In a pipe, and above the live lines of a terminal."""
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=lively, width=80)
+    monkeypatch.setattr(_display, "lively", lambda _: lively)
+    with _display.progress([config.load("rotated-digits")], console, quiet=False) as observe:
+        observe(Note("DAC", 0, "compiling the model (once for this machine)"))
+        observe(Progress("DAC", 0, 19, 20, 0.5, 0.875, 0.1))
+    assert "DAC, seed 0: compiling the model (once for this machine) ..." in text.getvalue()
 
 
 def test_in_a_pipe_a_long_run_is_heard_of_every_ten_seconds(clock):

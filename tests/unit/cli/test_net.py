@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from coterie.cli.app import app
@@ -98,3 +99,39 @@ def test_up_names_the_files_it_looked_for(organizer):
     write(organizer, "random")
     result = CliRunner().invoke(app, ["up", str(organizer / "roster.toml")])
     assert "expected one of north.toml, south.toml; they may lie elsewhere: --nodes" in str(result.exception)
+
+
+def told(*arguments: str) -> str:
+    """What the doctor says of a model, or the error it ends with."""
+    result = CliRunner().invoke(app, ["doctor", *arguments])
+    ended = result.exception is None or isinstance(result.exception, SystemExit)
+    return result.stdout.strip() if ended else str(result.exception)
+
+
+def test_the_doctor_says_which_engine_trains_a_model_and_why(monkeypatch):
+    """torch.nn's LazyLinear is a module that an import path leads to; nothing of it is a native program."""
+    short = ("--features", "1,8,8", "--samples", "10", "--batch-size", "1")
+    assert told("--model", "linear", *short) == "linear: vmap, many clients at once: too little work to compile"
+    many = told("--model", "cnn-b", "--features", "1,28,28", "--samples", "10", "--batch-size", "64")
+    assert many.startswith("cnn-b: loop, one client after another: too little work to compile; the products of a batch")
+    monkeypatch.setattr(
+        torch.nn, "Odd", lambda: torch.nn.Sequential(torch.nn.Linear(5, 10), torch.nn.Softsign()), False
+    )
+    odd = told("--model", "torch.nn:Odd", "--features", "5", "--batch-size", "1")
+    wanted = "the module cannot be compiled: 1 is of a kind that is not known here (Softsign)"
+    assert odd == f"torch.nn:Odd: vmap, many clients at once: {wanted}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "either a node file or --model"),
+        (("node.toml", "--model", "linear"), "either a node file or --model"),
+        (("--model", "linaer"), "unknown model 'linaer'"),
+        (("--model", "linear", "--features", "8x8"), "--features is '8x8'; expected the shape of one input"),
+        (("--model", "nowhere:Net"), "--model nowhere:Net: No module named 'nowhere'; expected package.module:Net"),
+        (("--model", "torch:pi"), "--model torch:pi is float; expected a module, or what makes one"),
+    ],
+)
+def test_what_the_doctor_cannot_make_a_model_of_is_one_line(arguments, message):
+    assert message in told(*arguments)

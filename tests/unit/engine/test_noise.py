@@ -81,7 +81,7 @@ def test_all_metrics_of_a_round_are_of_the_same_noisy_images():
     federation = noisy_federation()
     task = make_task(federation, FedAvg(), "linear", tiny_settings()).at(Rng(2).at(3))
     params = task.init(Rng(0)) + torch.linspace(-1, 1, 30, dtype=torch.float64)
-    recall, number = task.recalls(params)
+    _, recall, number = task.evaluate_by_class(params)
     accuracy = task.evaluate(params)["accuracy"]
     torch.testing.assert_close((recall.nan_to_num() * number).sum(1) / number.sum(1), accuracy)
     torch.testing.assert_close(task.pooled_accuracy(params[:1])[0], accuracy[:2].mean())

@@ -1,10 +1,14 @@
 """Layers written faster give the same values and gradients."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
 
-from coterie.engine._rewrites import StridedMaxPool, faster
+from coterie.engine._base import cross_entropy
+from coterie.engine._rewrites import StridedMaxPool, faster, gathered_cross_entropy, grad_and_value
 
 
 @pytest.mark.parametrize(
@@ -55,3 +59,59 @@ def test_the_original_module_is_not_changed():
     assert type(module[1][1]) is nn.MaxPool2d
     assert type(copy[1][1]) is StridedMaxPool
     assert copy.state_dict().keys() == module.state_dict().keys()
+
+
+def test_gradients_without_pytorchs_compiler_are_those_of_torch_func_to_the_bit():
+    """Over a batch of parameters, with something beside the loss, and a tensor that the loss does not use."""
+
+    def loss(trained, x, y):
+        hidden = torch.tanh(x @ trained["a"])
+        return (hidden @ trained["b"] - y).square().mean(), {"largest": hidden.amax()}
+
+    stream = torch.Generator().manual_seed(0)
+    trained = {
+        name: torch.randn(4, *shape, generator=stream) for name, shape in (("a", (5, 6)), ("b", (6,)), ("c", (2,)))
+    }
+    x, y = torch.randn(4, 7, 5, generator=stream), torch.randn(4, 7, generator=stream)
+    grads, (losses, aux) = torch.func.vmap(grad_and_value(loss))(trained, x, y)
+    theirs, (values, beside) = torch.func.vmap(torch.func.grad_and_value(loss, has_aux=True))(trained, x, y)
+    assert torch.equal(losses, values)
+    assert torch.equal(aux["largest"], beside["largest"])
+    assert all(torch.equal(grads[name], theirs[name]) for name in trained)
+    assert torch.equal(grads["c"], torch.zeros(4, 2))
+    assert not losses.requires_grad
+
+
+def test_the_gathered_cross_entropy_is_the_other_to_the_bit():
+    stream = torch.Generator().manual_seed(0)
+    results = []
+    for objective in (cross_entropy, gathered_cross_entropy):
+        outputs = torch.randn(9, 4, generator=stream.manual_seed(1)).requires_grad_()
+        losses = objective(outputs, torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 3]))
+        losses.mean().backward()
+        results.append((losses.detach(), outputs.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+TRAINING = """
+import sys, torch
+from coterie.engine.task import LocalTraining
+from coterie.methods import METHODS
+from coterie.simulation.run import simulate
+from coterie.testing.tiny import tiny_federation, tiny_settings
+layers = torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(8, 3)
+local = LocalTraining(batch_size=5, optimizer=sys.argv[2])
+settings = tiny_settings(rounds=1, engine=sys.argv[1], local=local)
+simulate(tiny_federation(), METHODS["dac"](num_peers=2), model=torch.nn.Sequential(*layers), settings=settings)
+print(*sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "optimizer"), [("loop", "adam"), ("vmap", "sgd"), ("vmap", "adam"), ("compiled", "adam")]
+)
+def test_a_process_that_trains_loads_neither_pytorchs_compiler_nor_sympy(engine, optimizer):
+    """Each takes more than a second, and nothing of them is used."""
+    script = [sys.executable, "-c", TRAINING, engine, optimizer]
+    assert subprocess.run(script, capture_output=True, text=True, check=True, timeout=100).stdout.split() == []

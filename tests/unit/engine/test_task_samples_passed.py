@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from coterie.engine._loop import LoopEngine
 from coterie.engine._work import RawSamples, distinct
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.task import Task
@@ -46,7 +47,10 @@ class Counted:
             watch(program, "train", lambda rows, work: self._train(int(work.length.sum())))
             watch(program, "measure", lambda rows, pairs, inputs: self._pass(int(pairs.count[pairs.sets].sum())))
             return
-        watch(self.task.engine, "gradients", lambda rows, x, y, inputs: self._train(len(rows) * x.shape[1]))
+        if isinstance(self.task.engine, LoopEngine):
+            watch(self.task.engine, "_backward", lambda model, x, y, inputs: self._train(len(x)))
+        else:
+            watch(self.task.engine, "gradients", lambda rows, x, y, inputs: self._train(len(rows) * x.shape[1]))
         watch(self.task.engine, "forward", lambda rows, x, inputs: self._pass(len(rows) * x.shape[1]))
         inner = RawSamples.inputs
 
@@ -158,10 +162,25 @@ def test_equal_models_are_tested_once_on_each_test_set(engine, monkeypatch):
         run.passed = 0
         run.task.evaluate(rows)
         assert run.passed == samples
-        recall, _ = run.task.recalls(rows)
+        values, recall, _ = run.task.evaluate_by_class(rows)
         assert run.passed == 2 * samples
-        alone = [run.task.rows(EVERYBODY[i : i + 1]).recalls(rows[i : i + 1])[0][0] for i in range(6)]
+        alone = [run.task.rows(EVERYBODY[i : i + 1]).evaluate_by_class(rows[i : i + 1])[1][0] for i in range(6)]
         assert torch.equal(recall, torch.stack(alone))
+        apiece = run.task.evaluate(rows)
+        assert torch.equal(values["accuracy"], apiece["accuracy"])
+        torch.testing.assert_close(values["loss"], apiece["loss"], rtol=1e-12, atol=0)
+
+
+@ENGINES
+@pytest.mark.parametrize("extra", [[], ["balanced_accuracy"], ["balanced_accuracy", "train_prior_accuracy"]])
+def test_test_sets_are_passed_once_whatever_is_asked_of_them(engine, extra, monkeypatch):
+    """Six clients with models of their own on 30 samples each, and 4 for validation: in a round, and in the end."""
+    run = Counted(monkeypatch, engine, "local", {}, eval_every=1, extra_metrics=extra)
+    run.step()
+    assert run.step() == (40, 6 * (4 + 30))
+    run.passed = 0
+    run.loop.final()
+    assert run.passed == 6 * (4 + 30)
 
 
 def test_rows_that_are_equal_are_found_also_where_their_sums_agree():

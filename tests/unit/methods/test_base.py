@@ -1,12 +1,18 @@
 """What all methods share: cohorts, and running statistics in an exchange."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from coterie.engine.task import Task
+from coterie.exchange.in_memory import InMemory
+from coterie.methods import base
+from coterie.methods.base import Round, drawn_uniformly
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.random_gossip import Random
 from coterie.rng import Rng
+from coterie.testing import tiny_federation
 
 
 def test_a_share_of_a_peer_to_peer_population_may_be_one_client():
@@ -31,3 +37,52 @@ def test_an_exchange_treats_running_statistics_as_the_run_says(play, buffers):
     expected = {"average": mean[:, 53:], "local": before[:, 53:], "reset": first}[buffers]
     torch.testing.assert_close(after[:, 53:], expected)
     assert float((before[:, 53:63] - mean[:, 53:63]).abs().min()) > 0
+
+
+def a_round(clients: int, ids: list[int], index: int = 0, reachable: torch.Tensor | None = None) -> Round:
+    """A round in which some clients of a population are hosted."""
+    task = Task(tiny_federation(clients).host(ids), "linear", engine="loop", dtype=torch.float64)
+    everybody = torch.ones(clients, dtype=torch.bool) if reachable is None else reachable
+    return Round(index, task, InMemory(torch.tensor(ids), clients), Rng(3).at(index), everybody)
+
+
+@pytest.fixture(params=[20_000, 4], ids=["a draw for each pair", "one after another"])
+def many(monkeypatch, request):
+    """Both ways to draw uniformly."""
+    monkeypatch.setattr(base, "MANY", request.param)
+
+
+def test_uniform_draws_are_candidates_and_no_one_twice(many):
+    """Clients 3 and 7 cannot be reached, and client 0 may choose 5 and 9 alone."""
+    reachable = torch.ones(40, dtype=torch.bool)
+    reachable[[3, 7]] = False
+    rnd = a_round(40, list(range(40)), reachable=reachable)
+    allowed = torch.ones(40, 40, dtype=torch.bool)
+    allowed[0] = False
+    allowed[0, [5, 9]] = True
+    for peers in (drawn_uniformly(rnd, 6), drawn_uniformly(rnd, 6, allowed)):
+        for client, row in enumerate(peers.tolist()):
+            found = [peer for peer in row if peer >= 0]
+            assert len(set(found)) == len(found)
+            assert not {client, 3, 7} & set(found)
+    assert sorted(peers[0].tolist()) == [-1, -1, -1, -1, 5, 9]
+    assert bool((peers[1:] >= 0).all())
+
+
+def test_uniform_draws_do_not_depend_on_who_else_is_hosted(many):
+    whole = drawn_uniformly(a_round(40, list(range(40))), 5)
+    assert torch.equal(drawn_uniformly(a_round(40, [2, 30, 39]), 5), whole[[2, 30, 39]])
+    assert not torch.equal(drawn_uniformly(a_round(40, [2, 30, 39], index=1), 5), whole[[2, 30, 39]])
+
+
+def test_uniform_draws_take_every_candidate_equally_often(many):
+    """12 clients in 400 rounds, 3 of 11 each: 1,200 reads of each member are expected."""
+    rounds = (drawn_uniformly(a_round(12, list(range(12)), index=index), 3) for index in range(400))
+    times = np.bincount(torch.cat(list(rounds)).flatten().numpy(), minlength=12)
+    assert times.sum() == 400 * 12 * 3
+    assert np.abs(times - 1200).max() < 4 * np.sqrt(400 * 11 * 3 / 11 * 8 / 11)
+
+
+def test_as_many_peers_as_there_are_are_all_of_them(many):
+    peers = drawn_uniformly(a_round(6, list(range(6))), 9)
+    assert [sorted(row) for row in peers.tolist()] == [[j for j in range(6) if j != i] for i in range(6)]

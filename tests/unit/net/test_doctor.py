@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from coterie.engine import device as devices
 from coterie.methods.random_gossip import Random
 from coterie.net import doctor, fleet, identity, local, nodefile
 from coterie.net.doctor import examine
@@ -67,6 +68,18 @@ def test_a_study_that_is_not_the_rosters_and_an_address_in_use_are_found(tmp_pat
             "study: dac with seed 0 is not what the roster says",
             "127.0.0.1:23950 is taken: the node runs already, or another program",
         ]
+
+
+def test_a_device_that_is_not_here_ends_the_examination_and_one_that_is_here_is_told(tmp_path):
+    """On which device a node trains is its own affair: the study is the roster's all the same."""
+    file = laid_out(tmp_path)
+    study = tmp_path / "study.toml"
+    text = study.read_text()
+    study.write_text(text.replace('device = "cpu"', 'device = "cuda:77"'))
+    (only,) = wrong(file)
+    assert only.startswith("device is 'cuda:77'")
+    study.write_text(text)
+    assert any(sentence.startswith(f"trains on cpu; {devices.here()}") for sentence in told(file))
 
 
 def test_an_address_that_is_not_this_machines_is_taken_by_nobody_here(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from coterie.report.data import payload
-from coterie.report.data.packing import dense, over_seeds, pack, thin
+from coterie.report.data.packing import MOST_CLIENTS, dense, over_seeds, pack, sampled, thin
 from coterie.report.data.reads import cells
 from coterie.results.equal_bytes import at_equal_bytes
 from coterie.results.summary import find_runs
@@ -138,6 +138,49 @@ def test_the_peers_of_a_client_are_those_that_it_read_most(write_run, tmp_path):
     most = [{int(j): int(n) for j, n in zip(*row, strict=True) if n} for row in zip(peers, read, strict=True)]
     assert most == [{2: 3, 1: 1}, {2: 1}, {}, {1: 2}]
     assert (peers[0, 0], peers[3, 0]) == (2, 1), "the one that is read most comes first"
+
+
+def test_a_sample_has_clients_of_every_cluster_in_its_share():
+    """Of 40 and 10 clients a tenth: four and one or so, and always the first and the last in order of cluster."""
+    cluster = np.array([0, 0, 0, 0, 1] * 10)
+    chosen = sampled(cluster, 5)
+    assert np.bincount(cluster[chosen]).tolist() == [4, 1]
+    assert {0, 49} <= set(chosen.tolist())
+    np.testing.assert_array_equal(chosen, np.sort(chosen))
+    np.testing.assert_array_equal(sampled(cluster, 50), np.arange(50))
+
+
+def test_of_a_large_population_a_sample_is_shown_and_means_are_over_all(write_run, tmp_path):
+    """2,500 clients in two clusters; client i has the value i, and read client i + 1 once."""
+    clients = 2500
+    ids = np.arange(clients)
+    metrics = [
+        (round, int(i), int(i % 2), split, model, "accuracy", float(i))
+        for round, split, model in [(0, "validation", "current"), (1, "validation", "current"), (1, "test", "best")]
+        for i in ids
+    ]
+    edges = [(0, int(i), int((i + 1) % clients), "mix", 0.5, 8) for i in ids]
+    write_run(
+        tmp_path / "small" / "Random" / "seed-0", kind="random", label="Random", seed=0, metrics=metrics, edges=edges
+    )
+    told = {"labels": [[1, int(i)] for i in ids], "classes": ["a", "b"], "train": ids.tolist()}
+    told |= {"shift": [], "validation": ids.tolist(), "name": "made up", "fingerprint": "0"}
+    (tmp_path / "small" / "federation.json").write_text(json.dumps(told))
+    page = payload(*find_runs([tmp_path / "small"]))
+    shown = np.array(page["clients"]["shown"])
+    assert len(shown) == MOST_CLIENTS < clients
+    np.testing.assert_array_equal(unpack(page["clients"]["final"])[0], shown)
+    assert page["clients"]["means"]["final"] == [ids.mean()]
+    np.testing.assert_allclose(unpack(page["clients"]["curves"][0]["values"])[1], shown, atol=0.02)
+    reads = page["reads"]["methods"][0]
+    np.testing.assert_array_equal(unpack(reads["peers"])[:, 0], (shown + 1) % clients)
+    np.testing.assert_array_equal(unpack(reads["times"]), [[1, 0, 0, 0, 0, 0, 0, 0]] * len(shown))
+    assert len(reads["communities"]) == len(page["cluster"]) == clients
+    assert page["data"]["train"] == shown.tolist()
+    assert page["data"]["sums"] == {
+        "0": {"clients": 1250, "labels": [1250, int(ids[::2].sum())]},
+        "1": {"clients": 1250, "labels": [1250, int(ids[1::2].sum())]},
+    }
 
 
 def test_a_window_holds_its_own_reads_alone(write_run, tmp_path):

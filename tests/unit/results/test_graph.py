@@ -1,6 +1,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.sparse import csr_array
 
 from coterie.errors import ConfigError, DataError
 from coterie.results import graph
@@ -123,11 +124,53 @@ def test_communities_of_a_run_without_exchange_are_one():
     np.testing.assert_array_equal(graph.communities(np.zeros((4, 4), dtype=np.int64)), np.zeros(4))
 
 
+def planted_reads(clients: int, groups: int, inside: int, outside: int) -> pd.DataFrame:
+    """Reads of a population in equal groups: so many of one's own group, and so many of anybody, a client."""
+    stream, size = np.random.default_rng(3), clients // groups
+    reader = np.repeat(np.arange(clients), inside + outside)
+    near = reader // size * size + stream.integers(size, size=len(reader))
+    anybody = np.tile(np.arange(inside + outside) >= inside, clients)
+    read = np.where(anybody, stream.integers(clients, size=len(reader)), near)
+    return pd.DataFrame({"round": 0, "reader": reader, "read": read, "purpose": "mix"})
+
+
+@pytest.mark.parametrize("outside", [0, 3])
+def test_communities_of_many_clients_come_from_the_leading_eigenvectors_alone(outside, monkeypatch):
+    """Five groups of 120: the iteration on the reads finds the same partition as the whole spectrum, the planted one.
+
+    Without any read outside, the largest eigenvalue is there five times.
+    """
+    counts = graph.counted(planted_reads(600, 5, 8, outside), 600)
+    truth = np.repeat(np.arange(5), 120)
+    found = graph.communities(counts)
+    assert len(counts.indices) < 600 * 12
+    np.testing.assert_array_equal(found, truth)
+    np.testing.assert_array_equal(found, graph.communities(counts))
+    monkeypatch.setattr(graph, "WHOLE_SPECTRUM", 600)
+    np.testing.assert_array_equal(graph.communities(counts), truth)
+    np.testing.assert_array_equal(graph.communities(counts.toarray()), truth)
+
+
+def test_communities_of_many_clients_without_structure_have_hardly_any_modularity():
+    """1,000 clients that read four of anybody: whatever groups are found agree with no partition."""
+    found = graph.communities(graph.counted(planted_reads(1000, 4, 0, 4), 1000))
+    assert abs(graph.agreement(found, np.repeat(np.arange(4), 250))["ari"]) < 0.02
+
+
+def test_counted_reads_are_those_of_the_heatmap():
+    """Two reads of one peer are one entry of 2; reads of oneself and what did not arrive are none."""
+    table = edges((0, 0, 1), (1, 0, 1), (0, 1, 1), (0, 2, 0)).assign(purpose=["mix", "probe", "mix", "missing"])
+    counts = graph.counted(table, 3)
+    assert counts.nnz == 1
+    np.testing.assert_array_equal(counts.toarray(), graph.heatmap(table, 3))
+
+
 def test_modularity_of_two_separate_pairs_is_a_half():
     """Two components with equal weight: 2 x (1/2 - 1/4); as one group: 1 - 1."""
     weights = np.array([[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]])
     assert graph.modularity(weights, np.array([0, 0, 1, 1])) == pytest.approx(0.5)
     assert graph.modularity(weights, np.zeros(4, dtype=np.int64)) == pytest.approx(0.0)
+    assert graph.modularity(csr_array(weights), np.array([0, 0, 1, 1])) == pytest.approx(0.5)
 
 
 def test_agreement_of_a_hand_worked_partition():

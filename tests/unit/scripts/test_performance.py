@@ -33,6 +33,32 @@ def test_a_measurement_is_a_section_with_a_column_for_each_key(made, tmp_path):
     )
 
 
+def test_models_below_the_aim_stand_under_the_table_with_reasons(made):
+    """Numbers of what auto takes, the other engines beside the lean loop, and a dash for one that does not run it."""
+
+    def row(model: str, lean: dict[str, float], reason: str) -> dict[str, object]:
+        spread = {name: {"median": value, "low": value / 2, "high": 2 * value} for name, value in lean.items()}
+        return {
+            "model": model, "batch": 8, "mflop": 1234.5, "auto": next(iter(lean)), "reason": reason,
+            "ms": {"usual": 40.0, "lean": 30.0, **{name: 30 / value for name, value in lean.items()}},
+            "share": {"usual": 0.1, "lean": 0.2, **dict.fromkeys(lean, 0.256)},
+            "usual": {name: {**each, "median": 4 / 3 * each["median"]} for name, each in spread.items()},
+            "lean": spread, "ready_s": dict.fromkeys(lean, 3.14159),
+        }  # fmt: skip
+
+    rows = [row("fast", {"compiled": 12.0, "loop": 1.5}, ""), row("slow", {"loop": 1.04}, "its layer 'x' is unknown")]
+    table = made["models"](rows)
+    assert table.rows[0] == (
+        "fast", "8", "1,234", "40", "30", "compiled", "2.5", "16", "12", "6.00, 24", "26%", "3.14", "12", "1.50",
+    )  # fmt: skip
+    assert table.rows[1][5:] == ("loop", "28.8", "1.39", "1.04", "0.52, 2.08", "26%", "3.14", "-", "1.04")
+    assert len(table.head) == len(table.rows[0])
+    below, reason = table.foot.split("\n\n")
+    assert below == "Below 1.1 times the lean loop with what auto takes: 1 of 2: slow (8) 1.04."
+    assert reason == "slow (8): its layer 'x' is unknown"
+    assert made["models"](rows[:1]).foot == "Below 1.1 times the lean loop with what auto takes: none."
+
+
 def test_a_population_is_compared_with_the_first_of_its_own_pass():
     """Medians of times and of ratios; the largest of the peaks."""
     script = runpy.run_path(str(ROOT / "benchmarks/population.py"))
@@ -40,7 +66,7 @@ def test_a_population_is_compared_with_the_first_of_its_own_pass():
     def cell(clients: int, cost: float, peak: float) -> dict[str, object]:
         return {
             "clients": clients, "seconds a round": cost * clients / 1000, "ms a client-round": cost,
-            "peak memory, GiB": peak,
+            "peak memory, GiB": peak, "report, s": 2 * cost,
         }  # fmt: skip
 
     small, large = script["rows"](
@@ -49,4 +75,5 @@ def test_a_population_is_compared_with_the_first_of_its_own_pass():
     name = "times that of the first"
     assert (small["ms a client-round"], small[name], small["to"]) == (1.5, 1.0, 1.0)
     assert (large["ms a client-round"], large["seconds a round"], large["peak memory, GiB"]) == (2.0, 2.0, 3.0)
+    assert (small["report, s"], large["report, s"]) == (3.0, 4.0)
     assert (large[name], large["from"], large["to"]) == (1.375, 1.25, 1.5)

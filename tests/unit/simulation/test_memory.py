@@ -1,10 +1,21 @@
 """The forecast of memory, and what is refused."""
 
+import errno
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
+import torch
 
 from coterie import Settings, simulate
-from coterie.errors import ConfigError
-from coterie.methods import METHODS
+from coterie.engine.task import Task
+from coterie.errors import ConfigError, OutOfMemory
+from coterie.methods import METHODS, base
+from coterie.methods.base import PeerMethod
+from coterie.models.layout import source
+from coterie.rng import Rng
 from coterie.simulation import _memory
 from coterie.testing import tiny_federation
 
@@ -12,14 +23,36 @@ WANTED = _memory.forecast(clients=10, params=100, itemsize=4, block=5, data=2048
 
 
 def test_a_forecast_is_worked_out_by_hand():
-    """Ten rows of 400 bytes three times over; five of them with gradients and two moments."""
-    assert (WANTED.models, WANTED.block, WANTED.needed) == (12000, 8000, 20000)
+    """Ten rows of 400 bytes three times over and half of it lost; five of them with gradients and two moments."""
+    assert (WANTED.models, WANTED.block, WANTED.needed) == (18000, 8000, 26000)
+
+
+def test_the_allocator_loses_64_mebibytes_at_most():
+    """A thousand models of a million numbers: 3 x 4e9 bytes."""
+    wanted = _memory.forecast(clients=1000, params=10**6, itemsize=4, block=1, data=0, keeps_best=False)
+    assert wanted.models == 12 * 10**9 + 64 * 2**20
+
+
+def test_what_is_remembered_is_there_before_and_after_a_round():
+    """2 x 1,000 bytes, and 300 that are published; 10 clients x 4 rounds x (5 + 3) rows of 32 bytes, three times."""
+    more = {"remembered": 1000, "published": 300, "rounds": 4, "reads": 3.0}
+    wanted = _memory.forecast(clients=10, params=100, itemsize=4, block=5, data=0, keeps_best=False, **more)
+    assert (wanted.memory, wanted.record, wanted.writing) == (2300, 30720, 0)
+    assert wanted.needed == WANTED.needed + 2300 + 30720
+
+
+def test_a_checkpoint_takes_copies_where_a_round_takes_fewer():
+    """Two moments of 10 x 400 bytes: a checkpoint of 3 x 4,000 twice, less than 3 + 4 copies; and the tables once."""
+    wanted = _memory.forecast(
+        clients=10, params=100, itemsize=4, block=1, data=0, keeps_best=False, remembered=10**6, rounds=1, stored=True
+    )
+    assert wanted.writing == (2 * 4000 + 10**6) - 18000 - 1600 + 10 * 5 * 32
 
 
 def test_optimizer_states_that_are_kept_are_there_twice_in_a_round():
     """Two moments: four copies of the models of 4,000 bytes beside the three, and one of the best."""
     kept = _memory.forecast(clients=10, params=100, itemsize=4, block=5, data=0, keeps_best=True, moments=2)
-    assert kept.models == (3 + 1 + 2 * 2) * 4000
+    assert kept.models == (3 + 1 + 2 * 2) * 4000 * 1.5
 
 
 def test_servers_second_models_and_training_first_take_further_copies():
@@ -34,7 +67,9 @@ def test_servers_second_models_and_training_first_take_further_copies():
 
 def test_what_fits_exactly_and_what_cannot_be_told_is_let_through():
     """Of what is refused nothing fits, as far as is known."""
-    _memory.check(WANTED, "cpu", 20000)
+    _memory.check(WANTED, "cpu", 26000)
+    with pytest.raises(ConfigError):
+        _memory.check(WANTED, "cpu", 25999)
     _memory.check(WANTED, "cpu", None)
 
 
@@ -43,3 +78,115 @@ def test_a_run_that_cannot_fit_is_refused_with_the_numbers(monkeypatch):
     monkeypatch.setattr(_memory, "available", lambda _device: 100)
     with pytest.raises(ConfigError, match=r"needs about .* on cpu beside its data .* found 100 bytes"):
         simulate(tiny_federation(), METHODS["random"](), model="mlp-c", settings=Settings(rounds=1))
+
+
+def remembered(kind: str, clients: int, **options) -> tuple[int, int]:
+    federation = tiny_federation(clients)
+    task = Task(federation.host(federation.ids), "linear", engine="loop", dtype=torch.float32)
+    return _memory.remembered(METHODS[kind](**options), task)
+
+
+@pytest.mark.parametrize("clients", [3, 30, 300])
+def test_what_a_method_remembers_is_told_from_small_populations(clients):
+    """DAC: 8 + 1 + 4 bytes for each pair, and 4 + 1 published with 4 for the samples; PANM: a bag and neighbors."""
+    assert remembered("dac", clients) == (13 * clients**2, 5 * clients**2 + 4 * clients)
+    assert remembered("panm-loss", clients, num_peers=25) == (
+        clients * (clients + 8 * min(25, clients - 1)),
+        4 * clients,
+    )
+    assert remembered("random", clients) == (0, 4 * clients)
+    assert remembered("fedavg", clients)[0] == 15 * 4 + 8 * clients  # 4 x 3 + 3 numbers, and who has which model
+
+
+@pytest.mark.parametrize("kind", sorted(METHODS))
+def test_no_method_has_more_in_its_first_round_than_was_told(kind):
+    """The bytes of the memory that `init` makes for all clients are those that small populations tell."""
+    federation = tiny_federation(60)
+    truth = federation.truth.cluster if "truth" in METHODS[kind].needs else None
+    module = METHODS[kind]().model(_memory_source(federation))
+    task = Task(federation.host(federation.ids), module, engine="loop", dtype=torch.float32, clusters=truth)
+    state = METHODS[kind]().init(task, Rng(0))
+    found = sum(t.nbytes for part in (state.memory, state.shared) for t in base.tensors(part))
+    assert _memory.remembered(METHODS[kind](), task)[0] == found
+
+
+def _memory_source(federation):
+    return source("linear", federation.features, federation.outputs)
+
+
+def test_a_method_that_nobody_here_wrote_is_told_too():
+    @dataclass(frozen=True)
+    class Pairs:
+        pairs: torch.Tensor
+        own: torch.Tensor
+
+    @dataclass(frozen=True)
+    class Mine(PeerMethod):
+        kind: ClassVar[str] = "mine"
+
+        def memory(self, task, rng):
+            return Pairs(torch.zeros(len(task), 2 * task.population + 1, dtype=torch.int16), torch.zeros(len(task), 7))
+
+        def exchange(self, rnd, state):
+            return state, {}
+
+    federation = tiny_federation(50)
+    task = Task(federation.host(federation.ids), "linear", engine="loop")
+    assert _memory.remembered(Mine(), task)[0] == 50 * (2 * 101 + 4 * 7)
+
+
+REFUSED = """
+import resource, sys
+from coterie.methods import METHODS
+from coterie.simulation.run import simulate
+from coterie.simulation.settings import Settings
+from coterie.testing import tiny_federation
+from coterie.errors import ConfigError
+federation = tiny_federation(9000, features=(2,), train=2, validation=1)
+table = dict(line.split(":", 1) for line in open("/proc/self/status"))
+most = int(table["VmSize"].split()[0]) * 1024 + (1 << 30)
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+try:
+    simulate(federation, METHODS["dac"](), model="linear", settings=Settings(rounds=1, engine="loop"))
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what the address space holds is read from /proc")
+def test_a_run_that_does_not_fit_into_the_address_space_is_refused_before_it_takes_it():
+    """DAC of 9,000 clients with 1 GiB left: 2 x 13 + 5 bytes for each of 81 million pairs are 2.3 GiB."""
+    done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, check=True, timeout=100)
+    assert len(done.stdout.splitlines()) == 1
+    assert "2.3 GiB for what the method remembers" in done.stdout
+    assert "Take fewer clients, a method that remembers less" in done.stdout
+    assert done.stdout.partition("found ")[2].startswith(("1.0 GiB", "9", "10"))
+
+
+def test_a_control_group_leaves_what_it_has_not_used(tmp_path):
+    """Version 2: a limit of 1,000 with 600 used, of which 100 can be given back, below one without a limit."""
+    own, group = tmp_path / "own", tmp_path / "cgroup/up/mine"
+    own.write_text("0::/up/mine\n")
+    group.mkdir(parents=True)
+    for folder, most, used in ((group, "1000", "600"), (group.parent, "max", "5000")):
+        (folder / "memory.max").write_text(f"{most}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text("anon 500\ninactive_file 100\n")
+    assert list(_memory._groups(tmp_path / "cgroup", own)) == [500]
+    old = tmp_path / "cgroup/memory/mine"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("900\n")
+    (old / "memory.usage_in_bytes").write_text("300\n")
+    own.write_text("4:cpu:/mine\n2:memory:/mine\n")
+    assert list(_memory._groups(tmp_path / "cgroup", own)) == [600]
+    assert list(_memory._groups(tmp_path / "cgroup", tmp_path / "nowhere")) == []
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOMEM, "Cannot allocate memory"), MemoryError(), RuntimeError("can't allocate memory: 9")]
+)
+def test_memory_that_ends_on_the_way_is_one_line(error):
+    with pytest.raises(OutOfMemory, match="cpu has no more memory"), _memory.told("cpu"):
+        raise error
+    with pytest.raises(OSError, match="disk"), _memory.told("cpu"):
+        raise OSError(errno.ENOSPC, "the disk is full")

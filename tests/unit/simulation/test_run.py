@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import coterie
+from coterie.methods.local import Local
 from coterie.methods.random_gossip import Random
-from coterie.simulation.run import simulate
+from coterie.simulation.run import Note, simulate
 from coterie.testing import tiny_federation, tiny_settings
 
 
@@ -68,3 +69,13 @@ def test_a_dataset_takes_what_arrays_take():
     shared = set(arrays) - {"x", "y", "clients", "num_clients"}
     for other in (dataset, datasets):
         assert {name: other[name] for name in shared} == {name: arrays[name] for name in shared}
+
+
+def test_a_run_tells_that_it_compiles(monkeypatch, tmp_path):
+    """Once: the next run finds the program in the cache."""
+    monkeypatch.setenv("COTERIE_CACHE", str(tmp_path))
+    said = []
+    for seed in (4, 5):
+        settings = tiny_settings(rounds=1, engine="compiled")
+        simulate(tiny_federation(), Local(), model="linear", settings=settings, seed=seed, notes=said.append)
+    assert said == [Note("local", 4, "compiling the model (once for this machine)")]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coterie.errors import ConfigError
-from coterie.simulation.workers import WorkerDied, cores, fan_out
+from coterie.simulation.workers import WorkerDied, cores, enough, fan_out
 
 
 def square(job, emit):
@@ -49,6 +49,11 @@ def test_one_worker_works_in_this_process_in_order_with_one_thread():
     assert [(job, result[0]) for job, result in done] == [(1, 1), (2, 4), (3, 9)]
     assert {result[1:] for _, result in done} == {(os.getpid(), 1)}
     assert heard == ["doing 1", "doing 2", "doing 3"]
+
+
+def test_runs_on_a_device_are_done_by_one_process_unless_somebody_says_otherwise():
+    """Its memory is one: two runs at once would each plan with all of it."""
+    assert (enough("cpu"), enough("cuda"), enough("cuda:1")) == (cores(), 1, 1)
 
 
 def test_two_workers_do_every_job_once_and_report():

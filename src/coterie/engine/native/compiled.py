@@ -41,6 +41,7 @@ class CompiledEngine(Engine):
     """
 
     name: ClassVar[str] = "compiled"
+    does: ClassVar[str] = "a native program of the whole step"
 
     def __init__(
         self,

@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,6 +21,19 @@ _SECONDS = 300
 
 class CompilerError(Exception):
     """There is no C++ compiler, or it failed; the text says which."""
+
+
+_LISTENERS: list[Callable[[str], None]] = []
+
+
+@contextmanager
+def heard(listener: Callable[[str], None]) -> Iterator[None]:
+    """Tell a listener, in words for a person, whenever this process compiles a program during the block."""
+    _LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(listener)
 
 
 @lru_cache(maxsize=1)
@@ -104,6 +119,8 @@ def _trusted(library: Path) -> bool:
 
 
 def _compile(text: str, library: Path, flags: tuple[str, ...]) -> None:
+    for listener in _LISTENERS:
+        listener("compiling the model (once for this machine)")
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         source, built = Path(folder) / "program.cpp", Path(folder) / "program.so"
         source.write_text(text)

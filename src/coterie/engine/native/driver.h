@@ -5,38 +5,34 @@
 struct Optimizer {
   T *w, *first, *second, *g;  // parameters, moments, gradient of the earlier groups of a batch
   const T* anchor;
-  T lr, scale, momentum, decay, prox;  // lr and scale with the bias corrections of this step
+  T lr, epsilon, momentum, decay, prox;  // lr and epsilon with Adam's bias corrections of this step
   int64_t adam, trained;               // entries from `trained` on are frozen
   bool begins, ends;                   // the first and the last group of a batch
 
-  // Take a piece of the gradient: keep it until the batch is complete, then update the parameters.
-  inline __attribute__((always_inline)) void put(int at, T* piece, int count) const {
-    if (!begins)
-      for (int i = 0; i < count; i++) piece[i] += g[at + i];
-    if (!ends) {
-      for (int i = 0; i < count; i++) g[at + i] = piece[i];
-      return;
-    }
+  // Take the gradient of an entry or of a register of entries: keep it until the batch is complete, then update the
+  // parameters.
+  template <class A>
+  INLINE_MEMBER void put(int at, A piece) const {
+    if (!begins) piece += load<A>(g + at);
+    if (!ends) return store(g + at, piece);
     if (at >= trained) return;
-    T* weight = w + at;
-    if (anchor)
-      for (int i = 0; i < count; i++) piece[i] += prox * (weight[i] - anchor[at + i]);
-    if (decay != 0)
-      for (int i = 0; i < count; i++) piece[i] += decay * weight[i];
+    A weight = load<A>(w + at);
+    if (anchor) piece += prox * (weight - load<A>(anchor + at));
+    if (decay != 0) piece += decay * weight;
     if (adam) {
-      T *m = first + at, *v = second + at;
-      for (int i = 0; i < count; i++) {
-        m[i] += T(1 - 0.9) * (piece[i] - m[i]);
-        v[i] = T(0.999) * v[i] + T(1 - 0.999) * (piece[i] * piece[i]);
-        weight[i] -= lr * (m[i] / (std::sqrt(v[i]) / scale + T(1e-8)));
-      }
+      A m = load<A>(first + at), v = load<A>(second + at);
+      m += T(1 - 0.9) * (piece - m);
+      v = T(0.999) * v + T(1 - 0.999) * (piece * piece);
+      store(first + at, m), store(second + at, v);
+      piece = m / (root(v) + epsilon);
     } else if (momentum != 0) {
-      T* m = first + at;
-      for (int i = 0; i < count; i++) weight[i] -= lr * (m[i] = momentum * m[i] + piece[i]);
-    } else {
-      for (int i = 0; i < count; i++) weight[i] -= lr * piece[i];
+      piece += momentum * load<A>(first + at);
+      store(first + at, piece);
     }
+    store(w + at, weight - lr * piece);
   }
+
+  INLINE_MEMBER void put(int at, const T* piece, int count) const { put_all(*this, at, piece, count); }
 };
 
 // Samples as they are stored: bytes that are looked up in `values` (256 for each channel), or numbers.
@@ -196,7 +192,8 @@ static void train_one(const Training& job, int64_t client, Net& net, T* moments)
     const int size = job.length[client * job.steps + s];
     const int64_t* places = job.places + (client * job.steps + s) * job.width;
     decay1 *= 0.9, decay2 *= 0.999;
-    step.lr = job.adam ? job.lr / (1 - decay1) : job.lr, step.scale = std::sqrt(1 - decay2);
+    const double scale = std::sqrt(1 - decay2);
+    step.lr = job.adam ? job.lr * scale / (1 - decay1) : job.lr, step.epsilon = 1e-8 * scale;
     if (!size) continue;
     const uint64_t key = job.keys ? job.keys[client] + uint64_t(s) * 0x1F123BB5159A55E5u : 0;
     if (job.alpha) net.mix(step.w, job.alpha + (client * job.steps + s) * ENDPOINTS);

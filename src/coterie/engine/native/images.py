@@ -5,13 +5,14 @@ better; arrays lie accordingly (`LAST` or `PLANES`).
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from coterie.engine.native.loops import MANY, Leaf, Value, dense, expanded, in_memory, order_of, product
+from coterie.engine.native.loops import MANY, Value, dense, expanded, in_memory, order_of, product
 from coterie.engine.native.lower import Lowering
-from coterie.engine.native.trace import Dim, NotTraceableError, Size, at
+from coterie.engine.native.trace import Dim, Kind, NotTraceableError, Ref, Size, at
 
 LAST, PLANES = (0, 2, 3, 1), (0, 1, 2, 3)
 
@@ -58,19 +59,66 @@ class ImageLowering(Lowering):
             before: rows and columns of zeros in front.
             after: rows and columns of zeros at the end.
         """
-        n, c, h, w = x.shape
-        key = ("padded", x, tuple(order), channels, before, after)
+        c, order = x.shape[1], tuple(order)
+        key = ("padded", x, order, channels, before, after)
         if key not in self._made:
             if (before, after, channels) == ((0, 0), (0, 0), c):
                 self._made[key] = self.program.contiguous(x, order).memory.pointer
             else:
-                shape = (n, channels, h + before[0] + after[0], w + before[1] + after[1])
-                target = self._zeros(shape, x.dtype, order).memory
-                _n, _c, down, right = target.strides
-                place = Leaf(target.buffer, before[0] * down + before[1] * right, target.strides)
-                self.program.assign(place, x)
-                self._made[key] = target.pointer
+                inside = self._in_frame(x.shape, x.dtype, order, channels, before, after)
+                self.program.assign(inside.memory, x)
+                self._made[key] = f"{inside.memory.buffer} + 0"
         return self._made[key]
+
+    def _in_frame(
+        self,
+        shape: Sequence[Size],
+        dtype: torch.dtype,
+        order: Sequence[int],
+        channels: int,
+        before: tuple[int, int],
+        after: tuple[int, int],
+    ) -> Value:
+        """Return memory for images with zeros around them, as `_padded` says: the part inside the zeros."""
+        n, c, h, w = shape
+        wide = (n, channels, h + before[0] + after[0], w + before[1] + after[1])
+        if channels == c:
+            frame = self._target(wide, dtype, order).memory
+            many, unit = (n, c) if tuple(order) == LAST else (n * c, 1)
+            sides = f"{before[0]}, {before[1] * unit}, {after[0]}, {after[1] * unit}"
+            call = f"frame({many}, {wide[2]}, {wide[3] * unit}, {sides}, {frame.buffer});"
+            self.program.emit(call, [], [frame.buffer])
+        else:
+            frame = self._zeros(wide, dtype, order).memory
+        _n, _c, down, right = frame.strides
+        return in_memory(frame.buffer, shape, frame.strides, dtype, before[0] * down + before[1] * right)
+
+    def _kept(self, ref: Ref, value: Value) -> Value:
+        """See `Lowering`; what a convolution reads with zeros around it is computed into them."""
+        frame = self._frames.get(ref)
+        if frame is None or not value.cost or self.uses.get(ref, 0) < 2:
+            return super()._kept(ref, value)
+        inside = self._in_frame(value.shape, value.dtype, *frame)
+        self.program.assign(inside.memory, value)
+        self._made["padded", inside, *frame] = f"{inside.memory.buffer} + 0"
+        return inside
+
+    @cached_property
+    def _frames(self) -> dict[Ref, tuple[tuple[int, ...], int, tuple[int, int], tuple[int, int]]]:
+        """What convolutions read, with order, channels and zeros as `_padded` takes them, where there are zeros."""
+        frames = {}
+        for node in self.trace.nodes:
+            if node.name != "convolution" or not isinstance(node.args[0], Ref):
+                continue
+            x, w = (self.trace.kinds[ref.number] for ref in node.args[:2])
+            if len(x.shape) != 4 or node.args[6] or any(isinstance(size, Dim) for size in x.shape[1:]):
+                continue
+            conv = _Convolution(x, w, *node.args[3:7], node.args[8])
+            order = PLANES if not conv.depthwise and self._pixels_pay(conv.o, conv.wo, conv) else LAST
+            channels = self._rounded(conv.c) if conv.depthwise else conv.c
+            if conv.padding != (0, 0) and channels == conv.c:
+                frames.setdefault(node.args[0], (order, channels, conv.padding, conv.padding))
+        return frames
 
     def _images(self, n: Size, sizes: Sequence[int], order: Sequence[int]) -> Value:
         return self._target((n, *sizes), self.dtype, order)
@@ -415,7 +463,7 @@ class _Convolution:
     """
 
     def __init__(
-        self, x: Value, w: Value, stride: Any, padding: Any, dilation: Any, transposed: bool, groups: int
+        self, x: Value | Kind, w: Value | Kind, stride: Any, padding: Any, dilation: Any, transposed: bool, groups: int
     ) -> None:
         if transposed or len(x.shape) != 4:
             raise NotTraceableError("a transposed or three-dimensional convolution")

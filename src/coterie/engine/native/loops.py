@@ -176,6 +176,13 @@ def reshaped(value: Value, shape: Sequence[Size]) -> Value | None:
     return replace(value, shape=tuple(shape), leaves=tuple(leaves))
 
 
+def in_shape(value: Value, shape: Sequence[Size]) -> Value:
+    """Return a value without gaps in another shape."""
+    found = reshaped(value, shape)
+    assert found is not None
+    return found
+
+
 def _groups(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[list[int], list[int]]]:
     """Split the axes of two shapes into the smallest groups of equal size."""
     groups = []
@@ -294,12 +301,16 @@ class Program:
         Args:
             values: sums of several are computed in one pass.
             axes: to reduce.
-            kind: "sum", "max", "min", "any", "all", "argmax" or "argmin".
+            kind: "sum", "max", "min", "any", "all", "argmax", "argmin", or "peak": the largest of a softmax.
         """
+        joined = self._joined(values, axes)
+        if joined is not None:
+            parts, joined_axes, kept_now = joined
+            return [in_shape(result, kept_now) for result in self.reduced(parts, joined_axes, kind)]
         shape = values[0].shape
         axes = [axis for axis in axes if shape[axis] != 1]
         kept_shape = [1 if axis in axes else size for axis, size in enumerate(shape)]
-        if not axes and kind in ("sum", "max", "min", "any", "all"):
+        if not axes and not kind.startswith("arg"):
             return [self.stored(value) for value in values]
         order = [axis for axis in order_of(max(values, key=lambda v: len(v.leaves) > 0)) if shape[axis] != 1]
         kept, gone = [a for a in order if a not in axes], [a for a in order if a in axes]
@@ -326,6 +337,25 @@ class Program:
             text = self._extremes(shape, kept, gone, values[0], targets[0], kind)
         self.emit(text, reads, names)
         return results
+
+    @staticmethod
+    def _joined(values: Sequence[Value], axes: Sequence[int]) -> tuple[list[Value], list[int], list[Size]] | None:
+        """Join two neighboring axes that both stay or both go, where they lie side by side in all values.
+
+        Returns:
+            The values, the axes to reduce and the shape of the results, or None where nothing is left to join.
+        """
+        shape = values[0].shape
+        gone = set(axes)
+        kept_shape: list[Size] = [1 if axis in gone else size for axis, size in enumerate(shape)]
+        for axis in range(len(shape) - 1):
+            if (axis in gone) != (axis + 1 in gone) or (shape[axis] == 1 and shape[axis + 1] == 1):
+                continue
+            parts = [reshaped(v, [*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :]]) for v in values]
+            if all(part is not None for part in parts):
+                after = [a if a <= axis else a - 1 for a in axes if a != axis + 1 or axis not in gone]
+                return [part for part in parts if part is not None], sorted(set(after)), kept_shape
+        return None
 
     @staticmethod
     def _entries(values: Sequence[Value], leaves: Sequence[Leaf], names: Sequence[str]) -> list[str]:
@@ -383,6 +413,10 @@ class Program:
             better = f"{step} == 0 || v {sign} best || (v != v && best == best)"
             body = nest.inner(f"{{ {kept_type} v = {entry}; if ({better}) best = v, which = {step}; }}")
             return nest.outer(f"{{ {kept_type} best = 0; int64_t which = 0; {body} {place} = which; }}")
+        if kind == "peak":  # of a softmax: a NaN may be passed over, since the sum of powers has it
+            body = f"{{ const T v = {entry}; best = v > best ? v : best; }}"
+            loops = nest.inner(body, '_Pragma("omp simd reduction(max:best)") ')
+            return nest.outer(f"{{ T best = -INFINITY; {loops} {place} = best; }}")
         start, take = {
             "max": ("-INFINITY", "best = (v > best || v != v) ? v : best;"),
             "min": ("INFINITY", "best = (v < best || v != v) ? v : best;"),
@@ -396,7 +430,7 @@ class Program:
 
     # ------------------------------------------------------------------ memory
 
-    def arena(self, samples: int, outputs: Sequence[str] = ()) -> tuple[dict[str, int], int]:
+    def arena(self, samples: int) -> tuple[dict[str, int], int]:
         """Return the place of each buffer in bytes, and the size of the arena, for batches of up to some samples."""
         first: dict[str, int] = {}
         last: dict[str, int] = {}
@@ -404,8 +438,6 @@ class Program:
             for name in statement.reads | statement.writes:
                 first.setdefault(name, number)
                 last[name] = number
-        for name in outputs:
-            last[name] = len(self.statements)
         places: dict[str, int] = {}
         free: list[tuple[int, int]] = []
         sizes: dict[str, int] = {}
@@ -523,9 +555,9 @@ class Nest:
         """Return the outer loops around a body."""
         return "".join(map(self._for, self._outer)) + line
 
-    def inner(self, line: str) -> str:
-        """Return the loops of a reduction around a body."""
-        return "".join(map(self._for, self._inner)) + line
+    def inner(self, line: str, pragma: str = "") -> str:
+        """Return the loops of a reduction around a body; the pragma is of the innermost one."""
+        return "".join(map(self._for, self._inner[:-1])) + pragma + "".join(map(self._for, self._inner[-1:])) + line
 
     def summed(self, loop: str, lines: Sequence[str], number: int, width: str = "") -> str:
         """Return the loops of sums, in parts that are added to `total0`, `total1`, ... in double precision.

@@ -29,6 +29,7 @@ from coterie.engine.native.loops import (
 from coterie.engine.native.trace import Dim, Kind, Node, NotTraceableError, Ratio, Ref, Size, Trace, at, refs
 
 _LARGE = 40  # operations of an expression above which it is computed into memory
+_LONG = 48  # sums of a product from which dot products pay
 _ROWS = 48  # rows of a product from which packing its other matrix pays
 
 Number = int | float | bool | Dim | Ratio
@@ -977,7 +978,7 @@ class Lowering:
     def _op__softmax(self, x: Value, axis: int, _half: bool = False) -> Value:
         axis %= len(x.shape)
         x = self.program.stored(x)
-        top = self.program.reduced([x], [axis], "max")[0]
+        top = self.program.reduced([x], [axis], "peak")[0]
         powers = self.program.stored(self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top))
         total = self._computed(lambda a: f"(1 / {a})", self.program.reduced([powers], [axis], "sum")[0])
         return self._map(lambda a, s: f"({a} * {s})", powers, total)
@@ -985,7 +986,7 @@ class Lowering:
     def _op__safe_softmax(self, x: Value, axis: int, *_options: Any) -> Value:
         axis %= len(x.shape)
         x = self.program.stored(x)
-        top = self.program.reduced([x], [axis], "max")[0]
+        top = self.program.reduced([x], [axis], "peak")[0]
         powers = self._pointwise(lambda a, m: f"exponential({a} - chosen({m} == -INFINITY, 0, {m}))", x, top)
         powers = self.program.stored(powers)
         total = self._computed(
@@ -1003,7 +1004,7 @@ class Lowering:
     def _op__log_softmax(self, x: Value, axis: int, _half: bool = False) -> Value:
         axis %= len(x.shape)
         x = self.program.stored(x)
-        top = self.program.reduced([x], [axis], "max")[0]
+        top = self.program.reduced([x], [axis], "peak")[0]
         powers = self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top)
         total = self.program.reduced([powers], [axis], "sum")[0]
         log = self.program.stored(self._pointwise(lambda s, m: f"(std::log({s}) + {m})", total, top))
@@ -1017,7 +1018,7 @@ class Lowering:
     def _op_logsumexp(self, x: Value, axes: Any, keepdim: bool = False) -> Value:
         x = self.program.stored(x)
         gone = self._axes(x, axes)
-        top = self.program.reduced([x], gone, "max")[0]
+        top = self.program.reduced([x], gone, "peak")[0]
         powers = self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top)
         total = self.program.reduced([powers], gone, "sum")[0]
         result = self._map(lambda s, m: f"(std::log({s}) + {m})", total, top, cost=8)
@@ -1193,6 +1194,10 @@ class Lowering:
         n, c = x.shape[:2]
         return self._shaped(x, [n, groups, c // groups, product(x.shape[2:])])
 
+    def _of_channels(self, value: Value, parts: Value) -> Value:
+        """Return a value of each group for each of its channels, so that loops over channels do not stop at groups."""
+        return self.program.stored(expanded(value, [*value.shape[:2], parts.shape[2], 1]), range(4))
+
     def _op_native_group_norm(
         self,
         x: Value,
@@ -1209,7 +1214,7 @@ class Lowering:
         mean, variance = self._moments(parts, [2, 3])
         scale = self._scale(variance, eps)
         own = [None if p is None else self._shaped(p, [1, groups, p.shape[0] // groups, 1]) for p in (weight, bias)]
-        y = self._normalized(parts, mean, scale, *own)
+        y = self._normalized(parts, self._of_channels(mean, parts), self._of_channels(scale, parts), *own)
         flat = [x.shape[0], groups]
         return [self._shaped(y, x.shape), self._shaped(mean, flat), self._shaped(scale, flat)]
 
@@ -1231,14 +1236,24 @@ class Lowering:
             g = self.program.stored(g, by_strides(x.memory.strides))
         gp, xp = self._grouped(g, groups), self._grouped(x, groups)
         mean, scale = (self._shaped(v, [x.shape[0], groups, 1, 1]) for v in (mean, scale))
-        inner = None if weight is None else self._shaped(weight, [1, groups, c // groups, 1])
-        back, _along, _plain = self._normal_back(gp, xp, mean, scale, [2, 3], None, inner)
-        back = self._shaped(back, x.shape)
+        means, scales = self._of_channels(mean, xp), self._of_channels(scale, xp)
+        away = self._pointwise(lambda a, b, m: f"({a} * ({b} - {m}))", gp, xp, means)
+        plain, moved = self.program.reduced([gp, away], [3], "sum")  # of each channel
+        weights = self._filled([1, groups, c // groups, 1], 1, self.dtype)
+        if weight is not None:
+            weights = self._shaped(weight, weights.shape)
+        own = [self._pointwise(lambda s, w: f"({s} * {w})", v, weights) for v in (plain, moved)]
+        level, slope = self.program.reduced(own, [2], "sum")  # of each group
+        count = xp.shape[2] * xp.shape[3]
+        level = self._of_channels(self._pointwise(lambda s: f"({s} / T({count}))", level), xp)
+        slope = self._pointwise(lambda s, r: f"({s} * {r} * {r} / T({count}))", slope, scale)
+        values = (gp, weights, level, xp, means, self._of_channels(slope, xp), scales)
+        back = self._map("(({0} * {1} - {2} - ({3} - {4}) * {5}) * {6})".format, *values, cost=7)
         if weight is None:
-            return [back, None, None]
-        along = self._pointwise(lambda a, b, m, s: f"({a} * ({b} - {m}) * {s})", gp, xp, mean, scale)
-        sums = self.program.reduced([along, gp], [0, 3], "sum")
-        return [back, self._shaped(sums[0], [c]), self._shaped(sums[1], [c])]
+            return [self._shaped(back, x.shape), None, None]
+        along = self._pointwise(lambda s, r: f"({s} * {r})", moved, scale)
+        sums = self.program.reduced([along, plain], [0], "sum")
+        return [self._shaped(back, x.shape), self._shaped(sums[0], [c]), self._shaped(sums[1], [c])]
 
     # ------------------------------------------------------------------ products
 
@@ -1295,7 +1310,7 @@ class Lowering:
         c = self._target((*a.shape[:-1], n), self.dtype)
         self.program.buffers[c.memory.buffer].size = product(c.shape)
         direct = bn == 1 or n == 1
-        along = (bk == 1 or k == 1) and (sk in (0, 1)) and rows < _ROWS and at(k, self.samples) >= 8
+        along = (bk == 1 or k == 1) and (sk in (0, 1)) and rows < _ROWS and at(k, self.samples) >= _LONG
         if not direct and along:
             call = f"dots<{n}>({m}, {k}, {{a}}, {sm}, {{b}}, {bn}, {{c}}, MORE)"
         else:

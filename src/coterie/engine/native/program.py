@@ -66,8 +66,8 @@ class _Text:
     forward: list[str] = field(default_factory=list)
     backward: list[list[str]] = field(default_factory=list)  # of each layer; the last layer comes first in the program
 
-    def array(self, kind: str, name: str, size: int) -> None:
-        self.members.append(f"{kind} {name}[{size}] = {{}};")
+    def array(self, kind: str, name: str, size: int | str) -> None:
+        self.members.append(f"alignas(64) {kind} {name}[{size}] = {{}};")
 
 
 class _Writer:
@@ -142,28 +142,36 @@ class _Writer:
         wide = f"Grid<{full[0]}, {full[1]}, {full[2]}, {row}, {full[1] * row}>"
         gradient = f"g{y.name}"
         back: list[str] = []
+        if bias_at >= 0:
+            back.append(f"bias_gradient<{pooled[0]}, {pooled[1] * pooled[2]}>({gradient}, step, {bias_at});")
+        windows = ""
         if pool is not None:
-            at = f"at_{y.name}"
-            self.text.array("VI", at, math.prod(pooled))
+            windows = f"{size[0]}, {size[1]}"
+            self.text.array("VI", f"at_{y.name}", math.prod(pooled))
             self.text.forward.append(
-                f"convolve_pool<{padded}, {y.grid}, {kernel}, {size[0]}, {size[1]}>"
-                f"({x.name}, w + {weight}, {bias}, {y.inside}, {at});"
+                f"convolve_pool<{padded}, {y.grid}, {kernel}, {windows}>"
+                f"({x.name}, w + {weight}, {bias}, {y.inside}, at_{y.name});"
             )
         else:
             self.text.forward.append(
                 f"convolve<{padded}, {y.grid}, {kernel}>({x.name}, w + {weight}, {bias}, {y.inside});"
             )
-        if pool is not None or self.trained:
+        if self.trained:
             self.text.array("V", f"w{y.name}", full[0] * full[1] * row + kw)
             gradient = f"w{y.name} + {left}"
             back.append(
-                f"pool_back<{wide}, {y.plain}, {size[0]}, {size[1]}>(g{y.name}, at_{y.name}, {gradient});"
+                f"pool_back<{wide}, {y.plain}, {windows}>(g{y.name}, at_{y.name}, {gradient});"
                 if pool
                 else f"copy<{y.plain}, {wide}>(g{y.name}, {gradient});"
             )
-        if self.trained:
             back.append(f"convolve_back<{x.plain}, {wide}, {kernel}, {ph}, {pw}>({gradient}, w + {weight}, g{x.name});")
-        back.append(f"convolve_weights<{padded}, {wide}, {kernel}>({x.name}, {gradient}, step, {weight}, {bias_at});")
+        if pool is not None and not self.trained:
+            back.append(
+                f"convolve_pool_weights<{padded}, {y.plain}, {kernel}, {windows}>"
+                f"({x.name}, {gradient}, at_{y.name}, step, {weight});"
+            )
+        else:
+            back.append(f"convolve_weights<{padded}, {wide}, {kernel}>({x.name}, {gradient}, step, {weight});")
         self._finish(back, y)
         if taken == 2:  # what rises and max-pooling can change places: the larger of two is the same before and after
             activation = self.stack[position + 1]
@@ -204,10 +212,19 @@ class _Writer:
             raise NotAStackError(f"{layer.weight} does not take a flat input of {entries} entries")
         y = self._new((layer.outputs, 1, 1), position + 1)
         sizes = f"{entries}, {layer.outputs}"
-        self.text.forward.append(f"linear<{sizes}>({x.name}, w + {weight}, {bias}, {y.name});")
+        self._product(x, y, f"w + {weight}", bias)
         back = [f"linear_back<{sizes}>(g{y.name}, w + {weight}, g{x.name});"] if self.trained else []
-        back.append(f"linear_weights<{sizes}>({x.name}, g{y.name}, step, {weight}, {bias_at});")
+        back.append(f"linear_weights<{sizes}>(s{x.name}, g{y.name}, step, {weight});")
+        if bias_at >= 0:
+            back.append(f"bias_gradient<{layer.outputs}, 1>(g{y.name}, step, {bias_at});")
         self._finish(back, y)
+
+    def _product(self, x: _Array, y: _Array, weights: str, bias: str) -> None:
+        """Write a linear layer's outputs, and its inputs sample by sample, which its weights' gradient needs too."""
+        entries, outputs = x.shape[0], y.shape[0]
+        self.text.array("T", f"s{x.name}", f"N * Inputs<{entries}>::ROW")
+        self.text.forward.append(f"by_sample<{entries}>({x.name}, s{x.name});")
+        self.text.forward.append(f"linear<{entries}, {outputs}>({x.name}, s{x.name}, {weights}, {bias}, {y.name});")
 
     def _simplex(self, layer: Simplex, position: int) -> None:
         x, weight = self.now, self.slots[layer.weight]
@@ -227,13 +244,15 @@ class _Writer:
                 self.text.array("T", bias, outputs)
                 self.text.mix.append("mix_endpoints<" + shares.format(outputs, bias_at, bias))
         sizes = f"{entries}, {outputs}"
-        self.text.forward.append(f"linear<{sizes}>({x.name}, {mixed}, {bias}, {y.name});")
+        self._product(x, y, mixed, bias)
         back = [f"linear_back<{sizes}>(g{y.name}, {mixed}, g{x.name});"] if self.trained else []
         shared = str(layer.shared_bias).lower()
-        back.append(
-            f"linear_weights<{sizes}>({x.name}, g{y.name}, Endpoints<{layer.endpoints}, {sizes}, Step>"
-            f"{{step, mixture, T({layer.gain!r}), {weight}, {shared}}}, {weight}, {bias_at});"
+        endpoints = (
+            f"Endpoints<{layer.endpoints}, {sizes}, Step>{{step, mixture, T({layer.gain!r}), {weight}, {shared}}}"
         )
+        back.append(f"linear_weights<{sizes}>(s{x.name}, g{y.name}, {endpoints}, {weight});")
+        if bias_at >= 0:
+            back.append(f"bias_gradient<{outputs}, 1>(g{y.name}, {endpoints}, {bias_at});")
         self._finish(back, y)
 
     def _in_place(self, layer: Activation | Dropout) -> None:

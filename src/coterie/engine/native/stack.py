@@ -102,6 +102,14 @@ class _Tracer(fx.Tracer):
         )
 
 
+def is_stack(module: nn.Module) -> bool:
+    """Return whether a module is a plain stack of known layers."""
+    try:
+        return bool(layers(module))
+    except NotAStackError:
+        return False
+
+
 def layers(module: nn.Module) -> list[Layer]:
     """Return the layers of a module that is a plain stack.
 

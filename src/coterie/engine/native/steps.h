@@ -151,10 +151,11 @@ static void update(const Training& job, T* w, T* g, T* first, T* second, const T
   if (decay != 0)
     VECTORIZE for (int64_t i = 0; i < count; i++) g[i] += decay * w[i];
   if (job.adam) {
+    const T rate = lr * scale, eps = T(1e-8) * scale;  // lr * m / (sqrt(v) / scale + 1e-8), with one division
     VECTORIZE for (int64_t i = 0; i < count; i++) {
       first[i] += T(1 - 0.9) * (g[i] - first[i]);
       second[i] = T(0.999) * second[i] + T(1 - 0.999) * (g[i] * g[i]);
-      w[i] -= lr * (first[i] / (std::sqrt(second[i]) / scale + T(1e-8)));
+      w[i] -= rate * first[i] / (std::sqrt(second[i]) + eps);
     }
   } else if (momentum != 0) {
     VECTORIZE for (int64_t i = 0; i < count; i++) w[i] -= lr * (first[i] = momentum * first[i] + g[i]);

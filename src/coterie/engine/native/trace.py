@@ -136,6 +136,10 @@ class Node:
     outs: tuple[Ref | None, ...]
     layer: str = ""
 
+    def refs(self) -> list[Ref]:
+        """Return the values it reads."""
+        return [*_refs((self.args, *self.kwargs.values()))]
+
 
 @dataclass
 class Trace:

@@ -26,6 +26,7 @@ from coterie.engine.native.library import (
     whole,
 )
 from coterie.engine.native.loops import Leaf, Program, Value, dense, in_memory
+from coterie.engine.native.sums import with_joined_products
 from coterie.engine.native.trace import NotTraceableError, Trace, record
 from coterie.models.layout import Layout
 
@@ -187,7 +188,7 @@ class TracedProgram:
             raise NotTraceableError(f"numbers of type {layout.dtype} are not known here")
         traces = record(layout, objective, x, y, ImageLowering.knows)  # type: ignore[arg-type]
         self.layout, self.together = layout, traces.together
-        self._train = _Function(traces.train, layout)
+        self._train = _Function(with_joined_products(traces.train), layout)
         trained = sum(slot.stop <= layout.trainable for slot in layout.slots)
         self._train.write_vector("losses", self._train.results[0])
         self._train.write_gradients(self._train.results[1 : 1 + trained])

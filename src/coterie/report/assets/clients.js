@@ -9,26 +9,27 @@ page.views.push({
     const [values, gains] = [(await unpack(final)).values, (await unpack(gain)).values];
     for (const curve of data.clients.curves) await unpack(curve.values);
     for (const one of data.reads ? data.reads.methods : []) { await unpack(one.peers); await unpack(one.times); }
-    const clients = data.cluster.length;
+    const ids = shownClients(data);
+    const clients = ids.length;
     const metric = metricOf(data, data.metric);
     const state = kept("clients", { what: "final", client: null });
     const detail = h("div", { id: "client-detail", tabindex: "-1" });
-    const of = (what, method, client) => (what === "final" ? values : gains)[method * clients + client];
+    const of = (what, method, place) => (what === "final" ? values : gains)[method * clients + place];
     const methods = data.methods.map((m, i) => i).filter((m) => Number.isFinite(values[m * clients]));
     const baseline = data.clients.baseline;
-    const rows = data.cluster.map((cluster, client) => ({
-      client,
-      cells: [client, clusterName(data, cluster), ...methods.map((m) => of("final", m, client)),
-        ...methods.filter((m) => data.methods[m].label !== baseline).map((m) => of("gain", m, client))],
+    const rows = ids.map((client, place) => ({
+      client, place,
+      cells: [client, clusterName(data, data.cluster[client]), ...methods.map((m) => of("final", m, place)),
+        ...methods.filter((m) => data.methods[m].label !== baseline).map((m) => of("gain", m, place))],
     }));
     function pick(row, scroll = true) {
-      state.client = row.client;
+      state.client = row.place;
       for (const other of rows) other.element.setAttribute("aria-selected", String(other === row));
-      drawClient(detail, data, row.client, values, gains);
+      drawClient(detail, data, row.client, row.place, clients);
       if (scroll) detail.scrollIntoView({ block: "nearest" });
     }
 
-    root.append(h("h2", {}, `Test ${metric.title} of each client`));
+    root.append(h("h2", {}, `Test ${metric.title} of each client`), sampleNote(data) ?? "");
     if (!methods.length) {
       root.append(h("p", {}, "No run has finished its final evaluation yet."));
       return;
@@ -43,11 +44,11 @@ page.views.push({
     strip.drawn = chart(strip, {
       height: 400,
       alt: `Strip plot of the test ${metric.title} of each client. ${methods.map((m) => {
-        const own = data.cluster.map((_, c) => of("final", m, c));
+        const own = ids.map((_, place) => of("final", m, place));
         return `${data.methods[m].label}: from ${show(Math.min(...own), metric)} to ${show(Math.max(...own), metric)}`;
       }).join("; ")}`,
       caption: "Each point is a client (mean over seeds), each bar the mean over clients; color and shape by planted cluster. Click a point to see the client.",
-      click: (event) => { if (event.data && event.data.client !== undefined) pick(rows[event.data.client]); },
+      click: (event) => { if (event.data && event.data.client !== undefined) pick(rows[event.data.place]); },
       option: () => ({
         xAxis: axis("", { type: "value", min: -0.5, max: shownMethods().length - 0.5, splitLine: { show: false }, axisTick: { show: false },
           axisLabel: { color: css("--text"), fontSize: 13, rotate: turned() ? 40 : 0, customValues: shownMethods().map((_, i) => i), formatter: (v) => data.methods[shownMethods()[Math.round(v)]].label },
@@ -60,11 +61,11 @@ page.views.push({
         series: [...(data.clusters.length ? data.clusters : [{ id: -1, name: "clients" }]).map((cluster) => ({
           name: cluster.name, type: "scatter", symbol: markOf(cluster.id), symbolSize: clients > 300 ? 5 : 8,
           itemStyle: { color: clusterColor(cluster.id), opacity: 0.95 }, cursor: "pointer",
-          data: shownMethods().flatMap((m, place) => data.cluster.flatMap((c, client) => (c !== cluster.id ? [] :
-            [{ value: [place + spread(client), of(state.what, m, client)], client }]))),
+          data: shownMethods().flatMap((m, column) => ids.flatMap((client, place) => (data.cluster[client] !== cluster.id ? [] :
+            [{ value: [column + spread(client), of(state.what, m, place)], client, place }]))),
         })), {
           type: "scatter", silent: true, symbol: "rect", symbolSize: [Math.min(70, 0.62 * room()), 3], itemStyle: { color: css("--text") }, z: 5, name: "mean",
-          data: shownMethods().map((m, place) => [place, mean(data.cluster.map((_, c) => of(state.what, m, c)))]),
+          data: shownMethods().map((m, place) => [place, data.clients.means[state.what][m] ?? NaN]),
         }],
       }),
     });
@@ -82,14 +83,13 @@ function spread(client) {
   return 0.56 * ((client * 0.618033988749895) % 1) - 0.28;
 }
 
-function drawClient(root, data, client, values, gains) {
+function drawClient(root, data, client, at, clients) {
   forget(root);
-  const clients = data.cluster.length;
   const metric = metricOf(data, data.metric);
   root.replaceChildren(h("h2", {}, `Client ${client}`), h("p", {}, [
     clusterName(data, data.cluster[client]),
-    data.data?.shift?.[client] && data.data.shift[client] !== clusterName(data, data.cluster[client]) ? data.data.shift[client] : null,
-    data.data?.train ? `${data.data.train[client]} training and ${data.data.validation[client]} validation samples` : null,
+    data.data?.shift?.[at] && data.data.shift[at] !== clusterName(data, data.cluster[client]) ? data.data.shift[at] : null,
+    data.data?.train ? `${data.data.train[at]} training and ${data.data.validation[at]} validation samples` : null,
   ].filter(Boolean).join("; ")));
   const grid = h("div", { class: "grid" });
   root.append(grid);
@@ -105,7 +105,7 @@ function drawClient(root, data, client, values, gains) {
         tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip(metric, "round") },
         series: data.clients.curves.flatMap((curve) => {
           const packed = page.unpacked.get(curve.values).values;
-          const points = curve.rounds.map((r, i) => [r, packed[i * clients + client], NaN]);
+          const points = curve.rounds.map((r, i) => [r, packed[i * clients + at], NaN]);
           return banded(data.methods[curve.method].label, points, methodColor(curve.method), methodDash(curve.method), false);
         }),
       }),
@@ -114,7 +114,7 @@ function drawClient(root, data, client, values, gains) {
   for (const one of data.reads ? data.reads.methods : []) {
     const { values: peers, shape } = page.unpacked.get(one.peers);
     const { values: times } = page.unpacked.get(one.times);
-    const own = Array.from({ length: shape[1] }, (_, k) => [peers[client * shape[1] + k], times[client * shape[1] + k]]).filter(([, t]) => t);
+    const own = Array.from({ length: shape[1] }, (_, k) => [peers[at * shape[1] + k], times[at * shape[1] + k]]).filter(([, t]) => t);
     if (!own.length) continue;
     const name = data.methods[one.method].label;
     const place = h("div", {}, h("h3", {}, `Most used peers: ${name}`));
@@ -136,13 +136,13 @@ function drawClient(root, data, client, values, gains) {
     grid.append(place);
     chart(place, {
       height: 300,
-      alt: `Labels of client ${client}: ${data.data.labels[client].map((n, i) => `${data.data.classes[i]} ${n}`).join(", ")}`,
+      alt: `Labels of client ${client}: ${data.data.labels[at].map((n, i) => `${data.data.classes[i]} ${n}`).join(", ")}`,
       option: () => ({
         grid: { left: 50, right: 10, top: 10, bottom: 50 },
         xAxis: axis("", { type: "category", data: data.data.classes, splitLine: { show: false } }),
         yAxis: axis("samples", { type: "value", minInterval: 1 }),
         tooltip: { ...tooltipStyle(), trigger: "axis" },
-        series: [{ type: "bar", data: data.data.labels[client], itemStyle: { color: clusterColor(data.cluster[client]) } }],
+        series: [{ type: "bar", data: data.data.labels[at], itemStyle: { color: clusterColor(data.cluster[client]) } }],
       }),
     });
   }

@@ -70,6 +70,11 @@ function mean(values) {
   return known.length ? known.reduce((a, b) => a + b, 0) / known.length : NaN;
 }
 
+/* The clients that arrays of one entry a client are of: all, or a sample of a large population. */
+const shownClients = (data) => data.clients.shown ?? data.cluster.map((_, i) => i);
+const sampleNote = (data) => (data.clients.shown
+  ? h("p", { class: "note" }, `Of ${data.cluster.length} clients a sample of ${data.clients.shown.length} is shown, in equal steps through the planted clusters; the parquet files hold all.`) : null);
+
 async function unpack(packed) {
   if (page.unpacked.has(packed)) return page.unpacked.get(packed);
   const raw = Uint8Array.from(atob(packed.text), (c) => c.charCodeAt(0));

@@ -9,12 +9,13 @@ page.views.push({
     const groups = data.clusters.length ? data.clusters : [{ id: -1, name: "all clients" }];
     root.append(h("h2", {}, "The data"), h("p", {}, `${told.name}; fingerprint ${told.fingerprint} (first seed).`));
     for (const cluster of groups) {
-      const members = data.cluster.map((c, i) => [c, i]).filter(([c]) => c === cluster.id).map(([, i]) => i).filter((i) => told.labels[i]);
-      if (!members.length) continue;
-      const sum = told.classes.map((_, k) => members.reduce((total, i) => total + told.labels[i][k], 0));
+      const members = told.sums ? [] : data.cluster.map((c, i) => [c, i]).filter(([c]) => c === cluster.id).map(([, i]) => i).filter((i) => told.labels[i]);
+      const number = told.sums ? told.sums[cluster.id]?.clients ?? 0 : members.length;
+      if (!number) continue;
+      const sum = told.sums ? told.sums[cluster.id].labels : told.classes.map((_, k) => members.reduce((total, i) => total + told.labels[i][k], 0));
       const samples = (told.images ?? [])[Math.max(0, cluster.id)] ?? [];
       const place = h("div");
-      root.append(h("h3", {}, clusterGlyph(cluster.id), `${cluster.name} (${members.length} clients)`), place);
+      root.append(h("h3", {}, clusterGlyph(cluster.id), `${cluster.name} (${number} clients)`), place);
       if (samples.length) {
         place.append(h("div", { class: "samples" }, ...samples.map((src, i) => h("img", { src, alt: `sample ${i + 1} of ${cluster.name}` }))));
       }

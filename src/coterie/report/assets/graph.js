@@ -13,8 +13,13 @@ page.views.push({
   },
 });
 
+const GRAPH_CLIENTS = 500; // of a sample, whose lines are drawn
+
 function drawGraph(root, data, methods) {
   const clients = data.cluster.length;
+  const ids = shownClients(data);
+  const few = ids.length < clients; // then lines go from every so many of the sample
+  const step = few ? Math.ceil(ids.length / GRAPH_CLIENTS) : 1;
   const order = data.cluster.map((c, i) => [c, i]).sort((a, b) => a[0] - b[0] || a[1] - b[1]).map(([, i]) => i);
   const angle = new Float64Array(clients);
   order.forEach((client, place) => { angle[client] = (2 * Math.PI * place) / clients; });
@@ -37,12 +42,12 @@ function drawGraph(root, data, methods) {
     const { values: peers, shape } = page.unpacked.get(one.peers);
     const { values: times } = page.unpacked.get(one.times);
     const out = [];
-    for (let i = 0; i < clients; i += 1) {
+    for (let i = 0; i < ids.length; i += step) {
       let total = 0;
       for (let k = 0; k < shape[1]; k += 1) total += times[i * shape[1] + k];
       for (let k = 0; k < Math.min(state.peers, shape[1]); k += 1) {
         const count = times[i * shape[1] + k];
-        if (count) out.push({ from: i, to: peers[i * shape[1] + k], count, share: count / total });
+        if (count) out.push({ from: ids[i], to: peers[i * shape[1] + k], count, share: count / total });
       }
     }
     return out;
@@ -54,9 +59,10 @@ function drawGraph(root, data, methods) {
     const lines = links(one);
     const inDegree = new Float64Array(clients);
     lines.forEach((l) => { inDegree[l.to] += 1; });
+    const drawnIds = few ? [...new Set(lines.flatMap((l) => [l.from, l.to]))] : ids;
     const radius = Math.max(5, Math.min(16, 520 / clients));
     const inside = lines.filter((l) => data.cluster[l.from] === data.cluster[l.to]).length;
-    const text = `${label(one)}: ${clients} clients, ${lines.length} lines to the ${state.peers} most used peers, ${inside} of them within a planted cluster`;
+    const text = `${label(one)}: ${few ? `${drawnIds.length} of ` : ""}${clients} clients, ${lines.length} lines to the ${state.peers} most used peers, ${inside} of them within a planted cluster`;
     box.firstChild?.querySelector("[role=img]")?.setAttribute("aria-label", text);
     return {
       tooltip: {
@@ -70,7 +76,7 @@ function drawGraph(root, data, methods) {
         preserveAspect: true,
         force: { repulsion: 40, edgeLength: [20, 120], gravity: 0.12, layoutAnimation: false },
         edgeSymbol: ["none", clients <= 60 ? "arrow" : "none"], edgeSymbolSize: 6,
-        data: data.cluster.map((c, i) => ({
+        data: drawnIds.map((i) => ({
           id: String(i), name: String(i), x: Math.cos(angle[i]), y: Math.sin(angle[i]), symbol: markOf(groups[i]),
           symbolSize: radius * (0.8 + Math.min(1.2, inDegree[i] / (3 * state.peers))),
           itemStyle: { color: clusterColor(groups[i]), borderColor: css("--page"), borderWidth: 1 },
@@ -98,7 +104,8 @@ function drawGraph(root, data, methods) {
     select("Method", methods.map((one, i) => [i, label(one)]), (v) => { state.method = Number(v); redraw(); }, state.method),
     select("Color", colors, (v) => { state.color = v; redraw(); }, state.color),
     select("Layout", layouts, (v) => { state.layout = v; redraw(); }, state.layout),
-    h("label", {}, "Peers per client", peers)), box);
+    h("label", {}, "Peers per client", peers)), few ? h("p", { class: "note" },
+    `Of ${clients} clients a sample of ${Math.ceil(ids.length / step)} is shown with the peers that they used most; the communities are those of all.`) : "", box);
   drawn = chart(box, {
     height: Math.min(620, Math.max(300, box.clientWidth)), alt: "", option,
     caption: "Each client and its most used peers over the whole run, all seeds together. Size: how many clients use it; shape and color: group. Drag to move, scroll to zoom; or arrows, + and −, and 0 for the whole.",

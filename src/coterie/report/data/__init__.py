@@ -16,6 +16,7 @@ import numpy as np
 
 from coterie.report.data.cost import COUNTED, cost
 from coterie.report.data.curves import clients, curves
+from coterie.report.data.packing import sampled
 from coterie.report.data.reads import labels, reads
 from coterie.results.coverage import notes
 from coterie.results.equal_bytes import of_runs
@@ -81,8 +82,8 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
             "cost": cost(alike, metric),
             "equal_bytes": {**asdict(ranking), "heading": ranking.heading, "caveat": ranking.caveat},
             "provenance": [_provenance(run) for run in runs],
-            "clients": clients(alike, metric, population),
-            "data": json.loads(path.read_text("utf-8")) if path.is_file() else None,
+            "clients": clients(alike, metric, cluster),
+            "data": _told(json.loads(path.read_text("utf-8")), cluster) if path.is_file() else None,
             "command": f"coterie run {shlex.quote(f'{runs[0].study}/{CONFIG}')} --out again",
             "study_config": config.read_text("utf-8") if config.is_file() else None,
         }
@@ -93,6 +94,24 @@ def blank(folder: Path, problems: Sequence[Problem] = ()) -> dict[str, Any]:
     """Return the data of a page of which no run can be shown yet: what is missing."""
     results = summary_of([], folder, problems)
     return json_ready({"study": folder.name, "methods": [], "results": results, "notes": notes(results)})
+
+
+def _told(description: dict[str, Any], cluster: np.ndarray) -> dict[str, Any]:
+    """What federation.json tells, of a large population of the clients that the page shows by themselves.
+
+    The labels of each planted cluster are added up in `sums`, with the number of their clients.
+    """
+    chosen = sampled(cluster)
+    if len(chosen) == len(cluster) or len(description.get("labels", [])) != len(cluster):
+        return description
+    labels = np.array(description["labels"])
+    sums = {
+        int(c): {"clients": int((cluster == c).sum()), "labels": labels[cluster == c].sum(0).tolist()}
+        for c in np.unique(cluster)
+    }
+    own = ("shift", "train", "validation", "labels")
+    few = {name: [description[name][i] for i in chosen] for name in own if len(description[name]) == len(cluster)}
+    return {**description, **few, "sums": sums}
 
 
 def _method(label: str, group: Sequence[StoredRun]) -> dict[str, Any]:

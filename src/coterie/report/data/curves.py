@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from coterie.functional.metrics import LOSS
-from coterie.report.data.packing import over_seeds, pack, thin, together
+from coterie.report.data.packing import over_seeds, pack, sampled, thin, together
 from coterie.results.summary import StoredRun, client_gains, compared
 
 MOST_POINTS = 300  # rounds of a curve over clients
@@ -65,8 +65,14 @@ def _mean(values: Float[np.ndarray, "rounds clients"]) -> Float[np.ndarray, " ro
     return np.where(count > 0, np.where(known, values, 0).sum(1) / np.maximum(count, 1), np.nan)
 
 
-def clients(groups: dict[str, list[StoredRun]], metric: str, population: int) -> dict[str, Any]:
-    """Final test value, gain and learning curve of each client, as means over the seeds that are compared."""
+def clients(groups: dict[str, list[StoredRun]], metric: str, cluster: Int[np.ndarray, " population"]) -> dict[str, Any]:
+    """Final test value, gain and learning curve of each client, as means over the seeds that are compared.
+
+    Returns:
+        `shown`, the ids of the clients that the arrays are of, a sample of a large population; None for all. `means`,
+        each method's means of the final value and of the gain, are over all clients.
+    """
+    population, chosen = len(cluster), sampled(cluster)
     done = compared([run for runs in groups.values() for run in runs])
     baseline = next((run.label for runs in groups.values() for run in runs if run.kind == "local"), None)
     final, gain = np.full((2, len(groups), population), np.nan)
@@ -79,17 +85,25 @@ def clients(groups: dict[str, list[StoredRun]], metric: str, population: int) ->
         if own_gains.get(label):
             over = [series.reindex(range(population)).to_numpy(float) for series in own_gains[label].values()]
             gain[place] = np.mean(over, axis=0)
-        lines += _client_curves(place, runs, metric)
-    return {"baseline": baseline, "final": pack(final, "f32"), "gain": pack(gain, "f32"), "curves": lines}
+        lines += _client_curves(place, runs, metric, chosen)
+    return {
+        "shown": chosen.tolist() if len(chosen) < population else None,
+        "means": {name: _mean(values).tolist() for name, values in (("final", final), ("gain", gain))},
+        "baseline": baseline,
+        "final": pack(final[:, chosen], "f32"),
+        "gain": pack(gain[:, chosen], "f32"),
+        "curves": lines,
+    }
 
 
-def _client_curves(place: int, runs: Sequence[StoredRun], metric: str) -> list[dict[str, Any]]:
+def _client_curves(place: int, runs: Sequence[StoredRun], metric: str, chosen: np.ndarray) -> list[dict[str, Any]]:
     rounds, tables = together(runs, "validation", metric)
     if len(rounds) < 2:
         return []
     shown = thin(len(rounds), CLIENT_POINTS)
-    mean, _ = over_seeds(np.array(tables)[:, shown])
-    return [{"method": place, "rounds": rounds[shown].tolist(), "values": pack(mean, "q16")}]
+    mean, _ = over_seeds(np.array([values[shown] for values in tables]))
+    values = mean if len(chosen) == chosen[-1] + 1 else mean[:, chosen]
+    return [{"method": place, "rounds": rounds[shown].tolist(), "values": pack(values, "q16")}]
 
 
 def mean_curve(runs: Sequence[StoredRun], split: str, metric: str) -> tuple[np.ndarray, np.ndarray]:

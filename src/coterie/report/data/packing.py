@@ -80,6 +80,21 @@ def thin(count: int, most: int) -> Int[np.ndarray, " points"]:
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))
 
 
+MOST_CLIENTS = 2000
+"""Clients of which a page shows each by itself; of a larger population, a sample."""
+
+
+def sampled(cluster: Int[np.ndarray, " population"], most: int = MOST_CLIENTS) -> Int[np.ndarray, " shown"]:
+    """The clients that a page shows by themselves: all, or so many in equal steps through the planted clusters.
+
+    Example:
+        >>> sampled(np.array([1, 0, 1, 0, 1]), 3).tolist()
+        [0, 1, 4]
+    """
+    order = np.lexsort((np.arange(len(cluster)), cluster))
+    return np.sort(order[thin(len(cluster), most)])
+
+
 def over_seeds(stacked: Float[np.ndarray, "*shape"]) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
     """Mean and population standard deviation over the first axis, without missing values.
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
+from scipy import sparse
 
 from coterie.functional.metrics import LABEL
-from coterie.report.data.packing import dense, over_seeds, pack, thin
+from coterie.report.data.packing import MOST_CLIENTS, dense, over_seeds, pack, sampled, thin
 from coterie.results import graph
 from coterie.results.summary import StoredRun
 
@@ -45,25 +46,28 @@ def reads(groups: dict[str, list[StoredRun]], cluster: Int[np.ndarray, " populat
     side, last = int(cell.max()) + 1, max(run.rounds for _, runs in active for run in runs)
     frames = max(1, min(last, MOST_FRAMES, FRAME_BUDGET // (side * side * len(active))))
     ends = np.unique(np.ceil(np.arange(1, frames + 1) * last / frames).astype(np.int64))
+    shown = sampled(cluster)
     return {
         "cell": cell.tolist(),
         "ends": ends.tolist(),
         "expected": graph.expected_share(cluster) if cluster.max() > 0 else None,
-        "methods": [{"method": place, **_method_reads(runs, cluster, cell, ends)} for place, runs in active],
+        "methods": [{"method": place, **_method_reads(runs, cluster, cell, ends, shown)} for place, runs in active],
     }
 
 
-def _method_reads(runs: Sequence[StoredRun], cluster: np.ndarray, cell: np.ndarray, ends: np.ndarray) -> dict[str, Any]:
+def _method_reads(
+    runs: Sequence[StoredRun], cluster: np.ndarray, cell: np.ndarray, ends: np.ndarray, clients: np.ndarray
+) -> dict[str, Any]:
     population, side = len(cluster), int(cell.max()) + 1
     counts = np.zeros((len(ends), side, side), dtype=np.int64)
-    whole = np.zeros((population, population), dtype=np.int64)
+    whole = sparse.csr_array((population, population), dtype=np.int64)
     for run in runs:
         table = run.edges.loc[(run.edges["purpose"] != "missing").to_numpy()]
         reader, read = table["reader"].to_numpy(np.int64), table["read"].to_numpy(np.int64)
         frame = np.searchsorted(ends, table["round"].to_numpy(np.int64), side="right")
         code = (frame * side + cell[reader]) * side + cell[read]
         counts += np.bincount(code, minlength=counts.size).reshape(counts.shape)
-        whole += graph.heatmap(table, population)
+        whole = whole + graph.counted(table, population)
     shares = [graph.within_share(run.edges, cluster) for run in runs]
     rounds = np.unique(np.concatenate([share.index.to_numpy(np.int64) for share in shares]))
     rounds = rounds[thin(len(rounds), MOST_POINTS)]
@@ -73,7 +77,7 @@ def _method_reads(runs: Sequence[StoredRun], cluster: np.ndarray, cell: np.ndarr
     groups = graph.communities(whole)
     windows = WINDOWS if population <= 300 else 2
     window_ends = ends[thin(len(ends), windows + 1)[1:] if len(ends) > windows else thin(len(ends), windows)]
-    peers, times = _top_peers(whole)
+    peers, times = _top_peers(whole, clients)
     return {
         "counts": pack(counts, "u8" if counts.max() < 256 else "u16"),
         "rounds": rounds.tolist(),
@@ -85,26 +89,31 @@ def _method_reads(runs: Sequence[StoredRun], cluster: np.ndarray, cell: np.ndarr
         "agreement": graph.agreement(groups, cluster),
         "windows": _windows(runs, cluster, window_ends),
         "gini": graph.gini(graph.in_degree(whole)),
-        "peers": pack(peers, "u16"),
+        "peers": pack(peers, "u16" if population <= 65536 else "f32"),  # a float holds an id to 2^24
         "times": pack(times, "u16"),
     }
 
 
-def _top_peers(whole: Int[np.ndarray, "population population"]) -> tuple[np.ndarray, np.ndarray]:
-    """The peers that each client read most, and how often; never read ones come last with a count of 0."""
-    order = np.argsort(-whole, axis=1, kind="stable")[:, : min(TOP_PEERS, len(whole))]
-    return order, np.minimum(np.take_along_axis(whole, order, axis=1), 65535)
+def _top_peers(whole: Any, clients: Int[np.ndarray, " clients"]) -> tuple[np.ndarray, np.ndarray]:
+    """The peers that some clients read most, and how often; places that nobody fills have a count of 0."""
+    peers, times = np.zeros((2, len(clients), min(TOP_PEERS, whole.shape[0])), dtype=np.int64)
+    for row, client in enumerate(clients):
+        own = slice(whole.indptr[client], whole.indptr[client + 1])
+        read, count = np.asarray(whole.indices[own]), np.asarray(whole.data[own])
+        order = np.lexsort((read, -count))[: peers.shape[1]]
+        peers[row, : len(order)], times[row, : len(order)] = read[order], np.minimum(count[order], 65535)
+    return peers, times
 
 
 def _windows(runs: Sequence[StoredRun], cluster: np.ndarray, ends: np.ndarray) -> list[dict[str, Any]]:
     """How well communities of the reads of each window agree with the planted clusters, all seeds together."""
     out, start = [], 0
     for end in ends:
-        counts = np.zeros((len(cluster), len(cluster)), dtype=np.int64)
+        counts = sparse.csr_array((len(cluster), len(cluster)), dtype=np.int64)
         for run in runs:
             index = run.edges["round"].to_numpy(np.int64)
-            counts += graph.heatmap(run.edges.loc[(index >= start) & (index < end)], len(cluster))
-        if counts.any():
+            counts = counts + graph.counted(run.edges.loc[(index >= start) & (index < end)], len(cluster))
+        if counts.nnz:
             found = graph.communities(counts)
             number = int(found.max()) + 1
             out.append({"round": int(end) - 1, "groups": number, **graph.agreement(found, cluster)})
@@ -117,7 +126,8 @@ def labels(groups: dict[str, list[StoredRun]], cluster: Int[np.ndarray, " popula
 
     Returns:
         An entry per method that reports labels: `rounds`, `ari`, `nmi` and `groups` (means over seeds), and `label`,
-        those of the first seed as rounds x clients, 65535 where a client had none yet.
+        those of the first seed as rounds x clients, 65535 where a client had none yet; of a population above
+        `MOST_CLIENTS` those of the last round alone.
     """
     out = []
     for place, runs in enumerate(groups.values()):
@@ -132,7 +142,7 @@ def labels(groups: dict[str, list[StoredRun]], cluster: Int[np.ndarray, " popula
             scores.append([_label_scores(row, cluster) for row in values[at]])
         mean, _ = over_seeds(np.array(scores))
         own, values = tables[0]
-        shown = values[np.searchsorted(own, rounds)]
+        shown = values[np.searchsorted(own, rounds if len(cluster) <= MOST_CLIENTS else rounds[-1:])]
         out.append(
             {
                 "method": place,

@@ -117,6 +117,32 @@ def test_a_stack_of_every_layer_trains_as_the_loop_engine_does(local, prox):
     assert both(stack_of_everything(), (2, 10, 9), 3, torch.float64, local, prox) < 1e-10
 
 
+@pytest.mark.parametrize("width", [5, 8, 13, 31])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_and_layers_that_leave_registers_part_full_are_computed_alike(width, dtype):
+    """Convolutions with and without pooling on rows of even and odd width, linear layers of 17 and 38 inputs or more.
+
+    In float32 a register may hold two places of a row, or inputs of one sample, and a row ends within it.
+    """
+    wide, high = ((width - 2) // 2 + 1) // 2, ((10 - 2) // 2 + 1) // 2
+    model = nn.Sequential(
+        nn.Conv2d(2, 5, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(5, 6, 2, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 7, 1), nn.Flatten(), nn.Linear(7 * high * wide, 38), nn.Tanh(), nn.Linear(38, 17), nn.ReLU(),
+        nn.Linear(17, 3),
+    )  # fmt: skip
+    local = LocalTraining(lr=0.05, optimizer="sgd", momentum=0.5, batch_size=11)
+    assert both(model, (2, 10, width), 3, dtype, local) < (1e-5 if dtype == torch.float32 else 1e-10)
+
+
+def test_a_convolution_without_pooling_reads_rows_of_any_width_in_float32():
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 2), nn.Tanh(), nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(), nn.Linear(4 * 6 * 6, 3)
+    )
+    local = LocalTraining(lr=0.05, optimizer="sgd", batch_size=8)
+    assert both(model, (1, 7, 7), 3, torch.float32, local) < 1e-5
+    assert both(stack_of_everything(), (2, 10, 9), 3, torch.float32, local) < 1e-5
+
+
 def test_leaky_relu_is_compiled_also_where_it_changes_places_with_pooling():
     model = nn.Sequential(
         nn.Conv2d(2, 5, 3), nn.LeakyReLU(), nn.MaxPool2d(2), nn.Conv2d(5, 4, 3, padding=1), nn.LeakyReLU(0.3),
@@ -331,11 +357,18 @@ def test_auto_compiles_where_it_pays_whatever_was_compiled_before():
     assert chosen == ["vmap", "vmap", "compiled"]
 
 
+def test_a_traced_module_takes_longer_to_compile_than_a_stack_and_so_more_work():
+    """A normalization is no layer of a stack."""
+    layout = Layout(nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7), nn.Linear(7, 3)), torch.float64)
+    x = torch.zeros(2, 7, dtype=torch.float64)
+    assert [_choice.compiling_pays(layout, x, expected) for expected in (1e5, 1e6)] == [False, True]
+
+
 @pytest.mark.parametrize(("batch_size", "name"), [(None, "vmap"), (8, "vmap"), (400, "loop")])
 def test_auto_batches_clients_where_their_products_are_small(batch_size, name):
     """A kernel of 2 x 9 numbers at 26 x 26 places and a layer of 1352 x 4: 17,576 products, in a batch of 8 or 400.
 
-    Two million products in a batch are the limit.
+    Half a million products in a batch are the limit.
     """
     layout = Layout(nn.Sequential(nn.Conv2d(1, 2, 3), nn.GELU(), nn.Flatten(), nn.Linear(1352, 4)))
     x, y = torch.zeros(2, 1, 28, 28), torch.tensor([0, 1])
@@ -355,5 +388,56 @@ def test_a_run_that_is_resumed_goes_on_with_the_engine_it_began_with(tmp_path):
         return json.loads((tmp_path / "provenance.json").read_text())["engine"]
 
     assert run("compiled", 1)["name"] == "compiled"
+    assert run("compiled", 1)["reason"] == "compiled, a native program of the whole step: as set"
     assert run("auto", 2)["name"] == "compiled"
     assert run("vmap", 3)["name"] == "vmap"
+
+
+def test_an_engine_says_which_layer_keeps_a_faster_one_away():
+    """A layer that no native program knows, one that cannot be run for many, little work, another precision."""
+    x, y = torch.zeros(2, 7), torch.tensor([0, 1])
+
+    class Decides(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.sum() > 0 else super().forward(2 * x)
+
+    class Volumes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = nn.Conv3d(1, 1, 1)
+
+        def forward(self, x):
+            return self.part(x[:, None, :, None, None]).flatten(1)
+
+    def reason(*parts, name="auto", expected=1e9, **options):
+        layout = Layout(nn.Sequential(nn.Linear(7, 7), *parts, nn.Linear(7, 3)))
+        return engines.make(name, layout, cross_entropy, x, y, expected, **options).reason
+
+    loop, vmap = "loop, one client after another: ", "vmap, many clients at once: "
+    unknown = "the module cannot be compiled: a transposed or three-dimensional convolution in '1.part'"
+    assert reason(Volumes()) == vmap + unknown
+    many = "the products of a batch are too large for many clients at once"
+    assert reason(Volumes(), batch_size=10**6) == f"{loop}{unknown}; {many}"
+    assert reason(expected=10) == vmap + "too little work to compile"
+    assert reason(precision="bf16") == vmap + "native programs compute in full precision"
+    assert reason() == "compiled, a native program of the whole step"
+    assert reason(name="loop") == loop + "as set"
+    with pytest.warns(UserWarning, match="the loop engine is used"):
+        found = reason(Decides(7, 7))
+    assert found.startswith(loop + "the module cannot be compiled: ")
+    assert "; Decides '1' cannot be run over many clients at once (" in found
+
+
+def test_compiling_is_told_once_for_a_machine(monkeypatch, tmp_path):
+    """Where the program is in the cache, nothing is; nor after the block."""
+    monkeypatch.setenv("COTERIE_CACHE", str(tmp_path))
+    said = []
+    text = 'extern "C" int answer() { return 42; }\n'
+    with compiler.heard(said.append):
+        first, _ = compiler.load(text)
+        assert said == ["compiling the model (once for this machine)"]
+        again, seconds = compiler.load(text)
+    assert first.answer() == again.answer() == 42
+    assert seconds == 0
+    compiler.load(text + "\n")
+    assert len(said) == 1

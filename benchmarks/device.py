@@ -1,0 +1,132 @@
+"""What a CUDA device gains: one epoch of every client's local training there, beside a CPU and beside the usual loop.
+
+    python -m benchmarks.device --device cuda --out docs/reference/runs/performance/device.json
+
+For each model, population and batch size: what "auto" takes on the device and on the CPU, with Adam on random bytes,
+and the usual loop of research code (a module, a DataLoader and a torch.optim.Adam for each client) on the device. The
+three in turn, the median of some repeats after one that does not count; all must come to the same losses. The memory is
+the device's largest during its trainings, by PyTorch's count.
+"""
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.engines.cells import Cell, federation, network
+from benchmarks.engines.usual import UsualClient
+from torch import Tensor
+
+from coterie._util import pages
+from coterie._util.origin import keep
+from coterie.data.federation import Federation
+from coterie.engine import device as devices
+from coterie.engine._batches import plan
+from coterie.engine.task import LocalTraining, Task
+from coterie.errors import CoterieError
+from coterie.rng import Rng
+
+SAMPLES, USUAL, TOLERANCE = 80, 2, 5e-3
+NETS, CLIENTS, BATCHES = ("mlp", "cnn-b", "cnn-a"), (10, 100, 1000), (8, 32)
+
+
+def side(data: Federation, net: str, device: str, local: LocalTraining) -> Callable[[], Tensor]:
+    """Return a training of all clients with what "auto" takes, which returns the losses of the steps."""
+    expected = float(len(data) * SAMPLES * 100)  # a hundred rounds: the CPU compiles where that pays
+    task = Task(data, lambda: network(net), device=device, expected=expected, batch_size=local.batch_size)
+    start = task.init(Rng(1))
+
+    def train() -> Tensor:
+        return task.train(start, Rng(1).at(0), local)[1]["losses"]
+
+    train.engine = task.engine.name  # type: ignore[attr-defined]
+    return train
+
+
+def usual(data: Federation, net: str, device: str, local: LocalTraining) -> Callable[[], Tensor]:
+    """Return the usual loop's training of the first clients, from the same start with the same batches."""
+    task = Task(data, lambda: network(net), engine="loop")
+    start = task.layout.module(task.init(Rng(1))[0])
+    schedule = plan(local, task.counts("train"), task.ids, Rng(1).at(0), "batches")
+    batches = [
+        [order[:size].tolist() for order, size in zip(orders, sizes.tolist(), strict=True)]
+        for orders, sizes in zip(schedule.order[:USUAL], schedule.length[:USUAL], strict=True)
+    ]
+    x = data.x[:USUAL].to(torch.float32).div(255).sub(0.5).div(0.25).to(device)
+    y = data.y[:USUAL].to(device)
+
+    def train() -> Tensor:
+        clients = [UsualClient(copy.deepcopy(start).to(device), x[i], y[i]) for i in range(len(x))]
+        return torch.tensor([one.train(mine, local.lr) for one, mine in zip(clients, batches, strict=True)])
+
+    return train
+
+
+def cell(net: str, clients: int, batch_size: int, device: str, repeats: int) -> dict[str, Any]:
+    """Time the three sides of one cell.
+
+    Raises:
+        CoterieError: when they do not come to the same.
+    """
+    data, local = federation(Cell(net, clients, SAMPLES, "train")), LocalTraining(batch_size=batch_size)
+    sides = {"device": side(data, net, device, local), "cpu": side(data, net, "cpu", local)}
+    sides["usual"] = usual(data, net, device, local)
+    losses = {name: train()[:USUAL] for name, train in sides.items()}
+    worst = max(float((found - losses["cpu"]).abs().max()) for found in losses.values())
+    if not worst < TOLERANCE:
+        raise CoterieError(f"{net}: the sides differ by {worst:.1e}; expected at most {TOLERANCE:.0e}")
+    torch.cuda.reset_peak_memory_stats(device)
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    with pages.kept():  # as in a run
+        for _ in range(repeats):
+            for name, train in sides.items():
+                began = time.perf_counter()
+                train()  # losses come to the CPU: all is done
+                times[name].append(time.perf_counter() - began)
+    each = {
+        name: 1e3 * statistics.median(found) / (USUAL if name == "usual" else clients) for name, found in times.items()
+    }
+    return {
+        "model": net,
+        "clients": clients,
+        "batch": batch_size,
+        "engine there": sides["device"].engine,  # type: ignore[attr-defined]
+        "engine here": sides["cpu"].engine,  # type: ignore[attr-defined]
+        "ms a client, device": each["device"],
+        "ms a client, CPU": each["cpu"],
+        "ms a client, usual loop on the device": each["usual"],
+        "times a CPU": each["cpu"] / each["device"],
+        "times the usual loop": each["usual"] / each["device"],
+        "MB on the device": torch.cuda.max_memory_allocated(device) / 1e6,
+    }
+
+
+def main() -> None:
+    """Measure every cell and write the rows."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--models", nargs="+", default=NETS)
+    parser.add_argument("--clients", nargs="+", type=int, default=CLIENTS)
+    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    try:
+        devices.check(options.device)
+    except CoterieError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    rows = []
+    for net in options.models:
+        for clients in options.clients:
+            for batch_size in options.batches:
+                rows.append(cell(net, clients, batch_size, options.device, options.repeats))
+                print({name: f"{value:.3g}" if isinstance(value, float) else value for name, value in rows[-1].items()})
+    keep(options.out, rows, ("engine", "models"), vars(options) | {"devices": devices.here()}, order=200)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""A stock module whose parameters and running statistics are views of one flat vector, on which an optimizer works.
+
+PyTorch's own kernels then train the module as they would train it anywhere: gradients accumulate in one flat vector,
+and a step of the optimizer is one fused operation on two vectors. A model is copied in before, and out afterwards, so
+that no bit of a result depends on where its row lies, or who is beside.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from coterie.engine.optim import ADAM_BETAS, ADAM_EPS, LocalTraining
+from coterie.models.layout import Layout, ReturnedBatchNorm, Slot
+
+
+class FlatModel:
+    """One model of a layout, in training and in evaluation mode.
+
+    Args:
+        layout: of the module.
+        device: where it is.
+        channels_last: keep weights of two-dimensional convolutions with their input channels last, which a CPU's
+            convolutions prefer; what the convolutions return is then laid out so too.
+
+    Attributes:
+        trained: the trained parameters.
+        gradient: their gradient, to which each backward pass adds.
+        train_module, eval_module: the modules that compute with them.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, channels_last: bool = False) -> None:
+        self.layout = layout
+        self.train_module, self.eval_module = (
+            copy.deepcopy(module).to(device) for module in (layout.train_module, layout.eval_module)
+        )
+        for part in self.train_module.modules():
+            if isinstance(part, ReturnedBatchNorm):
+                part.in_place = True
+        self._turned = self._convolutions() if channels_last else frozenset()
+        self._row = torch.zeros(layout.size, dtype=layout.dtype, device=device)
+        self.trained = self._row[: layout.trainable]
+        self.gradient = torch.zeros_like(self.trained)
+        self._kept: list[tuple[dict, str, Tensor]] = []  # running statistics, each a view of the row
+        self._inputs: list[tuple[dict, str, str, Tensor]] = []  # buffers that are set, with the module's own values
+        self._fixed: list[tuple[dict, str, Tensor, Tensor]] = []  # buffers that are neither, with a copy of each
+        for module in (self.train_module, self.eval_module):
+            self._bind(module)
+
+    def _convolutions(self) -> frozenset[str]:
+        """Return the names of the weights of two-dimensional convolutions."""
+        kinds = (nn.Conv2d, nn.ConvTranspose2d)
+        found = {id(part.weight) for part in self.train_module.modules() if isinstance(part, kinds)}
+        return frozenset(name for name, tensor in self.train_module.named_parameters() if id(tensor) in found)
+
+    def _bind(self, module: nn.Module) -> None:
+        """Put the tensors of a module into the row."""
+        views = dict(zip((slot.name for slot in self.layout.slots), self._views(self._row), strict=True))
+        trained = [slot for slot in self.layout.slots if slot.stop <= self.layout.trainable]
+        gradients = dict(zip((slot.name for slot in trained), self._views(self.gradient), strict=True))
+        for name, parameter in list(module.named_parameters()):
+            own = _lent(module, parameter, views[name])
+            if name in gradients and module is self.train_module:
+                own.grad = gradients[name]
+        shared: dict[int, Tensor] = {}
+        for path, part in module.named_modules():
+            head = f"{path}." if path else ""
+            for name, buffer in part._buffers.items():
+                if buffer is None:
+                    continue
+                if head + name in self.layout.inputs:
+                    self._inputs.append((part._buffers, name, head + name, buffer))
+                elif head + name in views:
+                    shared[id(buffer)] = views[head + name].data  # which counts its changes apart from other views
+                    self._kept.append((part._buffers, name, shared[id(buffer)]))
+                elif id(buffer) in shared:  # under a second name
+                    self._kept.append((part._buffers, name, shared[id(buffer)]))
+                else:
+                    self._fixed.append((part._buffers, name, buffer, buffer.clone()))
+
+    def _views(self, vector: Tensor, turned: bool = True) -> list[Tensor]:
+        """Return the tensors that lie in a vector of the length of a row or of its trained part.
+
+        Args:
+            vector: one after another.
+            turned: whether it has the order of this model, or that of a row.
+        """
+
+        def view(slot: Slot) -> Tensor:
+            part = vector[slot.start : slot.stop]
+            if turned and slot.name in self._turned:
+                outputs, inputs, height, width = slot.shape
+                return part.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
+            return part.view(slot.shape)
+
+        return [view(slot) for slot in self.layout.slots if slot.stop <= len(vector)]
+
+    def take(self, own: Tensor, other: Tensor) -> None:
+        """Copy a vector in the order of a row into one in the order of this model."""
+        self._copy(own, other, True)
+
+    def give(self, own: Tensor, other: Tensor) -> None:
+        """Copy a vector in the order of this model into one in the order of a row."""
+        self._copy(other, own, False)
+
+    def _copy(self, target: Tensor, source: Tensor, turned: bool) -> None:
+        if not self._turned:
+            target.copy_(source)
+            return
+        for to, values in zip(self._views(target, turned), self._views(source, not turned), strict=True):
+            to.copy_(values)
+
+    def load(self, row: Float[Tensor, " params"]) -> None:
+        """Take over a model; what else the module keeps is as it was at first."""
+        self.take(self._row, row)
+        for buffers, name, view in self._kept:
+            buffers[name] = view
+        for buffers, name, buffer, value in self._fixed:
+            buffers[name] = buffer.copy_(value)
+
+    def store(self, row: Float[Tensor, " params"]) -> None:
+        """Write the model into a row."""
+        self.give(self._row, row)
+
+    def set_inputs(self, inputs: Mapping[str, Tensor]) -> None:
+        """Set the input buffers of the modules; those that are not given have the module's own values."""
+        for buffers, name, path, value in self._inputs:
+            buffers[name] = inputs.get(path, value)
+
+    def settle(self) -> None:
+        """Take over the running statistics that a module has replaced instead of writing into them."""
+        for buffers, name, view in self._kept:
+            found = buffers[name]
+            if found is not view:
+                view.copy_(found.detach())
+                buffers[name] = view
+
+
+def _lent(module: nn.Module, parameter: nn.Parameter, view: Tensor) -> nn.Parameter:
+    """Let a parameter of a module have the memory of a view; return it."""
+    if type(view) is Tensor:
+        parameter.data = view
+        return parameter
+    own = nn.Parameter(view, parameter.requires_grad)  # a tensor that wraps another one cannot be given away as data
+    for part in module.modules():
+        for name in [name for name, old in part._parameters.items() if old is parameter]:
+            setattr(part, name, own)
+    return own
+
+
+class FlatOptimizer:
+    """SGD or Adam on the trained parameters of one model, by PyTorch's fused kernels; equal to torch.optim's.
+
+    Args:
+        model: the model.
+        local: which optimizer and its settings.
+    """
+
+    def __init__(self, model: FlatModel, local: LocalTraining) -> None:
+        self.model, self.local = model, local
+        self.moments = [torch.zeros_like(model.trained) for _ in range(local.moments)]
+        self.taken = torch.zeros((), dtype=torch.float32, device=model.trained.device)
+
+    @contextmanager
+    def state(self, moments: Float[Tensor, "moments trainable"] | None, taken: Tensor | None) -> Iterator[None]:
+        """Begin a training and end it.
+
+        Args:
+            moments: the state to go on from, changed at the end; a fresh one when None.
+            taken: steps taken before, one number; none when None.
+        """
+        given = [] if moments is None else list(moments)
+        self.taken.zero_()
+        if taken is not None:
+            self.taken.copy_(taken)
+        for own in self.moments:
+            own.zero_()
+        for own, kept in zip(self.moments, given, strict=False):
+            self.model.take(own, kept)
+        yield
+        for own, kept in zip(self.moments, given, strict=False):
+            self.model.give(own, kept)
+
+    def step(self) -> None:
+        """Update the parameters by their gradient."""
+        local, parameters, gradients = self.local, [self.model.trained], [self.model.gradient]
+        if local.optimizer == "sgd":
+            torch._fused_sgd_(
+                parameters, gradients, self.moments, weight_decay=local.weight_decay, momentum=local.momentum,
+                lr=local.lr, dampening=0.0, nesterov=False, maximize=False, is_first_step=False,
+            )  # fmt: skip
+            return
+        self.taken.add_(1)
+        first, second = self.moments
+        torch._fused_adam_(
+            parameters, gradients, [first], [second], [], [self.taken], lr=local.lr, beta1=ADAM_BETAS[0],
+            beta2=ADAM_BETAS[1], weight_decay=local.weight_decay, eps=ADAM_EPS, amsgrad=False, maximize=False,
+        )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Sums of products of matrices as one product: what weights that are used in many steps of time get as gradients.
+
+A sum of a1 b1, a2 b2, ... is the product of [a1 a2 ...] and the b1, b2, ... below each other.
+"""
+
+from dataclasses import replace
+
+from coterie.engine.native.trace import Kind, Node, Ref, Size, Trace
+
+_FEWEST = 3  # products of a sum for which joining them pays
+
+
+def with_joined_products(trace: Trace) -> Trace:
+    """Return a trace in which each sum of several products is one product."""
+    makers = {out: node for node in trace.nodes for out in node.outs if out is not None}
+    uses: dict[Ref, int] = {}
+    for node in trace.nodes:
+        for ref in node.refs():
+            uses[ref] = uses.get(ref, 0) + 1
+    for ref in trace.outputs:
+        if ref is not None:
+            uses[ref] = uses.get(ref, 0) + 1
+    kinds = dict(trace.kinds)
+    gone: set[int] = set()
+    made: dict[int, list[Node]] = {}
+
+    def factors(ref: Ref, turned: bool) -> list[tuple[Ref, Ref, bool]] | None:
+        """Return the factors of a sum that is used once, each with whether their product is turned; None for others."""
+        node = makers.get(ref)
+        if node is None or uses[ref] != 1:
+            return None
+        if node.name == "mm":
+            gone_now.append(node)
+            return [(node.args[0], node.args[1], turned)]
+        if node.name == "t":
+            gone_now.append(node)
+            return factors(node.args[0], not turned)
+        if _plain_sum(node):
+            gone_now.append(node)
+            parts = [factors(part, turned) for part in node.args[:2]]
+            return None if None in parts else [*(parts[0] or []), *(parts[1] or [])]
+        return None
+
+    def new(shape: tuple[Size, ...], like: Ref) -> Ref:
+        ref = Ref(max(kinds) + 1)
+        kinds[ref.number] = Kind(shape, kinds[like.number].dtype)
+        return ref
+
+    for node in reversed(trace.nodes):
+        if id(node) in gone or not _plain_sum(node):
+            continue
+        gone_now: list[Node] = []
+        parts = [factors(part, False) for part in node.args[:2]]
+        if None in parts:
+            continue
+        pairs = [*(parts[0] or []), *(parts[1] or [])]
+        if len(pairs) < _FEWEST:
+            continue
+        nodes: list[Node] = []
+        columns, rows = [], []
+        for a, b, turned in pairs:
+            left, right = (b, a) if turned else (a, b)
+            for ref, flip, into in ((left, not turned, columns), (right, turned, rows)):
+                if flip:  # a left factor lies with its columns below each other, so that they are joined like rows
+                    shape = kinds[ref.number].shape
+                    other = new((shape[1], shape[0]), ref)
+                    nodes.append(Node("t", (ref,), {}, (other,), node.layer))
+                    into.append(other)
+                else:
+                    into.append(ref)
+        joined = []
+        for refs in (columns, rows):
+            total: Size = 0
+            for ref in refs:
+                total = total + kinds[ref.number].shape[0]
+            joined.append(new((total, kinds[refs[0].number].shape[1]), refs[0]))
+            nodes.append(Node("cat", (refs, 0), {}, (joined[-1],), node.layer))
+        shape = kinds[joined[0].number].shape
+        left = new((shape[1], shape[0]), joined[0])
+        nodes.append(Node("t", (joined[0],), {}, (left,), node.layer))
+        nodes.append(Node("mm", (left, joined[1]), {}, node.outs, node.layer))
+        made[id(node)] = nodes
+        gone.update(id(inner) for inner in gone_now)
+    result = [n for node in trace.nodes if id(node) not in gone for n in made.get(id(node), [node])]
+    return replace(trace, nodes=result, kinds=kinds)
+
+
+def _plain_sum(node: Node) -> bool:
+    return node.name == "add" and len(node.args) == 2 and all(isinstance(a, Ref) for a in node.args) and not node.kwargs

@@ -1,0 +1,117 @@
+"""Large tables with few entries, or with short ones, as a checkpoint keeps them: without loss, in less room.
+
+What a method remembers of the whole population (a row for each client, a column for each member) is mostly zeros at
+first, and its entries need fewer bits than their type has. Nothing here knows a method: each table is stored as bits
+that say where an entry is not zero, followed by those entries, where that takes less room than the table itself.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from coterie._util import pages
+
+LEAST = 1 << 20
+"""Bytes below which a table is kept as it is."""
+_ROOM = 0.75  # of the table, which the compact form may take at most
+_ROWS = 64  # treated at once
+_KEPT, _SHORT, _LONG, _WHICH = "#kept", "#short", "#long", "#which"
+
+
+def packed(name: str, table: Shaped[Tensor, "..."]) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """Return the tensors that stand for a table, and what `unpacked` must know; the table itself where that is less.
+
+    The parts are: `#kept`, a bit for each entry, which says whether any of its bits is set, row by row; `#short`, the
+    entries that are so, in order, in the smallest whole type that holds them all, or those of float64 that float32
+    holds exactly; then `#long` has the others, and `#which` a bit for each entry that says which it is.
+
+    Args:
+        name: of the table in the checkpoint.
+        table: at least two-dimensional where it is to be made smaller.
+    """
+    whole = {name: table}
+    if table.ndim != 2 or table.nbytes < LEAST or table.dtype not in _UNSIGNED:
+        return whole, None
+    rows = table.detach().cpu().contiguous()
+    kept, parts, room = [], [], 0
+    for chunk in rows.split(_ROWS):
+        array = chunk.numpy()
+        some = _bits(array) != 0
+        kept.append(np.packbits(some, axis=1))
+        parts.append(array[some])
+        room += parts[-1].nbytes
+        if table.dtype != torch.bool and room > table.nbytes:
+            return whole, None
+    out = {name + _KEPT: np.concatenate(kept)}
+    if table.dtype != torch.bool:
+        out |= {name + part: values for part, values in _shortened(np.concatenate(parts)).items()}
+    if sum(values.nbytes for values in out.values()) > _ROOM * table.nbytes:
+        return whole, None
+    return (
+        {key: torch.from_numpy(values) for key, values in out.items()},
+        {"shape": list(table.shape), "dtype": str(table.dtype).removeprefix("torch.")},
+    )
+
+
+def unpacked(name: str, told: dict[str, Any], tensors: dict[str, Tensor]) -> Shaped[Tensor, "rows columns"]:
+    """Return a table from its parts, bit by bit what it was.
+
+    Args:
+        name: of the table.
+        told: what `packed` returned beside its parts.
+        tensors: the tensors of the checkpoint, on the CPU.
+    """
+    (rows, columns), dtype = told["shape"], getattr(torch, told["dtype"])
+    kept = tensors[name + _KEPT].numpy()
+    out = pages.empty(rows, columns, dtype=dtype)
+    values, start = None if dtype == torch.bool else _lengthened(name, tensors, out.numpy().dtype), 0
+    for first in range(0, rows, _ROWS):
+        some = np.unpackbits(kept[first : first + _ROWS], axis=1, count=columns).view(bool)
+        part = out[first : first + _ROWS].numpy()
+        if values is None:
+            part[:] = some
+            continue
+        number = int(some.sum())
+        part[:] = 0
+        part[some] = values[start : start + number]
+        start += number
+    return out
+
+
+_UNSIGNED = {
+    torch.bool: np.uint8, torch.int8: np.uint8, torch.uint8: np.uint8, torch.int16: np.uint16, torch.int32: np.uint32,
+    torch.int64: np.uint64, torch.float32: np.uint32, torch.float64: np.uint64,
+}  # fmt: skip
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """The entries as whole numbers of the same bits: a negative zero and a NaN are entries like others."""
+    return array.view(f"u{array.itemsize}")
+
+
+def _shortened(values: np.ndarray) -> dict[str, np.ndarray]:
+    if values.dtype.kind in "iu" and len(values):
+        ends = int(values.min()), int(values.max())
+        kinds = ("int8", "int16", "int32", "int64") if values.dtype.kind == "i" else ("uint8",)
+        fits = next(kind for kind in kinds if np.iinfo(kind).min <= ends[0] and ends[1] <= np.iinfo(kind).max)
+        return {_SHORT: values.astype(fits)}
+    if values.dtype != np.float64:
+        return {_SHORT: values}
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = values.astype(np.float32)
+    long = _bits(narrow.astype(np.float64)) != _bits(values)
+    return {_SHORT: narrow[~long], _LONG: values[long], _WHICH: np.packbits(long)}
+
+
+def _lengthened(name: str, tensors: dict[str, Tensor], dtype: np.dtype) -> np.ndarray:
+    short = tensors[name + _SHORT].numpy()
+    if dtype != np.float64:
+        return short.astype(dtype, copy=False)
+    long = tensors[name + _LONG].numpy()
+    which = np.unpackbits(tensors[name + _WHICH].numpy(), count=len(short) + len(long)).view(bool)
+    out = np.empty(len(which), dtype=dtype)
+    out[~which], out[which] = short, long
+    return out

@@ -1,0 +1,19 @@
+"""The built-in studies by name: their files, which need not be read to be listed."""
+
+from importlib import resources
+from importlib.resources.abc import Traversable
+
+
+def builtin(*, bases: bool = False) -> dict[str, Traversable]:
+    """Return the built-in studies by name; with `bases` also `_NAME` files, which are only there to be extended."""
+
+    def walk(folder: Traversable, prefix: str) -> dict[str, Traversable]:
+        found: dict[str, Traversable] = {}
+        for item in folder.iterdir():
+            if item.is_dir():
+                found |= walk(item, f"{prefix}{item.name}/")
+            elif item.name.endswith(".toml") and (bases or not item.name.startswith("_")):
+                found[prefix + item.name.removesuffix(".toml")] = item
+        return found
+
+    return dict(sorted(walk(resources.files("coterie.studies") / "builtin", "").items()))

@@ -1,0 +1,57 @@
+"""The benchmark of a device runs through on one that is only pretended; where there is none, one line says so."""
+
+import json
+import sys
+from unittest.mock import Mock
+
+import pytest
+import torch
+from benchmarks import device
+from benchmarks.engines import cells
+from tests.contract.pretend_device import pretended_cuda
+
+from coterie.errors import CoterieError
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Small images, few samples."""
+    monkeypatch.setattr(cells, "SHAPES", {"cnn-b": (1, 8, 8), "mlp": (1, 3, 3)})
+    monkeypatch.setattr(device, "SAMPLES", 9)
+
+
+def command(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["device.py", *map(str, words)])
+    device.main()
+
+
+def test_a_row_tells_the_costs_of_three_sides_that_come_to_the_same(monkeypatch, tmp_path):
+    out = tmp_path / "device.json"
+    with pretended_cuda():
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", Mock())
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", Mock(return_value=3_000_000))
+        monkeypatch.setattr(torch.cuda, "get_device_name", Mock(return_value="pretended"))
+        command(monkeypatch, "--models", "mlp", "cnn-b", "--clients", 3, "--batches", 4, "--repeats", 1, "--out", out)
+    stored = json.loads(out.read_text())
+    assert [(row["model"], row["engine there"], row["MB on the device"]) for row in stored["results"]] == [
+        ("mlp", "vmap", 3.0),
+        ("cnn-b", "vmap", 3.0),
+    ]
+    for row in stored["results"]:
+        assert row["times a CPU"] == row["ms a client, CPU"] / row["ms a client, device"]
+        assert row["times the usual loop"] == row["ms a client, usual loop on the device"] / row["ms a client, device"]
+    assert stored["origin"]["config"]["devices"] == "CUDA: pretended"
+
+
+def test_sides_that_differ_are_refused(monkeypatch):
+    monkeypatch.setattr(device, "usual", lambda *_: lambda: torch.zeros(2, 3))
+    with pretended_cuda(), pytest.raises(CoterieError, match=r"mlp: the sides differ by .*; expected at most"):
+        device.cell("mlp", 3, 4, "cuda", 1)
+
+
+def test_without_a_device_it_says_so_and_ends_with_2(monkeypatch, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command(monkeypatch, "--device", "cuda:77", "--out", tmp_path / "device.json")
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "device is 'cuda:77'" in line
