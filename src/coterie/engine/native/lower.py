@@ -26,7 +26,7 @@ from coterie.engine.native.loops import (
     product,
     reshaped,
 )
-from coterie.engine.native.trace import Dim, Kind, Node, NotTraceableError, Ratio, Ref, Size, Trace, at, refs
+from coterie.engine.native.trace import Dim, Kind, Node, NotTraceableError, Ratio, Ref, Size, Trace, at
 
 _LARGE = 40  # operations of an expression above which it is computed into memory
 _LONG = 48  # sums of a product from which dot products pay
@@ -79,7 +79,7 @@ class Lowering:
         self._made: dict[Any, Any] = {}  # padded and packed copies, by what they are copies of
         self.more: dict[str, str] = {}  # buffers that a kernel can add to, with the text of that argument
         for node in trace.nodes:
-            for ref in refs((node.args, *node.kwargs.values())):
+            for ref in node.refs():
                 self.uses[ref] = self.uses.get(ref, 0) + 1
         for ref in trace.outputs:
             if ref is not None:
