@@ -45,6 +45,8 @@ def test_each_engine_that_trains_is_told_once_before_the_rounds(clock):
     engines = [f"engine: {why}".rstrip() for why in reasons.values()]
     rounds = [f"{label}, seed {seed}: round 2/2, val. loss 0.5 (0 s)" for seed in range(2) for label in reasons]
     assert [line.rstrip() for line in lines(text)] == [engines[0], rounds[0], engines[1], *rounds[1:]]
+
+
 @pytest.mark.parametrize("lively", [False, True])
 def test_compiling_is_told_before_the_first_round(lively, clock, monkeypatch):
     """In a pipe, and above the live lines of a terminal."""

@@ -430,7 +430,7 @@ class Program:
 
     # ------------------------------------------------------------------ memory
 
-    def arena(self, samples: int, outputs: Sequence[str] = ()) -> tuple[dict[str, int], int]:
+    def arena(self, samples: int) -> tuple[dict[str, int], int]:
         """Return the place of each buffer in bytes, and the size of the arena, for batches of up to some samples."""
         first: dict[str, int] = {}
         last: dict[str, int] = {}
@@ -438,8 +438,6 @@ class Program:
             for name in statement.reads | statement.writes:
                 first.setdefault(name, number)
                 last[name] = number
-        for name in outputs:
-            last[name] = len(self.statements)
         places: dict[str, int] = {}
         free: list[tuple[int, int]] = []
         sizes: dict[str, int] = {}

@@ -48,7 +48,7 @@ _UNARY: dict[str, tuple[str, int]] = {  # text, cost
     "tanh": ("hyperbolic({0})", 10), "erf": ("error_function({0})", 12), "sin": ("std::sin({0})", 8),
     "cos": ("std::cos({0})", 8), "floor": ("std::floor({0})", 1), "ceil": ("std::ceil({0})", 1),
     "round": ("std::nearbyint({0})", 1), "trunc": ("std::trunc({0})", 1),
-    "sign": ("(T({0} > 0) - T({0} < 0))", 2), "square": ("({0} * {0})", 1), "atan": ("std::atan({0})", 8),
+    "sign": ("(T({0} > 0) - T({0} < 0))", 2), "atan": ("std::atan({0})", 8),
     "sinh": ("std::sinh({0})", 8), "cosh": ("std::cosh({0})", 8), "silu": ("({0} * sigmoid({0}))", 11),
     "hardsigmoid": ("chosen({0} < -3, 0, chosen({0} > 3, 1, {0} / 6 + T(0.5)))", 3),
     "hardswish": ("({0} * chosen({0} < -3, 0, chosen({0} > 3, 1, {0} / 6 + T(0.5))))", 4),
@@ -80,7 +80,7 @@ class Lowering:
         self._made: dict[Any, Any] = {}  # padded and packed copies, by what they are copies of
         self.more: dict[str, str] = {}  # buffers that a kernel can add to, with the text of that argument
         for node in trace.nodes:
-            for ref in _refs((node.args, list(node.kwargs.values()))):
+            for ref in node.refs():
                 self.uses[ref] = self.uses.get(ref, 0) + 1
         for ref in trace.outputs:
             if ref is not None:
@@ -376,15 +376,6 @@ class Lowering:
 
     _op_bitwise_right_shift, _op_bitwise_left_shift = _op___rshift__, _op___lshift__
 
-    def _op___and__(self, a: Operand, b: Operand) -> Value:
-        return self._map(lambda p, q: f"({p} & {q})", a, b)
-
-    def _op___xor__(self, a: Operand, b: Operand) -> Value:
-        return self._map(lambda p, q: f"({p} ^ {q})", a, b)
-
-    def _op___or__(self, a: Operand, b: Operand) -> Value:
-        return self._map(lambda p, q: f"({p} | {q})", a, b)
-
     def _op_remainder(self, a: Operand, b: Operand) -> Value:
         if self._kind.dtype.is_floating_point:
             return self._map(lambda p, q: f"({p} - std::floor({p} / {q}) * {q})", a, b, cost=6)
@@ -452,7 +443,7 @@ class Lowering:
     def _op_clone(self, x: Value, **_options: Any) -> Value:
         return x
 
-    _op_detach = _op_alias = _op_lift_fresh = _op_contiguous = _op_lift_fresh_copy = _op_clone
+    _op_detach = _op_alias = _op_lift_fresh = _op_lift_fresh_copy = _op_clone
 
     def _op_copy(self, x: Value, source: Value, *_rest: Any) -> Value:
         return expanded(self._op__to_copy(source), x.shape)
@@ -481,7 +472,10 @@ class Lowering:
     def _op_full(self, _shape: Any, value: Any, **_options: Any) -> Value:
         return self._like(value)
 
-    _op_full_like = _op_new_full = _op_full
+    _op_full_like = _op_full
+
+    def _op_new_full(self, _x: Value, _shape: Any, value: Any, **_options: Any) -> Value:
+        return self._like(value)
 
     def _op_scalar_tensor(self, value: Any, **_options: Any) -> Value:
         return self._like(value)
@@ -582,7 +576,7 @@ class Lowering:
             raise NotTraceableError("the bits of numbers as another type")
         return self._shaped(x, self._kind.shape)
 
-    _op__unsafe_view = _op_reshape = _op_view
+    _op__unsafe_view = _op_view
 
     def _op__reshape_alias(self, x: Value, shape: Sequence[Size], _strides: Sequence[Size]) -> Value:
         return self._op_view(x, shape)
@@ -610,7 +604,7 @@ class Lowering:
     def _op_split(self, x: Value, _size: Any, axis: int = 0) -> list[Value]:
         return self._parts(x, axis)
 
-    _op_unsafe_split = _op_split_with_sizes = _op_unsafe_split_with_sizes = _op_chunk = _op_unsafe_chunk = _op_split
+    _op_unsafe_split = _op_split_with_sizes = _op_unsafe_split_with_sizes = _op_split
 
     def _op_unbind(self, x: Value, axis: int = 0) -> list[Value]:
         return [self._op_select(x, axis, place) for place in range(len(self._kinds))]
@@ -795,33 +789,56 @@ class Lowering:
 
     def _added(self, shape: Sequence[Size], axis: int, index: Value, g: Value) -> Value:
         """Return zeros to which the entries of `g` are added at places along an axis, in order."""
-        g = expanded(g, [*shape[:axis], *index.shape, *shape[axis + 1 :]])
         target = self._zeros(shape, g.dtype)
+        self._write_rows(target, axis, index, g, "+=")
+        return target
+
+    def _write_rows(self, target: Value, axis: int, index: Value, g: Value, operator: str) -> None:
+        """Write the entries of `g` to places along an axis; the axes of the index are there in the shape of `g`."""
+        g = expanded(g, [*target.shape[:axis], *index.shape, *target.shape[axis + 1 :]])
         many = len(index.shape)
         leaf = target.memory
         fixed = replace(leaf, strides=(*leaf.strides[:axis], *[0] * many, *leaf.strides[axis + 1 :]))
-        self._add_at(fixed, shape[axis], leaf.strides[axis], index, range(axis, axis + many), g, g.shape)
+        place = (index, range(axis, axis + many), target.shape[axis], leaf.strides[axis])
+        self._write_at(fixed, *place, g, g.shape, operator)
+
+    def _write_entries(self, x: Value, axis: int, index: Value, g: Value, operator: str) -> Value:
+        """Return a copy of `x` with the entries of `g` at places along an axis; index and `g` have the axes of `x`."""
+        target = self.program.stored(x, range(len(x.shape)))
+        leaf = target.memory
+        fixed = replace(leaf, strides=tuple(0 if a == axis else stride for a, stride in enumerate(leaf.strides)))
+        place = (index, range(len(g.shape)), x.shape[axis], leaf.strides[axis])
+        self._write_at(fixed, *place, g, index.shape, operator)
         return target
 
-    def _add_at(
-        self, target: Leaf, size: Size, stride: Size, index: Value, axes: Sequence[int], g: Value, sizes: Sequence[Size]
+    def _write_at(
+        self,
+        target: Leaf,
+        index: Value,
+        axes: Sequence[int],
+        size: Size,
+        stride: Size,
+        g: Value,
+        sizes: Sequence[Size],
+        operator: str,
     ) -> None:
-        """Add the entries of `g` one after another to places that may be named more than once.
+        """Write the entries of `g` one after another to places that may be named more than once.
 
         Args:
             target: memory, with a stride for each axis of `g`; 0 for those of the index.
-            size: how many places there are.
-            stride: from one to the next.
             index: the place of each entry.
             axes: those of `g` that the index has.
-            g: what is added.
+            size: how many places there are.
+            stride: from one to the next.
+            g: what is written.
             sizes: how much of `g`.
+            operator: "=" or "+=".
         """
         names = [f"i{axis}" for axis in range(len(g.shape))]
         place = index.make([leaf.text([names[axis] for axis in axes]) for leaf in index.leaves])
         entry = g.make([leaf.text(names) for leaf in g.leaves])
         loops = "".join(f"for (long {i} = 0; {i} < {end}; {i}++) " for i, end in zip(names, sizes, strict=True))
-        text = f"{loops}(&{target.text(names)})[inside({place}, {size}) * {stride}] += {entry};"
+        text = f"{loops}(&{target.text(names)})[inside({place}, {size}) * {stride}] {operator} {entry};"
         reads = [leaf.buffer for leaf in (*index.leaves, *g.leaves)]
         self.program.emit(text, [*reads, target.buffer], [target.buffer])
 
@@ -839,7 +856,9 @@ class Lowering:
     def _op_index_put(self, x: Value, indices: Sequence[Value | None], g: Value, accumulate: bool = False) -> Value:
         axis, index = self._only_index(x, indices)
         if not accumulate:
-            raise NotTraceableError("writing at places that a tensor names")
+            target = self.program.stored(x, range(len(x.shape)))
+            self._write_rows(target, axis, index, g, "=")
+            return target
         added = self._added(x.shape, axis, index, g)
         return self._map(lambda a, b: f"({a} + {b})", x, added)
 
@@ -852,18 +871,14 @@ class Lowering:
     def _op_scatter(self, x: Value, axis: int, index: Value, source: Operand) -> Value:
         axis %= len(x.shape)
         rows = [[size for a, size in enumerate(v.shape) if a != axis] for v in (x, index)]
-        if index.shape[axis] != 1 or rows[0] != rows[1] or isinstance(source, Value):
-            raise NotTraceableError("scatter of more than one entry")
-        iota = _places(x.shape, axis)
-        return self._map(lambda i, k, a, v: f"chosen({k} == {i}, {v}, {a})", expanded(index, x.shape), iota, x, source)
+        if index.shape[axis] == 1 and rows[0] == rows[1] and not isinstance(source, Value):  # an elementwise choice
+            text = "chosen({1} == {0}, {3}, {2})"
+            return self._map(text.format, _places(x.shape, axis), expanded(index, x.shape), x, source)
+        values = source if isinstance(source, Value) else self._filled(index.shape, source, x.dtype)
+        return self._write_entries(x, axis, index, values, "=")
 
     def _op_scatter_add(self, x: Value, axis: int, index: Value, g: Value) -> Value:
-        axis %= len(x.shape)
-        target = self.program.stored(x, range(len(x.shape)))
-        leaf = target.memory
-        fixed = replace(leaf, strides=tuple(0 if a == axis else stride for a, stride in enumerate(leaf.strides)))
-        self._add_at(fixed, x.shape[axis], leaf.strides[axis], index, range(len(g.shape)), g, index.shape)
-        return target
+        return self._write_entries(x, axis % len(x.shape), index, g, "+=")
 
     # ------------------------------------------------------------------ reductions
 
@@ -895,8 +910,10 @@ class Lowering:
     def _op_linalg_vector_norm(
         self, x: Value, order: Number = 2, axes: Any = None, keepdim: bool = False, **_options: Any
     ) -> Value:
-        if order != 2:
+        if order not in (1, 2):
             raise NotTraceableError(f"a norm of order {order}")
+        if order == 1:
+            return self._reduce(self._pointwise("std::fabs({0})".format, x), axes, keepdim, "sum")
         squares = self._pointwise(lambda a: f"({a} * {a})", x)
         return self._map("std::sqrt({0})".format, self._reduce(squares, axes, keepdim, "sum"), cost=6)
 
@@ -917,6 +934,11 @@ class Lowering:
             raise NotTraceableError("argmax over all axes")
         return self._reduce(x, axis, keepdim, "argmax")
 
+    def _op_argmin(self, x: Value, axis: int | None = None, keepdim: bool = False) -> Value:
+        if axis is None:
+            raise NotTraceableError("argmin over all axes")
+        return self._reduce(x, axis, keepdim, "argmin")
+
     def _op_max(self, x: Value, axis: Any = None, keepdim: bool = False) -> Any:
         if axis is None:
             return self._reduce(x, None, False, "max")
@@ -928,17 +950,6 @@ class Lowering:
             return self._reduce(x, None, False, "min")
         x = self.program.stored(x)
         return [self._reduce(x, axis, keepdim, "min"), self._reduce(x, axis, keepdim, "argmin")]
-
-    def _op_value_selecting_reduction_backward(
-        self, g: Value, axis: int, index: Value, shape: Sequence[Size], keepdim: bool
-    ) -> Value:
-        axis %= len(shape)
-        if not keepdim:
-            g, index = self._op_unsqueeze(g, axis), self._op_unsqueeze(index, axis)
-        iota = _places(shape, axis)
-        return self._map(
-            lambda i, k, a: f"chosen({k} == {i}, {a}, 0)", expanded(index, shape), iota, expanded(g, shape)
-        )
 
     def _moments(self, x: Value, axes: list[int]) -> tuple[Value, Value]:
         """Return mean and mean squared distance from it."""
@@ -1395,14 +1406,6 @@ def _real(value: Number) -> Number:
 def _each(reduction: int) -> None:
     if reduction != 0:
         raise NotTraceableError("the loss is not one a sample")
-
-
-def _refs(value: Any) -> list[Ref]:
-    if isinstance(value, Ref):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [ref for part in value for ref in _refs(part)]
-    return []
 
 
 def _broadcast(shapes: Sequence[Sequence[Size]]) -> tuple[Size, ...]:

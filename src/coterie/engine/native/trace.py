@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coterie.models.layout import Layout, ReturnedBatchNorm
@@ -137,7 +138,7 @@ class Node:
 
     def refs(self) -> list[Ref]:
         """Return the values it reads."""
-        return [*_refs((self.args, *self.kwargs.values()))]
+        return [*refs((self.args, *self.kwargs.values()))]
 
 
 @dataclass
@@ -184,6 +185,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.trace, self.layer, self.known = Trace(), layer, known
         self._tracked: dict[int, _Tracked] = {}
+        self._within: list[Any] = []  # operations that are being made of simpler ones, which may come back to them
         self.trace.inputs = [self._new(tensor) for tensor in inputs]
 
     @classmethod
@@ -207,7 +209,7 @@ class _Recorder(TorchDispatchMode):
     def _add(self, name: str, args: tuple, kwargs: dict, made: Sequence[Any], outs: tuple[Ref | None, ...]) -> None:
         """Add an operation with what it made; what it makes of constants is one."""
         self.trace.nodes.append(Node(name, args, kwargs, outs, self.layer()))
-        if all(ref.number in self.trace.constants for ref in _refs((args, *kwargs.values()))):
+        if all(ref.number in self.trace.constants for ref in refs((args, *kwargs.values()))):
             for ref, tensor in zip(outs, made, strict=True):
                 if ref is not None and tensor.numel() <= _SMALL:
                     self.trace.constants[ref.number] = tensor.detach().clone()
@@ -258,7 +260,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation and record it."""
         kwargs = kwargs or {}
-        name = func._schema.name.split("::")[1]
+        name = func._schema.name.removeprefix("aten::")
         if name in _RANDOM:
             raise NotTraceableError(f"it draws random numbers of its own ({name})")
         if name in ("_local_scalar_dense", "is_nonzero", "nonzero", "_unique2"):
@@ -267,10 +269,13 @@ class _Recorder(TorchDispatchMode):
         if func._schema.is_mutable:
             return self._in_place(func, name, args, kwargs, taken, named)
         if not self.known(name) and name not in _VIEWS and args and any(isinstance(a, Tensor) for a in args):
-            simpler = _decomposition(func)
+            simpler = None if func in self._within else _decomposition(func)
             if simpler is not None:
+                self._within.append(func)
                 with self:
-                    return simpler(*args, **kwargs)
+                    out = simpler(*args, **kwargs)
+                self._within.pop()
+                return out
         if name == "as_strided":
             offset = args[3] if len(args) > 3 and args[3] is not None else args[0].storage_offset()
             taken = (taken[0], [*args[1]], [*args[2]], offset - args[0].storage_offset(), [*args[0].stride()])
@@ -279,8 +284,8 @@ class _Recorder(TorchDispatchMode):
             return out
         outs = out if isinstance(out, list | tuple) else (out,)
         group = self._tracked[id(args[0])].group if name in _VIEWS else None
-        refs = tuple(self._new(part, group) if isinstance(part, Tensor) else None for part in outs)
-        self._add(name, taken, named, outs, refs)
+        made = tuple(self._new(part, group) if isinstance(part, Tensor) else None for part in outs)
+        self._add(name, taken, named, outs, made)
         return out
 
     def _in_place(self, func: Any, name: str, args: Any, kwargs: Any, taken: tuple, named: dict) -> Any:
@@ -310,6 +315,8 @@ def _decomposition(func: Any) -> Callable[..., Any] | None:
 
     if func in decomposition_table:
         return decomposition_table[func]
+    if hasattr(func, "impl_aten"):  # one of `prims`, that decompositions are made of
+        return func.impl_aten
     composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
     return func.decompose if composite else None
 
@@ -352,6 +359,22 @@ def _traced_form(module: nn.Module) -> nn.Module:
     return _TracedBatchNorm(module) if isinstance(module, ReturnedBatchNorm) else module
 
 
+class _OneHotByComparing(TorchFunctionMode):
+    """Makes one-hot vectors without a look at the data, which PyTorch takes to check that classes are in range."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one function."""
+        if func is not functional.one_hot:
+            return func(*args, **(kwargs or {}))
+        return self._one_hot(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+        if num_classes < 0:
+            raise NotTraceableError("the number of its classes depends on its data")
+        return (tensor[..., None] == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
+
+
 @contextmanager
 def _plain_operations() -> Iterator[None]:
     """While active, PyTorch computes with operations that a trace can name: no fused attention, no oneDNN networks."""
@@ -363,7 +386,8 @@ def _plain_operations() -> Iterator[None]:
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch._C._set_mkldnn_enabled(False)
-        yield
+        with _OneHotByComparing():
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         torch.backends.cuda.enable_flash_sdp(flash)
@@ -427,7 +451,7 @@ def _unified(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
         if not isinstance(second, list | tuple) or len(first) != len(second):
             raise NotTraceableError("its operations depend on the number of samples")
         return type(first)(_unified(a, b, sizes) for a, b in zip(first, second, strict=True))
-    if first == second and type(first) is type(second):
+    if type(first) is type(second) and (first == second or first != first):  # a NaN is no other number
         return first
     one, two = sizes
     if type(first) is int and type(second) is int:
@@ -465,18 +489,18 @@ def _joined(first: Trace, second: Trace, sizes: tuple[int, int]) -> Trace:
     for node in reversed(joined.nodes):
         if any(out in needed for out in node.outs):
             kept.append(node)
-            needed.update(_refs((node.args, *node.kwargs.values())))
+            needed.update(node.refs())
     joined.nodes = kept[::-1]
     return joined
 
 
-def _refs(value: Any) -> Iterator[Ref]:
+def refs(value: Any) -> Iterator[Ref]:
     """Give the values in an argument or a list of them."""
     if isinstance(value, Ref):
         yield value
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _refs(part)
+            yield from refs(part)
 
 
 @contextmanager

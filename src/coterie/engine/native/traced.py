@@ -134,14 +134,12 @@ class _Function:
         for (slot, _), result in zip(pairs, results, strict=True):
             self.program.assign(Leaf("row", slot.start, tuple(dense(slot.shape))), result)
 
-    def text(self) -> tuple[list[str], list[str]]:
+    def text(self) -> list[str]:
         """Return declarations and statements."""
         lines = []
-        constants = []
         for number, (name, buffer) in enumerate(self.program.buffers.items()):
             if buffer.place.startswith("static"):
-                constants.append(buffer.place)
-                lines.append(f"const {buffer.type}* const {name} = {name}_;")
+                lines += [buffer.place, f"const {buffer.type}* const {name} = {name}_;"]
             elif buffer.place:
                 lines.append(buffer.place)
             else:
@@ -154,7 +152,7 @@ class _Function:
                     more = self.lowering.more[name]
                     text = text.replace(f"MORE_{name}", "more" if more == "more" else "false")
             body.append(text)
-        return constants, [*lines, *body]
+        return [*lines, *body]
 
     def memory(self, samples: int) -> tuple[Tensor, int]:
         """Return the place of each buffer in the arena for calls of so many samples, and its size."""
@@ -248,11 +246,10 @@ class TracedProgram:
         return "\n".join([*head, *train, *judge, driver[:start] + driver[stop:]])
 
     def _body(self, signature: str, function: _Function, names: Sequence[str]) -> list[str]:
-        """Return the C++ of one function, behind its constants."""
-        constants, lines = function.text()
+        """Return the C++ of one function."""
         inputs = [f"const T* const input{k} = batch.inputs[{k}];" for k in range(len(self.inputs))]
-        body = [f"  {line}" for line in (*_BATCH_NAMES, *names, *inputs, *lines)]
-        return [*constants, f"static void {signature} {{", *body, "}"]
+        body = [f"  {line}" for line in (*_BATCH_NAMES, *names, *inputs, *function.text())]
+        return [f"static void {signature} {{", *body, "}"]
 
     def _store(self, samples: RawSamples) -> Store:
         kept = self._kept.get(samples)
