@@ -1,6 +1,5 @@
 """The vmap engine: a block of clients as one batched program (torch.func.vmap over grad)."""
 
-import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -46,7 +45,6 @@ class VmapEngine(Engine):
             whole = torch.func.grad_and_value(partial(self._loss, layout.train_module), has_aux=True)
             self._gradients["other"] = torch.compile(vmap(whole), mode="reduce-overhead")
         self._objective = gathered_cross_entropy if objective is cross_entropy else objective
-        self._turn = threading.Lock()  # a call lends the modules its tensors
         self._forward = vmap(self._outputs)
         self._forward_shared = vmap(self._outputs, in_dims=(0, None, 0))
 
@@ -73,7 +71,7 @@ class VmapEngine(Engine):
         trained = {s.name: views[s.name] for s in layout.slots if s.stop <= layout.trainable}
         state = {name: view for name, view in views.items() if name not in trained}
         cpu = rows.device.type == "cpu"
-        with self._turn, computing(self.precision, rows.device), Separately() if cpu else nullcontext():
+        with computing(self.precision, rows.device), Separately() if cpu else nullcontext():
             gradients = self._gradients["cpu" if cpu else "other"]
             grads, (losses, new_state) = gradients(trained, state, dict(inputs), x, y)
         after = layout.concat(new_state, trainable=False, lead=1) if state else rows[:, layout.trainable :]
@@ -82,8 +80,7 @@ class VmapEngine(Engine):
     def forward(self, rows: Tensor, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """See `Engine.forward`."""
         cpu = rows.device.type == "cpu"
-        apart = Separately() if cpu else nullcontext()
-        with self._turn, torch.no_grad(), computing(self.precision, rows.device), apart:
+        with torch.no_grad(), computing(self.precision, rows.device), Separately() if cpu else nullcontext():
             views = self.layout.views(rows)
             if self.one_by_one(rows.device):
                 return torch.stack([self._one(views, x, inputs, i) for i in range(len(rows))])
