@@ -34,9 +34,13 @@ ELSEWHERE = {
     "engine/_vmap": "unit/engine/test_task.py",
     "engine/_work": "unit/engine/test_task_samples_passed.py",
     "engine/native/compiler": "unit/engine/native/test_compiled.py",
+    "engine/native/images": "unit/engine/native/test_traced.py",
     "engine/native/library": "unit/engine/native/test_compiled.py",
+    "engine/native/loops": "unit/engine/native/test_traced.py",
+    "engine/native/lower": "unit/engine/native/test_traced.py",
     "engine/native/program": "unit/engine/native/test_compiled.py",
     "engine/native/stack": "unit/engine/native/test_compiled.py",
+    "engine/native/trace": "unit/engine/native/test_traced.py",
     # what keeps one contract is tested by it
     "net/local": "contract/test_exchanges.py",
     "net/zenoh_transport": "contract/test_exchanges.py",

@@ -247,6 +247,18 @@ KERNEL void pack_columns(long K, const T* b, long sk, long sn, T* p) {
       for (int c = N; c < LD; c++) p[k * LD + c] = 0;
 }
 
+// Zeros around arrays of some rows of some width: so many rows at the top and bottom, numbers at the left and right.
+KERNEL void frame(long many, long rows, long width, long top, long left, long bottom, long right, T* p) {
+  for (long b = 0; b < many; b++, p += rows * width) {
+    memset(p, 0, sizeof(T) * top * width);
+    for (long h = top; h < rows - bottom; h++) {
+      for (long i = 0; i < left; i++) p[h * width + i] = 0;
+      for (long i = width - right; i < width; i++) p[h * width + i] = 0;
+    }
+    memset(p + (rows - bottom) * width, 0, sizeof(T) * bottom * width);
+  }
+}
+
 // ---------------------------------------------------------------- convolution, channels side by side
 
 // Shape of a convolution: C channels of X (L in a pixel of memory), O outputs (LO in a pixel of memory), padded input of

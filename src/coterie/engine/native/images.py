@@ -1,17 +1,18 @@
 """Convolution and pooling as calls of `blocks.h`.
 
-A vector of the processor holds neighboring channels of a pixel or neighboring pixels of a row, whichever fills it better;
-arrays lie accordingly (`LAST` or `PLANES`).
+A vector of the processor holds neighboring channels of a pixel or neighboring pixels of a row, whichever fills it
+better; arrays lie accordingly (`LAST` or `PLANES`).
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from coterie.engine.native.loops import Leaf, Value, dense, in_memory, order_of, product
+from coterie.engine.native.loops import MANY, Value, dense, expanded, in_memory, order_of, product
 from coterie.engine.native.lower import Lowering
-from coterie.engine.native.trace import Dim, NotTraceableError, Size
+from coterie.engine.native.trace import Dim, Kind, NotTraceableError, Ref, Size, at
 
 LAST, PLANES = (0, 2, 3, 1), (0, 1, 2, 3)
 
@@ -36,239 +37,315 @@ class ImageLowering(Lowering):
         """Numbers in a vector."""
         return 64 // (4 if self.dtype == torch.float32 else 8)
 
-    def _filled_part(self, size: int) -> float:
-        """Return the share of vectors that `size` numbers fill."""
-        return size / (self.lanes * -(-size // self.lanes))
+    def _rounded(self, channels: int) -> int:
+        """Return a number of channels that fills whole vectors."""
+        return -(-channels // self.lanes) * self.lanes
 
-    def _pixels_pay(self, channels: int, width: int, stride: tuple[int, int], kernel: tuple[int, int]) -> bool:
-        return stride == (1, 1) and kernel != (1, 1) and self._filled_part(width) > 1.2 * self._filled_part(channels)
+    def _pixels_pay(self, channels: int, width: int, conv: "_Convolution") -> bool:
+        """Return whether neighboring pixels fill vectors better than neighboring channels, and a kernel is known."""
+        if conv.groups > 1 or conv.taps == 1 or conv.stride != (1, 1):
+            return False
+        return width / self._rounded(width) > 1.2 * channels / self._rounded(channels)
 
     def _padded(
-        self, x: Value, order: Sequence[int], top: int, left: int, bottom: int, right: int, channels: int
+        self, x: Value, order: Sequence[int], channels: int, before: tuple[int, int], after: tuple[int, int]
     ) -> str:
-        """Return the C++ of images with zeros around them, in an order of their axes and with so many channels."""
-        n, c, h, w = x.shape
-        key = ("padded", x, tuple(order), top, left, bottom, right, channels)
+        """Return the C++ of images with zeros around them; copies are shared.
+
+        Args:
+            x: N x C x H x W.
+            order: of its axes in memory.
+            channels: of the copy, at least C.
+            before: rows and columns of zeros in front.
+            after: rows and columns of zeros at the end.
+        """
+        c, order = x.shape[1], tuple(order)
+        key = ("padded", x, order, channels, before, after)
         if key not in self._made:
-            if (top, left, bottom, right, channels) == (0, 0, 0, 0, c):
-                plain = self.program.contiguous(x, order)
-                assert plain.leaf is not None
-                self._made[key] = (plain.leaf.buffer, plain.leaf.offset)
+            if (before, after, channels) == ((0, 0), (0, 0), c):
+                self._made[key] = self.program.contiguous(x, order).memory.pointer
             else:
-                shape = (n, channels, h + top + bottom, w + left + right)
-                target = self._zeros(shape, x.dtype, order)
-                assert target.leaf is not None
-                strides = target.leaf.strides
-                place = Leaf(target.leaf.buffer, top * strides[2] + left * strides[3], strides)
-                self.program.assign(place, x)
-                self._made[key] = (target.leaf.buffer, 0)
-        buffer, offset = self._made[key]
-        return f"{buffer} + {offset}"
+                inside = self._in_frame(x.shape, x.dtype, order, channels, before, after)
+                self.program.assign(inside.memory, x)
+                self._made[key] = f"{inside.memory.buffer} + 0"
+        return self._made[key]
+
+    def _in_frame(
+        self,
+        shape: Sequence[Size],
+        dtype: torch.dtype,
+        order: Sequence[int],
+        channels: int,
+        before: tuple[int, int],
+        after: tuple[int, int],
+    ) -> Value:
+        """Return memory for images with zeros around them, as `_padded` says: the part inside the zeros."""
+        n, c, h, w = shape
+        wide = (n, channels, h + before[0] + after[0], w + before[1] + after[1])
+        if channels == c:
+            frame = self._target(wide, dtype, order).memory
+            many, unit = (n, c) if tuple(order) == LAST else (n * c, 1)
+            sides = f"{before[0]}, {before[1] * unit}, {after[0]}, {after[1] * unit}"
+            call = f"frame({many}, {wide[2]}, {wide[3] * unit}, {sides}, {frame.buffer});"
+            self.program.emit(call, [], [frame.buffer])
+        else:
+            frame = self._zeros(wide, dtype, order).memory
+        _n, _c, down, right = frame.strides
+        return in_memory(frame.buffer, shape, frame.strides, dtype, before[0] * down + before[1] * right)
+
+    def _kept(self, ref: Ref, value: Value) -> Value:
+        """See `Lowering`; what a convolution reads with zeros around it is computed into them."""
+        frame = self._frames.get(ref)
+        if frame is None or not value.cost or self.uses.get(ref, 0) < 2:
+            return super()._kept(ref, value)
+        inside = self._in_frame(value.shape, value.dtype, *frame)
+        self.program.assign(inside.memory, value)
+        self._made["padded", inside, *frame] = f"{inside.memory.buffer} + 0"
+        return inside
+
+    @cached_property
+    def _frames(self) -> dict[Ref, tuple[tuple[int, ...], int, tuple[int, int], tuple[int, int]]]:
+        """What convolutions read, with order, channels and zeros as `_padded` takes them, where there are zeros."""
+        frames = {}
+        for node in self.trace.nodes:
+            if node.name != "convolution" or not isinstance(node.args[0], Ref):
+                continue
+            x, w = (self.trace.kinds[ref.number] for ref in node.args[:2])
+            if len(x.shape) != 4 or node.args[6] or any(isinstance(size, Dim) for size in x.shape[1:]):
+                continue
+            conv = _Convolution(x, w, *node.args[3:7], node.args[8])
+            order = PLANES if not conv.depthwise and self._pixels_pay(conv.o, conv.wo, conv) else LAST
+            channels = self._rounded(conv.c) if conv.depthwise else conv.c
+            if conv.padding != (0, 0) and channels == conv.c:
+                frames.setdefault(node.args[0], (order, channels, conv.padding, conv.padding))
+        return frames
 
     def _images(self, n: Size, sizes: Sequence[int], order: Sequence[int]) -> Value:
         return self._target((n, *sizes), self.dtype, order)
 
-    def _weights(self, w: Value) -> str:
-        plain = self.program.contiguous(w)
-        assert plain.leaf is not None
-        return f"{plain.leaf.buffer} + {plain.leaf.offset}"
+    def _plain(self, x: Value) -> str:
+        """Return the C++ of an array without gaps, as PyTorch orders it."""
+        return self.program.contiguous(x).memory.pointer
 
-    def _pack(self, kind: str, call: str, w: str, size: int) -> str:
-        key = (kind, w, call)
+    def _packed_weights(self, call: str, w: str, size: int) -> str:
+        """Return the buffer of weights in the order that a kernel reads them in; copies are shared.
+
+        Args:
+            call: the C++ that copies {w} to {p}.
+            w: the weights.
+            size: of the copy.
+        """
+        key = ("weights", w, call)
         if key not in self._made:
             name = self.program.buffer(size, self.dtype)
             self.program.emit(f"{call.format(w=w, p=name)};", [_buffer(w)], [name])
             self._made[key] = name
         return self._made[key]
 
+    def _depthwise_weights(self, w: Value, conv: "_Convolution") -> str:
+        call = f"pack_depthwise<{conv.c}, {conv.taps}>({{w}}, {{p}})"
+        return self._packed_weights(call, self._plain(w), conv.taps * self._rounded(conv.c))
+
+    def _pixels(self, x: Value) -> Value:
+        """Return images as a matrix of pixels x channels."""
+        n, c, h, w = x.shape
+        return self._shaped(self._op_permute(self.program.contiguous(x, LAST), LAST), [n * (h * w), c])
+
+    def _from_pixels(self, rows: Value, n: Size, h: int, w: int, c: int) -> Value:
+        """Return a matrix of pixels x channels as images."""
+        return self._op_permute(self._shaped(rows, [n, h, w, c]), [0, 3, 1, 2])
+
+    def _biased(self, y: Value, bias: Value | None) -> Value:
+        if bias is None:
+            return y
+        return self._map(lambda a, b: f"({a} + {b})", y, self._shaped(bias, [1, y.shape[1], 1, 1]))
+
     # ------------------------------------------------------------------ convolution
 
     def _op_convolution(
-        self, x: Value, w: Value, bias: Value | None, stride: Any, padding: Any, dilation: Any, transposed: bool, _output_padding: Any,
+        self,
+        x: Value,
+        w: Value,
+        bias: Value | None,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        transposed: bool,
+        _output_padding: Any,
         groups: int,
-    ) -> Value:  # fmt: skip
-        if len(x.shape) == 3:
-            parts = (self._op_unsqueeze(x, 2), self._op_unsqueeze(w, 2))
-            wide = [[1, *stride], [0, *padding], [1, *dilation]]
-            return self._op_squeeze(self._op_convolution(*parts, bias, *wide, transposed, None, groups), 2)
-        y = self._convolved(x, w, bias, _Convolution(x, w, stride, padding, dilation, transposed, groups))
-        return y
+    ) -> Value:
+        if len(x.shape) == 3:  # over a sequence: images of one row
+            x, w = self._op_unsqueeze(x, 2), self._op_unsqueeze(w, 2)
+            wide = _Convolution(x, w, [1, *stride], [0, *padding], [1, *dilation], transposed, groups)
+            return self._op_squeeze(self._convolved(x, w, bias, wide), 2)
+        return self._convolved(x, w, bias, _Convolution(x, w, stride, padding, dilation, transposed, groups))
 
-    def _convolved(self, x: Value, w: Value, bias: Value | None, s: "_Convolution") -> Value:
-        n = x.shape[0]
-        if s.point:
-            rows = self._shaped(self._op_permute(self.program.contiguous(x, LAST), LAST), [n * (s.h * s.w), s.c])
-            y = self._product(rows, self._turned(self._shaped(w, [s.o, s.c])))
-            y = self._op_permute(self._shaped(y, [n, s.h, s.w, s.o]), [0, 3, 1, 2])
-            return y if bias is None else self._map(lambda a, b: f"({a} + {b})", y, self._shaped(bias, [1, s.o, 1, 1]))
-        weights = self._weights(w)
-        own = "nullptr"
-        if bias is not None:
-            plain = self.program.contiguous(bias)
-            assert plain.leaf is not None
-            own = f"{plain.leaf.buffer} + {plain.leaf.offset}"
-        reads = [_buffer(weights), *([_buffer(own)] if bias is not None else [])]
-        if s.depthwise:
-            y = self._images(n, [s.o, s.ho, s.wo], LAST)
-            cp = -(-s.c // self.lanes) * self.lanes
-            xp = self._padded(x, LAST, s.ph, s.pw, s.ph, s.pw, cp)
-            p = self._pack("depthwise", f"pack_depthwise<{s.c}, {s.taps}>({{w}}, {{p}})", weights, s.taps * cp)
-            self.program.emit(
-                f"depthwise<{s.text(s.c, s.c)}>({n}, {xp}, {p}, {_name(y)});", [_buffer(xp), p], [_name(y)]
-            )
-            return y if bias is None else self._map(lambda a, b: f"({a} + {b})", y, self._shaped(bias, [1, s.o, 1, 1]))
-        if s.groups == 1 and self._pixels_pay(s.o, s.wo, s.stride, s.kernel):
-            y = self._images(n, [s.o, s.ho, s.wo], PLANES)
-            xp = self._padded(x, PLANES, s.ph, s.pw, s.ph, s.pw, s.c)
-            place = f"{s.c * s.taps}, {s.taps}, {s.kw}, 1"
-            self.program.emit(
-                f"pixels_convolve<{s.text(1, 1)}>({n}, {xp}, {weights}, {place}, {own}, {_name(y)});",
-                [_buffer(xp), *reads],
-                [_name(y)],
-            )
+    def _convolved(self, x: Value, w: Value, bias: Value | None, conv: "_Convolution") -> Value:
+        n, c, o, taps = x.shape[0], conv.c, conv.o, conv.taps
+        if conv.point:
+            rows = self._pixels(x)
+            y = self._product(rows, self._turned(self._shaped(w, [o, c])))
+            return self._biased(self._from_pixels(y, n, conv.h, conv.w, o), bias)
+        weights = self._plain(w)
+        if conv.depthwise:
+            y = self._images(n, [o, conv.ho, conv.wo], LAST)
+            images = self._padded(x, LAST, self._rounded(c), conv.padding, conv.padding)
+            packed = self._depthwise_weights(w, conv)
+            call = f"depthwise<{conv.text(c, c)}>({n}, {images}, {packed}, {_name(y)});"
+            self.program.emit(call, [_buffer(images), packed], [_name(y)])
+            return self._biased(y, bias)
+        own = "nullptr" if bias is None else self._plain(bias)
+        reads = [_buffer(weights), *([] if bias is None else [_buffer(own)])]
+        if self._pixels_pay(o, conv.wo, conv):
+            y = self._images(n, [o, conv.ho, conv.wo], PLANES)
+            images = self._padded(x, PLANES, c, conv.padding, conv.padding)
+            strides = f"{c * taps}, {taps}, {conv.kw}, 1"
+            call = f"pixels_convolve<{conv.text(1, 1)}>({n}, {images}, {weights}, {strides}, {own}, {_name(y)});"
+            self.program.emit(call, [_buffer(images), *reads], [_name(y)])
             return y
-        y = self._images(n, [s.o, s.ho, s.wo], LAST)
-        xp = self._padded(x, LAST, s.ph, s.pw, s.ph, s.pw, s.c)
-        for group in range(s.groups):
-            part = f"{weights} + {group * s.og * s.cg * s.taps}" if group else weights
-            size = -(-s.og // self.lanes) * self.lanes * s.cg * s.taps
-            p = self._pack(
-                "outputs",
-                f"pack_outputs<{s.og}, {s.cg}, {s.taps}>({{w}}, {s.cg * s.taps}, {s.taps}, {{p}})",
-                part,
-                size,
-            )
-            of = f"{own} + {group * s.og}" if group and bias is not None else own
-            self.program.emit(
-                f"convolve<{s.text(s.c, s.o)}>({n}, {xp} + {group * s.cg}, {p}, {of}, {_name(y)} + {group * s.og});",
-                [_buffer(xp), p, *reads, *([_name(y)] if group else [])], [_name(y)],
-            )  # fmt: skip
+        y = self._images(n, [o, conv.ho, conv.wo], LAST)
+        images = self._padded(x, LAST, c, conv.padding, conv.padding)
+        cg, og = conv.cg, conv.og
+        for group in range(conv.groups):
+            part = f"{weights} + {group * og * cg * taps}" if group else weights
+            pack = f"pack_outputs<{og}, {cg}, {taps}>({{w}}, {cg * taps}, {taps}, {{p}})"
+            packed = self._packed_weights(pack, part, self._rounded(og) * cg * taps)
+            own_part = f"{own} + {group * og}" if group and bias is not None else own
+            arrays = f"{images} + {group * cg}, {packed}, {own_part}, {_name(y)} + {group * og}"
+            call = f"convolve<{conv.text(c, o)}>({n}, {arrays});"
+            self.program.emit(call, [_buffer(images), packed, *reads, *([_name(y)] if group else [])], [_name(y)])
         return y
 
     def _op_convolution_backward(
-        self, g: Value, x: Value, w: Value, _bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, _output_padding: Any,
-        groups: int, mask: Sequence[bool],
-    ) -> list[Value | None]:  # fmt: skip
+        self,
+        g: Value,
+        x: Value,
+        w: Value,
+        _bias: Any,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        transposed: bool,
+        _output_padding: Any,
+        groups: int,
+        mask: Sequence[bool],
+    ) -> list[Value | None]:
         if len(x.shape) == 3:
-            parts = [self._op_unsqueeze(v, 2) for v in (g, x, w)]
-            wide = [[1, *stride], [0, *padding], [1, *dilation]]
-            found = self._op_convolution_backward(*parts, None, *wide, transposed, None, groups, mask)
-            return [v if v is None or len(v.shape) == 1 else self._op_squeeze(v, 2) for v in found]
-        s = _Convolution(x, w, stride, padding, dilation, transposed, groups)
+            g, x, w = (self._op_unsqueeze(value, 2) for value in (g, x, w))
+            wide = _Convolution(x, w, [1, *stride], [0, *padding], [1, *dilation], transposed, groups)
+            gx, gw, gb = self._convolved_back(g, x, w, wide, mask)
+            return [
+                None if gx is None else self._op_squeeze(gx, 2),
+                None if gw is None else self._op_squeeze(gw, 2),
+                gb,
+            ]
+        conv = _Convolution(x, w, stride, padding, dilation, transposed, groups)
+        return self._convolved_back(g, x, w, conv, mask)
+
+    def _convolved_back(
+        self, g: Value, x: Value, w: Value, conv: "_Convolution", mask: Sequence[bool]
+    ) -> list[Value | None]:
+        """Return the gradients of input, weights and bias; None where the mask is false."""
         if g.leaf is None:
-            g = self.program.stored(
-                g, LAST if s.point or not self._pixels_pay(s.o, s.wo, s.stride, s.kernel) else PLANES
-            )
-        gb = self._shaped(self.program.reduced([g], [0, 2, 3], "sum")[0], [s.o]) if mask[2] else None
-        gw = self._weights_back(g, x, w, s) if mask[1] else None
-        gx = self._inputs_back(g, x, w, s) if mask[0] else None
+            in_planes = not conv.point and self._pixels_pay(conv.o, conv.wo, conv)
+            g = self.program.stored(g, PLANES if in_planes else LAST)
+        gb = self._shaped(self.program.reduced([g], [0, 2, 3], "sum")[0], [conv.o]) if mask[2] else None
+        gw = self._weights_back(g, x, w, conv) if mask[1] else None
+        gx = self._inputs_back(g, x, w, conv) if mask[0] else None
         return [gx, gw, gb]
 
-    def _weights_back(self, g: Value, x: Value, w: Value, s: "_Convolution") -> Value:
-        n = x.shape[0]
-        if s.point:
-            rows = [
-                self._shaped(self._op_permute(self.program.contiguous(v, LAST), LAST), [n * (s.h * s.w), v.shape[1]])
-                for v in (g, x)
-            ]
-            return self._shaped(self._product(self._turned(rows[0]), rows[1]), w.shape)
+    def _weights_back(self, g: Value, x: Value, w: Value, conv: "_Convolution") -> Value:
+        n, c, o, taps = x.shape[0], conv.c, conv.o, conv.taps
+        if conv.point:
+            outputs, inputs = self._pixels(g), self._pixels(x)
+            return self._shaped(self._product(self._turned(outputs), inputs), w.shape)
         gw = self._target(w.shape, self.dtype)
         name = _name(gw)
         self.more[name] = "MORE"
-        if s.depthwise:
-            cp = -(-s.c // self.lanes) * self.lanes
-            xp = self._padded(x, LAST, s.ph, s.pw, s.ph, s.pw, cp)
-            gp, frame = self._frame(g, LAST, s, cp)
-            self.program.emit(
-                f"depthwise_weights<{s.text(s.c, s.c)}, {frame}>({n}, {xp}, {gp}, {name}, MORE_{name});",
-                [_buffer(xp), _buffer(gp)],
-                [name],
-            )
+        if conv.depthwise:
+            images = self._padded(x, LAST, self._rounded(c), conv.padding, conv.padding)
+            grads, frame = self._framed(g, conv, self._rounded(c))
+            call = f"depthwise_weights<{conv.text(c, c)}, {frame}>({n}, {images}, {grads}, {name}, MORE_{name});"
+            self.program.emit(call, [_buffer(images), _buffer(grads)], [name])
             return gw
-        if s.groups == 1 and self._pixels_pay(s.o, s.wo, s.stride, s.kernel):
-            xp, gp = self._padded(x, PLANES, s.ph, s.pw, s.ph, s.pw, s.c), self._padded(g, PLANES, 0, 0, 0, 0, s.o)
-            self.program.emit(
-                f"pixels_weights<{s.text(1, 1)}>({n}, {xp}, {gp}, {name}, MORE_{name});",
-                [_buffer(xp), _buffer(gp)],
-                [name],
-            )
+        order = PLANES if self._pixels_pay(o, conv.wo, conv) else LAST
+        images = self._padded(x, order, c, conv.padding, conv.padding)
+        grads = self._padded(g, order, o, (0, 0), (0, 0))
+        if order == PLANES:
+            call = f"pixels_weights<{conv.text(1, 1)}>({n}, {images}, {grads}, {name}, MORE_{name});"
+            self.program.emit(call, [_buffer(images), _buffer(grads)], [name])
             return gw
-        xp, gp = self._padded(x, LAST, s.ph, s.pw, s.ph, s.pw, s.c), self._padded(g, LAST, 0, 0, 0, 0, s.o)
-        q = self.program.buffer(-(-s.og // self.lanes) * self.lanes * s.cg * s.taps, self.dtype)
-        for group in range(s.groups):
-            to = f"{name} + {group * s.og * s.cg * s.taps}"
-            self.program.emit(
-                f"convolve_weights<{s.text(s.c, s.o)}>({n}, {xp} + {group * s.cg}, {gp} + {group * s.og}, {q}, {s.cg * s.taps}, {s.taps}, "
-                f"{to}, MORE_{name});",
-                [_buffer(xp), _buffer(gp), *([name] if group else [])], [q, name],
-            )  # fmt: skip
+        cg, og = conv.cg, conv.og
+        sums = self.program.buffer(self._rounded(og) * cg * taps, self.dtype)
+        for group in range(conv.groups):
+            arrays = f"{images} + {group * cg}, {grads} + {group * og}, {sums}, {cg * taps}, {taps}"
+            part = f"{name} + {group * og * cg * taps}"
+            call = f"convolve_weights<{conv.text(c, o)}>({n}, {arrays}, {part}, MORE_{name});"
+            self.program.emit(call, [_buffer(images), _buffer(grads), *([name] if group else [])], [sums, name])
         return gw
 
-    def _frame(self, g: Value, order: Sequence[int], s: "_Convolution", channels: int) -> tuple[str, str]:
+    def _framed(self, g: Value, conv: "_Convolution", channels: int) -> tuple[str, str]:
         """Return the gradient of the output with the zeros that windows over it reach, and its frame as C++."""
-        before = [max(0, -(-((k - 1) * d - p) // st)) for k, d, p, st in s.axes]
-        after = [
-            max(0, (size - 1 + p) // st - (out - 1)) + 1
-            for (_k, _d, p, st), size, out in zip(s.axes, (s.h, s.w), (s.ho, s.wo), strict=True)
-        ]
-        text = self._padded(g, order, before[0], before[1], after[0], after[1], channels)
-        return text, f"{s.ho + before[0] + after[0]}, {s.wo + before[1] + after[1]}, {before[0]}, {before[1]}"
+        high, wide = conv.frames()
+        text = self._padded(g, LAST, channels, (high[0], wide[0]), (high[1], wide[1]))
+        return text, f"{conv.ho + sum(high)}, {conv.wo + sum(wide)}, {high[0]}, {wide[0]}"
 
-    def _inputs_back(self, g: Value, x: Value, w: Value, s: "_Convolution") -> Value:
-        n = x.shape[0]
-        if s.point:
-            rows = self._shaped(self._op_permute(self.program.contiguous(g, LAST), LAST), [n * (s.h * s.w), s.o])
-            y = self._product(rows, self._shaped(w, [s.o, s.c]))
-            return self._op_permute(self._shaped(y, [n, s.h, s.w, s.c]), [0, 3, 1, 2])
-        weights = self._weights(w)
-        if s.depthwise:
-            gx = self._images(n, [s.c, s.h, s.w], LAST)
-            cp = -(-s.c // self.lanes) * self.lanes
-            gp, frame = self._frame(g, LAST, s, cp)
-            p = self._pack("depthwise", f"pack_depthwise<{s.c}, {s.taps}>({{w}}, {{p}})", weights, s.taps * cp)
-            call = f"depthwise_back<{s.text(s.c, s.c)}, {s.h}, {s.w}, {s.ph}, {s.pw}, {frame}>({n}, {gp}, {p}, {_name(gx)});"
-            self.program.emit(call, [_buffer(gp), p], [_name(gx)])
-            return gx
-        room = ((s.kh - 1) * s.dh - s.ph, (s.kw - 1) * s.dw - s.pw)
-        if s.groups == 1 and min(room) >= 0 and self._pixels_pay(s.c, s.w, s.stride, s.kernel):
-            gx = self._images(n, [s.c, s.h, s.w], PLANES)
-            gp = self._padded(g, PLANES, room[0], room[1], room[0], room[1], s.o)
-            shape = f"Shape<{s.o}, 1, {s.c}, 1, {s.ho + 2 * room[0]}, {s.wo + 2 * room[1]}, {s.h}, {s.w}, {s.kh}, {s.kw}, 1, 1, {s.dh}, {s.dw}>"
-            place = f"{s.taps}, {s.c * s.taps}, -{s.kw}, -1"
+    def _inputs_back(self, g: Value, x: Value, w: Value, conv: "_Convolution") -> Value:
+        n, c, o, h, wide, taps = x.shape[0], conv.c, conv.o, conv.h, conv.w, conv.taps
+        if conv.point:
+            rows = self._product(self._pixels(g), self._shaped(w, [o, c]))
+            return self._from_pixels(rows, n, h, wide, c)
+        weights = self._plain(w)
+        top, left = conv.padding
+        if conv.depthwise:
+            gx = self._images(n, [c, h, wide], LAST)
+            grads, frame = self._framed(g, conv, self._rounded(c))
+            packed = self._depthwise_weights(w, conv)
+            numbers = f"{conv.text(c, c)}, {h}, {wide}, {top}, {left}, {frame}"
             self.program.emit(
-                f"pixels_convolve<{shape}>({n}, {gp}, {weights} + {s.taps - 1}, {place}, nullptr, {_name(gx)});",
-                [_buffer(gp), _buffer(weights)],
+                f"depthwise_back<{numbers}>({n}, {grads}, {packed}, {_name(gx)});",
+                [_buffer(grads), packed],
                 [_name(gx)],
             )
             return gx
-        gx = self._images(n, [s.c, s.h, s.w], LAST)
-        gp, frame = self._frame(g, LAST, s, s.o)
-        for group in range(s.groups):
-            part = f"{weights} + {group * s.og * s.cg * s.taps}" if group else weights
-            size = -(-s.cg // self.lanes) * self.lanes * s.og * s.taps
-            p = self._pack(
-                "inputs", f"pack_outputs<{s.cg}, {s.og}, {s.taps}>({{w}}, {s.taps}, {s.cg * s.taps}, {{p}})", part, size
-            )
-            self.program.emit(
-                f"convolve_back<{s.text(s.c, s.o)}, {s.h}, {s.w}, {s.ph}, {s.pw}, {frame}>({n}, {gp} + {group * s.og}, {p}, "
-                f"{_name(gx)} + {group * s.cg});",
-                [_buffer(gp), p, *([_name(gx)] if group else [])], [_name(gx)],
-            )  # fmt: skip
+        room = ((conv.kh - 1) * conv.dh - top, (conv.kw - 1) * conv.dw - left)
+        if min(room) >= 0 and self._pixels_pay(c, wide, conv):  # the convolution of the gradient with turned kernels
+            gx = self._images(n, [c, h, wide], PLANES)
+            grads = self._padded(g, PLANES, o, room, room)
+            frame = f"{conv.ho + 2 * room[0]}, {conv.wo + 2 * room[1]}"
+            shape = f"Shape<{o}, 1, {c}, 1, {frame}, {h}, {wide}, {conv.kh}, {conv.kw}, 1, 1, {conv.dh}, {conv.dw}>"
+            turned = f"{weights} + {taps - 1}, {taps}, {c * taps}, -{conv.kw}, -1"
+            call = f"pixels_convolve<{shape}>({n}, {grads}, {turned}, nullptr, {_name(gx)});"
+            self.program.emit(call, [_buffer(grads), _buffer(weights)], [_name(gx)])
+            return gx
+        gx = self._images(n, [c, h, wide], LAST)
+        grads, frame = self._framed(g, conv, o)
+        cg, og = conv.cg, conv.og
+        for group in range(conv.groups):
+            part = f"{weights} + {group * og * cg * taps}" if group else weights
+            pack = f"pack_outputs<{cg}, {og}, {taps}>({{w}}, {taps}, {cg * taps}, {{p}})"
+            packed = self._packed_weights(pack, part, self._rounded(cg) * og * taps)
+            numbers = f"{conv.text(c, o)}, {h}, {wide}, {top}, {left}, {frame}"
+            arrays = f"{grads} + {group * og}, {packed}, {_name(gx)} + {group * cg}"
+            call = f"convolve_back<{numbers}>({n}, {arrays});"
+            self.program.emit(call, [_buffer(grads), packed, *([_name(gx)] if group else [])], [_name(gx)])
         return gx
 
     # ------------------------------------------------------------------ pooling
 
     def _pooled(self, x: Value) -> tuple[str, tuple[int, ...]]:
-        """Return images that lie either way, and their order."""
+        """Return the C++ of images as they lie, or of a copy, and their order."""
+        if len(x.shape) != 4:
+            raise NotTraceableError("pooling of a single image")
         leaf = x.leaf
         order = LAST if (order_of(x)[-1] if leaf is None else _innermost(x)) == 1 else PLANES
         plain = self.program.contiguous(x, order)
-        assert plain.leaf is not None
-        return f"{plain.leaf.buffer} + {plain.leaf.offset}", order
+        return plain.memory.pointer, order
 
     def _windows(
         self, x: Value, y: Sequence[Size], kernel: Any, stride: Any, padding: Any, dilation: Any, order: Sequence[int]
     ) -> str:
+        """Return the C++ of the windows over images `x` that make images of the shape `y`."""
         c, h, w = _sizes(x.shape[1:])
         _c, ho, wo = _sizes(y[1:])
         pairs = (_pair(kernel), _pair(stride, kernel), _pair(padding), _pair(dilation))
@@ -278,32 +355,27 @@ class ImageLowering(Lowering):
     def _op_max_pool2d_with_indices(
         self, x: Value, kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, _ceil: bool = False
     ) -> list[Value]:
-        kind = self._kinds[0]
-        assert kind is not None
-        if len(x.shape) != 4:
-            raise NotTraceableError("pooling of a single image")
         source, order = self._pooled(x)
-        y = self._target(kind.shape, self.dtype, order)
-        at = self.program.buffer(product(kind.shape), "I")
-        windows = self._windows(x, kind.shape, kernel, stride, padding, dilation, order)
+        y = self._target(self._kind.shape, self.dtype, order)
+        places = self.program.buffer(product(self._kind.shape), "I")
+        windows = self._windows(x, self._kind.shape, kernel, stride, padding, dilation, order)
         self.program.emit(
-            f"largest<{windows}>({x.shape[0]}, {source}, {_name(y)}, {at});", [_buffer(source)], [_name(y), at]
+            f"largest<{windows}>({x.shape[0]}, {source}, {_name(y)}, {places});", [_buffer(source)], [_name(y), places]
         )
-        return [y, in_memory(at, kind.shape, dense(kind.shape, order), torch.int64)]
+        return [y, in_memory(places, self._kind.shape, dense(self._kind.shape, order), torch.int64)]
 
     def _op_max_pool2d_with_indices_backward(
-        self, g: Value, x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any, _ceil: bool, at: Value
+        self, g: Value, x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any, _ceil: bool, places: Value
     ) -> Value:
-        assert at.leaf is not None
-        order = LAST if _innermost(at) == 1 else PLANES
+        order = LAST if _innermost(places) == 1 else PLANES
         source = self.program.contiguous(g, order)
-        assert source.leaf is not None
         gx = self._target(x.shape, self.dtype, order)
         windows = self._windows(x, g.shape, kernel, stride, padding, dilation, order)
         self.program.emit(
-            f"largest_back<{windows}>({x.shape[0]}, {source.leaf.buffer} + {source.leaf.offset}, {at.leaf.buffer}, {_name(gx)});",
-            [source.leaf.buffer, at.leaf.buffer], [_name(gx)],
-        )  # fmt: skip
+            f"largest_back<{windows}>({x.shape[0]}, {source.memory.pointer}, {places.memory.buffer}, {_name(gx)});",
+            [source.memory.buffer, places.memory.buffer],
+            [_name(gx)],
+        )
         return gx
 
     def _op_avg_pool2d(
@@ -316,11 +388,9 @@ class ImageLowering(Lowering):
         whole: bool = True,
         divisor: int | None = None,
     ) -> Value:
-        kind = self._kinds[0]
-        assert kind is not None
         source, order = self._pooled(x)
-        y = self._target(kind.shape, self.dtype, order)
-        windows = self._windows(x, kind.shape, kernel, stride, padding, 1, order)
+        y = self._target(self._kind.shape, self.dtype, order)
+        windows = self._windows(x, self._kind.shape, kernel, stride, padding, 1, order)
         call = f"average<{windows}>({x.shape[0]}, {source}, {_name(y)}, {int(whole)}, {divisor or 0});"
         self.program.emit(call, [_buffer(source)], [_name(y)])
         return y
@@ -336,16 +406,15 @@ class ImageLowering(Lowering):
         return gx
 
     def _areas(self, x: Value, y: Sequence[Size], source: str, target: Value, order: Sequence[int], back: bool) -> None:
+        """Average areas of images `x` to the shape `y`, or with `back` the gradient from there."""
         windows = self._windows(x, y, 1, 1, 0, 1, order)
         call = f"areas<{windows}, {'true' if back else 'false'}>({x.shape[0]}, {source}, {_name(target)});"
         self.program.emit(call, [_buffer(source)], [_name(target)])
 
     def _op__adaptive_avg_pool2d(self, x: Value, _size: Any) -> Value:
-        kind = self._kinds[0]
-        assert kind is not None
         source, order = self._pooled(x)
-        y = self._target(kind.shape, self.dtype, order)
-        self._areas(x, kind.shape, source, y, order, False)
+        y = self._target(self._kind.shape, self.dtype, order)
+        self._areas(x, self._kind.shape, source, y, order, False)
         return y
 
     def _op__adaptive_avg_pool2d_backward(self, g: Value, x: Value) -> Value:
@@ -354,64 +423,89 @@ class ImageLowering(Lowering):
         self._areas(x, g.shape, source, gx, order, True)
         return gx
 
-    def _op_upsample_nearest2d(self, x: Value, _size: Any, *_scales: Any) -> Value:
-        kind = self._kinds[0]
-        assert kind is not None
+    def _op_upsample_nearest2d(self, x: Value, size: Sequence[Size], *scales: float | None) -> Value:
         n, c, h, w = x.shape
-        high, wide = kind.shape[2] // h, kind.shape[3] // w
+        down, right = _copies(x.shape, size, scales)
         parts = self._op_unsqueeze(self._op_unsqueeze(x, 4), 3)
-        from coterie.engine.native.loops import expanded
+        return self._shaped(expanded(parts, [n, c, h, down, w, right]), self._kind.shape)
 
-        return self._shaped(expanded(parts, [n, c, h, high, w, wide]), kind.shape)
-
-    def _op_upsample_nearest2d_backward(self, g: Value, _size: Any, shape: Sequence[Size], *_scales: Any) -> Value:
+    def _op_upsample_nearest2d_backward(
+        self, g: Value, size: Sequence[Size], shape: Sequence[Size], *scales: float | None
+    ) -> Value:
         n, c, h, w = shape
-        parts = self._shaped(g, [n, c, h, g.shape[2] // h, w, g.shape[3] // w])
+        down, right = _copies(shape, size, scales)
+        parts = self._shaped(g, [n, c, h, down, w, right])
         return self._op_squeeze(self.program.reduced([parts], [3, 5], "sum")[0], [3, 5])
 
 
+def _copies(shape: Sequence[Size], size: Sequence[Size], scales: Sequence[float | None]) -> list[int]:
+    """Return how often images of a shape are repeated along height and width to be of another size."""
+    small, large = _sizes(shape[2:]), _sizes(size)
+    counts = [many // few for few, many in zip(small, large, strict=True)]
+    wanted = [count if scale is None else scale for count, scale in zip(counts, scales or counts, strict=True)]
+    if [few * count for few, count in zip(small, counts, strict=True)] != large or wanted != counts:
+        raise NotTraceableError("images that are enlarged by a factor that is no whole number")
+    return counts
+
+
 class _Convolution:
-    """The numbers of a convolution over images."""
+    """The numbers of a convolution over images.
+
+    Attributes:
+        c, h, w: channels, height and width of the input.
+        o, ho, wo: those of the output.
+        cg, og: channels of the input and of the output in a group.
+        kh, kw: size of the kernel; `taps` is their product.
+        dh, dw: dilation.
+        stride, padding: along the height and the width.
+        depthwise: whether each channel has a kernel of its own.
+        point: whether the kernel is one pixel, so that the convolution is a product of matrices.
+    """
 
     def __init__(
-        self, x: Value, w: Value, stride: Any, padding: Any, dilation: Any, transposed: bool, groups: int
+        self, x: Value | Kind, w: Value | Kind, stride: Any, padding: Any, dilation: Any, transposed: bool, groups: int
     ) -> None:
         if transposed or len(x.shape) != 4:
             raise NotTraceableError("a transposed or three-dimensional convolution")
         self.c, self.h, self.w = _sizes(x.shape[1:])
         self.o, self.cg, self.kh, self.kw = _sizes(w.shape)
-        self.stride, self.kernel = _pair(stride), (self.kh, self.kw)
-        self.sh, self.sw = self.stride
-        self.ph, self.pw = _pair(padding)
-        self.dh, self.dw = _pair(dilation)
-        self.groups, self.taps = groups, self.kh * self.kw
-        self.og = self.o // groups
-        self.ho = (self.h + 2 * self.ph - self.dh * (self.kh - 1) - 1) // self.sh + 1
-        self.wo = (self.w + 2 * self.pw - self.dw * (self.kw - 1) - 1) // self.sw + 1
+        self.stride, self.padding, (self.dh, self.dw) = _pair(stride), _pair(padding), _pair(dilation)
+        self.groups, self.og, self.taps = groups, self.o // groups, self.kh * self.kw
+        self.ho = (self.h + 2 * self.padding[0] - self.dh * (self.kh - 1) - 1) // self.stride[0] + 1
+        self.wo = (self.w + 2 * self.padding[1] - self.dw * (self.kw - 1) - 1) // self.stride[1] + 1
         self.depthwise = groups > 1 and self.cg == 1 and self.og == 1
-        self.point = self.kernel == (1, 1) and self.stride == (1, 1) and (self.ph, self.pw) == (0, 0) and groups == 1
-        self.axes = ((self.kh, self.dh, self.ph, self.sh), (self.kw, self.dw, self.pw, self.sw))
+        self.point = self.taps == groups == 1 and (self.stride, self.padding) == ((1, 1), (0, 0))
+
+    def frames(self) -> list[tuple[int, int]]:
+        """Return how many zeros (before, after) the gradient of the output needs along height and width.
+
+        Each entry of the input then finds as many entries of the gradient as the kernel has.
+        """
+        axes = ((self.kh, self.dh, self.h, self.ho), (self.kw, self.dw, self.w, self.wo))
+        found = []
+        for (kernel, dilation, size, out), padding, stride in zip(axes, self.padding, self.stride, strict=True):
+            before = max(0, -(-((kernel - 1) * dilation - padding) // stride))
+            found.append((before, max(0, (size - 1 + padding) // stride - (out - 1)) + 1))
+        return found
 
     def text(self, pixel: int, out: int) -> str:
         """Return the C++ of its shape, for one group; `pixel` and `out` numbers lie in a pixel of memory."""
-        hp, wp = self.h + 2 * self.ph, self.w + 2 * self.pw
-        c = self.c if self.depthwise else self.cg
-        o = self.o if self.depthwise else self.og
-        numbers = (c, pixel, o, out, hp, wp, self.ho, self.wo, self.kh, self.kw, self.sh, self.sw, self.dh, self.dw)
+        frame = (self.h + 2 * self.padding[0], self.w + 2 * self.padding[1])
+        channels = (self.c, pixel, self.o, out) if self.depthwise else (self.cg, pixel, self.og, out)
+        numbers = (*channels, *frame, self.ho, self.wo, self.kh, self.kw, *self.stride, self.dh, self.dw)
         return f"Shape<{', '.join(map(str, numbers))}>"
 
 
 def _buffer(text: str) -> str:
+    """Return the buffer of the C++ of an address."""
     return text.split(" ", 1)[0]
 
 
 def _name(value: Value) -> str:
-    assert value.leaf is not None
-    return value.leaf.buffer
+    return value.memory.buffer
 
 
 def _innermost(x: Value) -> int:
-    leaf = x.leaf
-    assert leaf is not None
-    wide = [a for a in range(len(x.shape)) if x.shape[a] != 1]
-    return min(wide, key=lambda a: leaf.strides[a] if isinstance(leaf.strides[a], int) else 1 << 40, default=3)
+    """Return the axis of an array in memory whose neighbors lie side by side."""
+    wide = [axis for axis, size in enumerate(x.shape) if size != 1]
+    return min(wide, key=lambda axis: abs(at(x.memory.strides[axis], MANY)), default=3)

@@ -13,8 +13,9 @@ import torch
 
 from coterie.engine.native.trace import Dim, NotTraceableError, Size, at
 
-_MANY = 1009  # samples at which sizes are compared; a prime, so that no product of other sizes equals one of them
+MANY = 1009  # samples at which sizes are compared; a prime, so that no product of other sizes equals one of them
 _PART = 64  # numbers that are added in one precision before the next level of a sum
+_COLUMNS = 4096  # sums side by side, at most
 _ROOM = 64  # bytes at the end of each buffer, which loads of whole vectors may read
 
 
@@ -35,11 +36,19 @@ def c_type(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Leaf:
-    """Places in memory, or with an empty `buffer` the number `offset + sum of index * stride` itself."""
+    """Places in memory: entry (i, j, ...) is `buffer[offset + i * strides[0] + j * strides[1] + ...]`.
+
+    With an empty `buffer` an entry is the number in brackets itself.
+    """
 
     buffer: str
     offset: Size
     strides: tuple[Size, ...]
+
+    @property
+    def pointer(self) -> str:
+        """The C++ of the address of the first entry."""
+        return f"{self.buffer} + {self.offset}"
 
     def text(self, index: Sequence[str]) -> str:
         """Return the C++ of one entry."""
@@ -73,6 +82,20 @@ class Value:
     def leaf(self) -> Leaf | None:
         """The memory of a value that is no expression."""
         return self.leaves[0] if self.make is _first and self.leaves[0].buffer else None
+
+    @property
+    def memory(self) -> Leaf:
+        """The memory of a value of which it is known that it is no expression."""
+        leaf = self.leaf
+        assert leaf is not None
+        return leaf
+
+    def is_dense(self, order: Sequence[int]) -> bool:
+        """Return whether a value lies in memory without gaps, its axes in an order from outermost to innermost."""
+        if self.leaf is None:
+            return False
+        places = zip(self.leaf.strides, dense(self.shape, order), self.shape, strict=True)
+        return all(stride == wanted or size == 1 for stride, wanted, size in places)
 
     def moved(self, shape: Sequence[Size], move: Callable[[Leaf], Leaf]) -> "Value":
         """Return a view."""
@@ -153,6 +176,13 @@ def reshaped(value: Value, shape: Sequence[Size]) -> Value | None:
     return replace(value, shape=tuple(shape), leaves=tuple(leaves))
 
 
+def in_shape(value: Value, shape: Sequence[Size]) -> Value:
+    """Return a value without gaps in another shape."""
+    found = reshaped(value, shape)
+    assert found is not None
+    return found
+
+
 def _groups(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[list[int], list[int]]]:
     """Split the axes of two shapes into the smallest groups of equal size."""
     groups = []
@@ -162,11 +192,11 @@ def _groups(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[list[int], l
         sizes = [1, 1]
         while sizes[0] != sizes[1] or not (left or right):
             if i < len(old) and (sizes[0] < sizes[1] or not left):
-                sizes[0] *= at(old[i], _MANY)
+                sizes[0] *= at(old[i], MANY)
                 left.append(i)
                 i += 1
             if j < len(new) and (sizes[1] < sizes[0] or not right):
-                sizes[1] *= at(new[j], _MANY)
+                sizes[1] *= at(new[j], MANY)
                 right.append(j)
                 j += 1
             if sizes[0] != sizes[1] and (i == len(old) if sizes[0] < sizes[1] else j == len(new)):
@@ -186,7 +216,13 @@ class Statement:
 
 @dataclass
 class Buffer:
-    """Memory of a program. `place` is where it lies, when that is not the arena."""
+    """Memory of a program.
+
+    Args:
+        size: how many numbers it holds.
+        type: of a number, as C++: "T" (the model's), "I" (a place in an image), "int64_t" or "uint8_t".
+        place: the C++ that declares it, when it does not lie in the arena.
+    """
 
     size: Size
     type: str
@@ -195,10 +231,17 @@ class Buffer:
 
 @dataclass
 class Program:
-    """Statements in order, and the buffers they use."""
+    """Statements in order, and the buffers they use.
+
+    Args:
+        statements: in order.
+        buffers: by name.
+        number_bytes: of one of the model's numbers.
+    """
 
     statements: list[Statement] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
+    number_bytes: int = 4
 
     def buffer(self, size: Size, dtype: torch.dtype | str) -> str:
         """Make a new buffer and return its name."""
@@ -220,7 +263,7 @@ class Program:
             value: what.
             add: C++ condition under which it is added to what is there.
         """
-        nest = Nest(value.shape, (target, *value.leaves), _order(value.shape, target.strides))
+        nest = Nest(value.shape, (target, *value.leaves), by_strides(target.strides))
         entry = value.make([leaf.text(nest.names) for leaf in nest.leaves[1:]])
         place = nest.leaves[0].text(nest.names)
         line = f"{place} = {entry};" if not add else f"{place} = ({add} ? {place} : T(0)) + {entry};"
@@ -239,20 +282,16 @@ class Program:
         strides = dense(value.shape, order)
         name = self.buffer(product(value.shape), value.dtype)
         result = in_memory(name, value.shape, strides, value.dtype)
-        assert result.leaf is not None
-        self.assign(result.leaf, value)
+        self.assign(result.memory, value)
         return result
 
     def contiguous(self, value: Value, order: Sequence[int] | None = None) -> Value:
         """Return a value in memory without gaps, in an order of its axes."""
         order = list(order) if order is not None else list(range(len(value.shape)))
-        wanted = dense(value.shape, order)
-        leaf = value.leaf
-        if leaf is not None:
-            pairs = zip(leaf.strides, wanted, value.shape, strict=True)
-            if all(a == b or size == 1 for a, b, size in pairs):
-                return in_memory(leaf.buffer, value.shape, wanted, value.dtype, leaf.offset)
-        return self.stored(value, order)
+        if not value.is_dense(order):
+            return self.stored(value, order)
+        leaf = value.memory
+        return in_memory(leaf.buffer, value.shape, dense(value.shape, order), value.dtype, leaf.offset)
 
     # ------------------------------------------------------------------ reductions
 
@@ -262,22 +301,21 @@ class Program:
         Args:
             values: sums of several are computed in one pass.
             axes: to reduce.
-            kind: "sum", "max", "min", "any", "all", "argmax" or "argmin".
+            kind: "sum", "max", "min", "any", "all", "argmax", "argmin", or "peak": the largest of a softmax.
         """
+        joined = self._joined(values, axes)
+        if joined is not None:
+            parts, joined_axes, kept_now = joined
+            return [in_shape(result, kept_now) for result in self.reduced(parts, joined_axes, kind)]
         shape = values[0].shape
         axes = [axis for axis in axes if shape[axis] != 1]
         kept_shape = [1 if axis in axes else size for axis, size in enumerate(shape)]
-        if not axes and kind in ("sum", "max", "min", "any", "all"):
+        if not axes and not kind.startswith("arg"):
             return [self.stored(value) for value in values]
         order = [axis for axis in order_of(max(values, key=lambda v: len(v.leaves) > 0)) if shape[axis] != 1]
         kept, gone = [a for a in order if a not in axes], [a for a in order if a in axes]
         inner = gone and kept and order[-1] in axes
-        if (
-            kind == "sum"
-            and inner
-            and order.index(gone[0]) < order.index(kept[-1])
-            and at(shape[order[-1]], _MANY) < 64
-        ):
+        if kind == "sum" and inner and order.index(gone[0]) < order.index(kept[-1]) and at(shape[order[-1]], MANY) < 64:
             first = [axis for axis in gone if order.index(axis) < order.index(kept[-1])]
             half = self.reduced(values, first, kind)
             return self.reduced(half, [a for a in gone if a not in first], kind)
@@ -290,13 +328,8 @@ class Program:
         leaves = [leaf for value in values for leaf in value.leaves]
         targets = [expanded(result, shape).leaves[0] for result in results]
         reads = [leaf.buffer for leaf in leaves]
-        if (
-            kind == "sum"
-            and kept
-            and order[-1] in kept
-            and isinstance(shape[kept[-1]], int)
-            and shape[kept[-1]] <= 4096
-        ):
+        columns = shape[kept[-1]] if kept and order[-1] in kept else None
+        if kind == "sum" and isinstance(columns, int) and columns <= _COLUMNS:
             text = self._sums_of_columns(shape, kept, gone, values, targets)
         elif kind == "sum":
             text = self._sums_of_rows(shape, kept, gone, values, targets)
@@ -304,6 +337,25 @@ class Program:
             text = self._extremes(shape, kept, gone, values[0], targets[0], kind)
         self.emit(text, reads, names)
         return results
+
+    @staticmethod
+    def _joined(values: Sequence[Value], axes: Sequence[int]) -> tuple[list[Value], list[int], list[Size]] | None:
+        """Join two neighboring axes that both stay or both go, where they lie side by side in all values.
+
+        Returns:
+            The values, the axes to reduce and the shape of the results, or None where nothing is left to join.
+        """
+        shape = values[0].shape
+        gone = set(axes)
+        kept_shape: list[Size] = [1 if axis in gone else size for axis, size in enumerate(shape)]
+        for axis in range(len(shape) - 1):
+            if (axis in gone) != (axis + 1 in gone) or (shape[axis] == 1 and shape[axis + 1] == 1):
+                continue
+            parts = [reshaped(v, [*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :]]) for v in values]
+            if all(part is not None for part in parts):
+                after = [a if a <= axis else a - 1 for a in axes if a != axis + 1 or axis not in gone]
+                return [part for part in parts if part is not None], sorted(set(after)), kept_shape
+        return None
 
     @staticmethod
     def _entries(values: Sequence[Value], leaves: Sequence[Leaf], names: Sequence[str]) -> list[str]:
@@ -357,11 +409,14 @@ class Program:
             sign = ">" if kind == "argmax" else "<"
             if len(gone) != 1:
                 raise NotTraceableError(f"{kind} over several axes")
-            number = nest.names[gone[0]]
-            body = f"{kept_type} v = {entry}; if ({number} == 0 || v {sign} best || (v != v && best == best)) best = v, which = {number};"
-            return nest.outer(
-                f"{{ {kept_type} best = 0; int64_t which = 0; {nest.inner('{ ' + body + ' }')} {place} = which; }}"
-            )
+            step = nest.names[gone[0]]
+            better = f"{step} == 0 || v {sign} best || (v != v && best == best)"
+            body = nest.inner(f"{{ {kept_type} v = {entry}; if ({better}) best = v, which = {step}; }}")
+            return nest.outer(f"{{ {kept_type} best = 0; int64_t which = 0; {body} {place} = which; }}")
+        if kind == "peak":  # of a softmax: a NaN may be passed over, since the sum of powers has it
+            body = f"{{ const T v = {entry}; best = v > best ? v : best; }}"
+            loops = nest.inner(body, '_Pragma("omp simd reduction(max:best)") ')
+            return nest.outer(f"{{ T best = -INFINITY; {loops} {place} = best; }}")
         start, take = {
             "max": ("-INFINITY", "best = (v > best || v != v) ? v : best;"),
             "min": ("INFINITY", "best = (v < best || v != v) ? v : best;"),
@@ -375,7 +430,7 @@ class Program:
 
     # ------------------------------------------------------------------ memory
 
-    def arena(self, samples: int, outputs: Sequence[str] = ()) -> tuple[dict[str, int], int]:
+    def arena(self, samples: int) -> tuple[dict[str, int], int]:
         """Return the place of each buffer in bytes, and the size of the arena, for batches of up to some samples."""
         first: dict[str, int] = {}
         last: dict[str, int] = {}
@@ -383,8 +438,6 @@ class Program:
             for name in statement.reads | statement.writes:
                 first.setdefault(name, number)
                 last[name] = number
-        for name in outputs:
-            last[name] = len(self.statements)
         places: dict[str, int] = {}
         free: list[tuple[int, int]] = []
         sizes: dict[str, int] = {}
@@ -410,8 +463,6 @@ class Program:
             free = _merged(free)
         return places, top
 
-    number_bytes: int = 4
-
     def bytes_of(self, buffer: Buffer, samples: int) -> int:
         """Return the bytes of a buffer."""
         width = {"T": self.number_bytes, "I": self.number_bytes, "int64_t": 8, "uint8_t": 1}[buffer.type]
@@ -428,9 +479,9 @@ def _merged(pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _order(shape: Sequence[Size], strides: Sequence[Size]) -> list[int]:
+def by_strides(strides: Sequence[Size]) -> list[int]:
     """Return axes from the largest stride to the smallest."""
-    return sorted(range(len(shape)), key=lambda axis: (-abs(at(strides[axis], _MANY)), axis))
+    return sorted(range(len(strides)), key=lambda axis: (-abs(at(strides[axis], MANY)), axis))
 
 
 def order_of(value: Value) -> list[int]:
@@ -438,7 +489,7 @@ def order_of(value: Value) -> list[int]:
     axes = range(len(value.shape))
     for leaf in value.leaves:
         if leaf.buffer and all(leaf.strides[a] != 0 for a in axes if value.shape[a] != 1):
-            wide = [a for a in _order(value.shape, leaf.strides) if value.shape[a] != 1]
+            wide = [a for a in by_strides(leaf.strides) if value.shape[a] != 1]
             return [*(a for a in axes if value.shape[a] == 1), *wide]
     return list(axes)
 
@@ -460,9 +511,15 @@ class Nest:
     """
 
     def __init__(
-        self, shape: Sequence[Size], leaves: Sequence[Leaf], order: Sequence[int], *, split: int | None = None,
-        last: bool = False, merge: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        shape: Sequence[Size],
+        leaves: Sequence[Leaf],
+        order: Sequence[int],
+        *,
+        split: int | None = None,
+        last: bool = False,
+        merge: bool = True,
+    ) -> None:
         sizes = list(shape)
         names = [f"i{axis}" if size != 1 else "0" for axis, size in enumerate(shape)]
         marks = {axis: (number >= split if split is not None else False) for number, axis in enumerate(order)}
@@ -498,9 +555,9 @@ class Nest:
         """Return the outer loops around a body."""
         return "".join(map(self._for, self._outer)) + line
 
-    def inner(self, line: str) -> str:
-        """Return the loops of a reduction around a body."""
-        return "".join(map(self._for, self._inner)) + line
+    def inner(self, line: str, pragma: str = "") -> str:
+        """Return the loops of a reduction around a body; the pragma is of the innermost one."""
+        return "".join(map(self._for, self._inner[:-1])) + pragma + "".join(map(self._for, self._inner[-1:])) + line
 
     def summed(self, loop: str, lines: Sequence[str], number: int, width: str = "") -> str:
         """Return the loops of sums, in parts that are added to `total0`, `total1`, ... in double precision.

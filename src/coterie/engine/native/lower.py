@@ -4,6 +4,7 @@ A method `_name` of `Lowering` makes the operation `name`. Elementwise operation
 convolutions, pooling and sums make calls of `blocks.h` or loops.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 
 from coterie.engine.native.loops import (
+    MANY,
     Leaf,
     Program,
     Value,
+    by_strides,
     combined,
     dense,
     expanded,
@@ -22,10 +25,11 @@ from coterie.engine.native.loops import (
     order_of,
     product,
     reshaped,
-)  # fmt: skip
-from coterie.engine.native.trace import Dim, Node, NotTraceableError, Ratio, Ref, Size, Trace, at
+)
+from coterie.engine.native.trace import Dim, Kind, Node, NotTraceableError, Ratio, Ref, Size, Trace, at, refs
 
 _LARGE = 40  # operations of an expression above which it is computed into memory
+_LONG = 48  # sums of a product from which dot products pay
 _ROWS = 48  # rows of a product from which packing its other matrix pays
 
 Number = int | float | bool | Dim | Ratio
@@ -42,12 +46,12 @@ _UNARY: dict[str, tuple[str, int]] = {  # text, cost
     "rsqrt": ("(1 / std::sqrt({0}))", 8), "reciprocal": ("(1 / {0})", 4), "sigmoid": ("sigmoid({0})", 10),
     "tanh": ("hyperbolic({0})", 10), "erf": ("error_function({0})", 12), "sin": ("std::sin({0})", 8),
     "cos": ("std::cos({0})", 8), "floor": ("std::floor({0})", 1), "ceil": ("std::ceil({0})", 1),
-    "round": ("std::nearbyint({0})", 1), "trunc": ("std::trunc({0})", 1), "sign": ("(T({0} > 0) - T({0} < 0))", 2),
-    "square": ("({0} * {0})", 1), "atan": ("std::atan({0})", 8), "sinh": ("std::sinh({0})", 8), "cosh": ("std::cosh({0})", 8),
-    "silu": ("({0} * sigmoid({0}))", 11), "hardsigmoid": ("chosen({0} < -3, 0, chosen({0} > 3, 1, {0} / 6 + T(0.5)))", 3),
+    "round": ("std::nearbyint({0})", 1), "trunc": ("std::trunc({0})", 1),
+    "sign": ("(T({0} > 0) - T({0} < 0))", 2), "atan": ("std::atan({0})", 8),
+    "sinh": ("std::sinh({0})", 8), "cosh": ("std::cosh({0})", 8), "silu": ("({0} * sigmoid({0}))", 11),
+    "hardsigmoid": ("chosen({0} < -3, 0, chosen({0} > 3, 1, {0} / 6 + T(0.5)))", 3),
     "hardswish": ("({0} * chosen({0} < -3, 0, chosen({0} > 3, 1, {0} / 6 + T(0.5))))", 4),
-    "mish": ("({0} * hyperbolic(softened({0}, 1, 20)))", 24),
-    "log_sigmoid_forward": ("(-softened(-{0}, 1, 20))", 12),
+    "mish": ("({0} * hyperbolic(softened({0}, 1, 20)))", 24), "log_sigmoid_forward": ("(-softened(-{0}, 1, 20))", 12),
 }  # fmt: skip
 _BACKWARD: dict[str, tuple[str, int]] = {  # of (gradient, saved value); PyTorch too rounds 1 / 6 to 32 bits
     "tanh_backward": ("({0} * (1 - {1} * {1}))", 3), "sigmoid_backward": ("({0} * {1} * (1 - {1}))", 3),
@@ -75,7 +79,7 @@ class Lowering:
         self._made: dict[Any, Any] = {}  # padded and packed copies, by what they are copies of
         self.more: dict[str, str] = {}  # buffers that a kernel can add to, with the text of that argument
         for node in trace.nodes:
-            for ref in _refs((node.args, list(node.kwargs.values()))):
+            for ref in refs((node.args, *node.kwargs.values())):
                 self.uses[ref] = self.uses.get(ref, 0) + 1
         for ref in trace.outputs:
             if ref is not None:
@@ -101,44 +105,58 @@ class Lowering:
         return hasattr(cls, f"_op_{name}") or any(name in table for table in tables)
 
     def _node(self, node: Node) -> None:
-        self._kinds = [None if ref is None else self.trace.kinds[ref.number] for ref in node.outs]
-        args = [self._operand(a) for a in node.args]
-        kwargs = {key: self._operand(value) for key, value in node.kwargs.items()}
-        name = node.name
-        handler: Callable[..., Any] | None = getattr(self, f"_op_{name}", None)
-        if handler is not None:
-            result = handler(*args, **kwargs)
-        elif name in _UNARY:
-            text, cost = _UNARY[name]
-            result = self._map(text.format, args[0], cost=cost)
-        elif name in _BACKWARD:
-            text, cost = _BACKWARD[name]
-            result = self._map(text.format, args[0], args[1], cost=cost)
-        elif name in _BINARY:
-            result = self._arithmetic(_BINARY[name], *args, **kwargs)
-        elif name in _COMPARE:
-            result = self._compare(_COMPARE[name], args[0], args[1])
-        elif name in _LOGIC:
-            operator = _LOGIC[name]
-            result = self._map(lambda a, b: f"(({a} != 0) {operator} ({b} != 0))", args[0], args[1])
-        elif name in _BITS:
-            operator = _BITS[name]
-            result = self._map(lambda a, b: f"({a} {operator} {b})", args[0], args[1])
-        elif all(ref is None or ref.number in self.trace.constants for ref in node.outs):
+        self._kinds = [self.trace.kinds[ref.number] for ref in node.outs if ref is not None]
+        try:
+            result = self._result(node)
+        except NotTraceableError:
+            if not all(ref is None or ref.number in self.trace.constants for ref in node.outs):
+                raise
             result = [None if ref is None else self._constant(self.trace.constants[ref.number]) for ref in node.outs]
-        else:
-            raise NotTraceableError(f"the operation {name} is not known")
         results = result if isinstance(result, list) else [result]
         results = [*results, *[None] * (len(node.outs) - len(results))]
-        for ref, value, kind in zip(node.outs, results, self._kinds, strict=True):
-            if ref is None or kind is None:
+        for ref, value in zip(node.outs, results, strict=True):
+            if ref is None:
                 continue
             if value is None:  # what nobody reads
                 self.values[ref] = None
                 continue
-            if [at(a, 1009) for a in value.shape] != [at(b, 1009) for b in kind.shape]:
-                raise NotTraceableError(f"the operation {name} made {value.shape} for {kind.shape}")
+            shape = self.trace.kinds[ref.number].shape
+            if [at(size, MANY) for size in value.shape] != [at(size, MANY) for size in shape]:
+                raise NotTraceableError(f"the operation {node.name} made {value.shape} for {shape}")
             self.values[ref] = self._kept(ref, value)
+
+    @property
+    def _kind(self) -> Kind:
+        """Shape and type of the first tensor that the node makes."""
+        return self._kinds[0]
+
+    def _result(self, node: Node) -> Any:
+        """Return what a node makes: a value, or a list of them with None for what is never read."""
+        name = node.name
+        args = [self.operand(value) for value in node.args]
+        kwargs = {key: self.operand(value) for key, value in node.kwargs.items()}
+        handler: Callable[..., Any] | None = getattr(self, f"_op_{name}", None)
+        if handler is not None:
+            try:
+                inspect.signature(handler).bind(*args, **kwargs)
+            except TypeError:
+                raise NotTraceableError(f"the operation {name} has an option that is not known") from None
+            return handler(*args, **kwargs)
+        if name in _UNARY:
+            text, cost = _UNARY[name]
+            return self._map(text.format, args[0], cost=cost)
+        if name in _BACKWARD:
+            text, cost = _BACKWARD[name]
+            return self._map(text.format, args[0], args[1], cost=cost)
+        if name in _BINARY:
+            return self._arithmetic(_BINARY[name], *args, **kwargs)
+        if name in _COMPARE:
+            return self._map(f"({{0}} {_COMPARE[name]} {{1}})".format, args[0], args[1])
+        if name in _LOGIC:
+            return self._map(f"(({{0}} != 0) {_LOGIC[name]} ({{1}} != 0))".format, args[0], args[1])
+        if name in _BITS:
+            return self._map(f"({{0}} {_BITS[name]} {{1}})".format, args[0], args[1])
+        raise NotTraceableError(f"the operation {name} is not known")
 
     def _kept(self, ref: Ref, value: Value) -> Value:
         """Return a value, in memory where several need it or it is a long expression."""
@@ -147,7 +165,8 @@ class Lowering:
             return self.program.stored(value)
         return value
 
-    def _operand(self, value: Any) -> Any:
+    def operand(self, value: Any) -> Any:
+        """Return an argument of a node, or a result of the function, with `Ref`s replaced by their values."""
         if isinstance(value, Ref):
             if value not in self.values:
                 if value.number not in self.trace.constants:
@@ -155,7 +174,7 @@ class Lowering:
                 self.values[value] = self._constant(self.trace.constants[value.number])
             return self.values[value]
         if isinstance(value, list | tuple):
-            return [self._operand(part) for part in value]
+            return [self.operand(part) for part in value]
         return value
 
     def _constant(self, tensor: torch.Tensor) -> Value:
@@ -186,9 +205,7 @@ class Lowering:
         self, make: Callable[..., str], *operands: Operand, cost: int = 1, dtype: torch.dtype | None = None
     ) -> Value:
         """Return an elementwise function, in the type of the node's result."""
-        kind = self._kinds[0]
-        assert kind is not None
-        dtype = dtype or kind.dtype
+        dtype = dtype or self._kind.dtype
         if dtype.is_floating_point and dtype != self.dtype:
             raise NotTraceableError(f"numbers of type {str(dtype).removeprefix('torch.')}")
         values = [o for o in operands if isinstance(o, Value)]
@@ -228,9 +245,6 @@ class Lowering:
             return self._map(lambda p, q, s: f"({p} {operator} {s} * {q})", a, b, alpha, cost=2)
         return self._map(lambda p, q: f"({p} {operator} {q})", a, b, cost=4 if operator == "/" else 1)
 
-    def _compare(self, operator: str, a: Operand, b: Operand) -> Value:
-        return self._map(lambda p, q: f"({p} {operator} {q})", a, b)
-
     def _op_rsub(self, a: Operand, b: Operand, alpha: Number = 1) -> Value:
         return self._map(lambda p, q, s: f"({q} - {s} * {p})", a, b, alpha)
 
@@ -242,9 +256,7 @@ class Lowering:
         return self._map(lambda p, q: f"std::pow({p}, {q})", a, b, cost=20)
 
     def _op_where(self, condition: Value, a: Operand, b: Operand) -> Value:
-        kind = self._kinds[0]
-        assert kind is not None
-        if kind.dtype.is_floating_point:
+        if self._kind.dtype.is_floating_point:
             text = lambda c, p, q: f"chosen(({c}) != 0, {p}, {q})"  # noqa: E731
         else:
             text = lambda c, p, q: f"(({c}) != 0 ? int64_t({p}) : int64_t({q}))"  # noqa: E731
@@ -311,11 +323,11 @@ class Lowering:
         return self._map(text.format, g, x, alpha, scale, input_scale, cost=10)
 
     def _op_softplus(self, x: Value, beta: Number = 1, threshold: Number = 20) -> Value:
-        return self._map("softened({0}, {1}, {2})".format, x, float_(beta), float_(threshold), cost=12)
+        return self._map("softened({0}, {1}, {2})".format, x, _real(beta), _real(threshold), cost=12)
 
     def _op_softplus_backward(self, g: Value, x: Value, beta: Number, threshold: Number) -> Value:
         text = "chosen({1} * {2} > {3}, {0}, {0} * sigmoid({1} * {2}))"
-        return self._map(text.format, g, x, float_(beta), float_(threshold), cost=12)
+        return self._map(text.format, g, x, _real(beta), _real(threshold), cost=12)
 
     def _op_log_sigmoid_backward(self, g: Value, x: Value, _buffer: Any) -> Value:
         return self._map("({0} * sigmoid(-{1}))".format, g, x, cost=10)
@@ -347,19 +359,8 @@ class Lowering:
 
     _op_bitwise_right_shift, _op_bitwise_left_shift = _op___rshift__, _op___lshift__
 
-    def _op___and__(self, a: Operand, b: Operand) -> Value:
-        return self._map(lambda p, q: f"({p} & {q})", a, b)
-
-    def _op___xor__(self, a: Operand, b: Operand) -> Value:
-        return self._map(lambda p, q: f"({p} ^ {q})", a, b)
-
-    def _op___or__(self, a: Operand, b: Operand) -> Value:
-        return self._map(lambda p, q: f"({p} | {q})", a, b)
-
     def _op_remainder(self, a: Operand, b: Operand) -> Value:
-        kind = self._kinds[0]
-        assert kind is not None
-        if kind.dtype.is_floating_point:
+        if self._kind.dtype.is_floating_point:
             return self._map(lambda p, q: f"({p} - std::floor({p} / {q}) * {q})", a, b, cost=6)
         return self._map(lambda p, q: f"((({p} % {q}) + {q}) % {q})", a, b, cost=6)
 
@@ -373,23 +374,25 @@ class Lowering:
 
     def _op_smooth_l1_loss(self, a: Value, b: Value, reduction: int = 1, beta: Number = 1.0) -> Value:
         _each(reduction)
-        text = "chosen(std::fabs({0} - {1}) < {2}, T(0.5) * ({0} - {1}) * ({0} - {1}) / {2}, std::fabs({0} - {1}) - T(0.5) * {2})"
-        return self._map(text.format, a, b, float_(beta), cost=8)
+        square, line = "T(0.5) * ({0} - {1}) * ({0} - {1}) / {2}", "std::fabs({0} - {1}) - T(0.5) * {2}"
+        text = f"chosen(std::fabs({{0}} - {{1}}) < {{2}}, {square}, {line})"
+        return self._map(text.format, a, b, _real(beta), cost=8)
 
     def _op_smooth_l1_loss_backward(self, g: Value, a: Value, b: Value, reduction: int, beta: Number) -> Value:
         _each(reduction)
         text = "({0} * chosen({1} - {2} <= -{3}, -1, chosen({1} - {2} >= {3}, 1, ({1} - {2}) / {3})))"
-        return self._map(text.format, g, a, b, float_(beta), cost=8)
+        return self._map(text.format, g, a, b, _real(beta), cost=8)
 
     def _op_huber_loss(self, a: Value, b: Value, reduction: int = 1, delta: Number = 1.0) -> Value:
         _each(reduction)
-        text = "chosen(std::fabs({0} - {1}) < {2}, T(0.5) * ({0} - {1}) * ({0} - {1}), {2} * (std::fabs({0} - {1}) - T(0.5) * {2}))"
-        return self._map(text.format, a, b, float_(delta), cost=8)
+        square, line = "T(0.5) * ({0} - {1}) * ({0} - {1})", "{2} * (std::fabs({0} - {1}) - T(0.5) * {2})"
+        text = f"chosen(std::fabs({{0}} - {{1}}) < {{2}}, {square}, {line})"
+        return self._map(text.format, a, b, _real(delta), cost=8)
 
     def _op_huber_loss_backward(self, g: Value, a: Value, b: Value, reduction: int, delta: Number) -> Value:
         _each(reduction)
         text = "({0} * chosen({1} - {2} < -{3}, -{3}, chosen({1} - {2} > {3}, {3}, {1} - {2})))"
-        return self._map(text.format, g, a, b, float_(delta), cost=8)
+        return self._map(text.format, g, a, b, _real(delta), cost=8)
 
     def _op_binary_cross_entropy_with_logits(
         self, x: Value, y: Value, weight: Value | None = None, pos_weight: Value | None = None, reduction: int = 1
@@ -410,22 +413,20 @@ class Lowering:
     # ------------------------------------------------------------------ types, fills and copies
 
     def _op__to_copy(self, x: Value, **_options: Any) -> Value:
-        kind = self._kinds[0]
-        assert kind is not None
-        if kind.dtype == x.dtype:
+        if self._kind.dtype == x.dtype:
             return x
-        if kind.dtype.is_floating_point:
+        if self._kind.dtype.is_floating_point:
             return self._map(lambda a: a, x)
-        if kind.dtype == torch.bool:
+        if self._kind.dtype == torch.bool:
             return self._map(lambda a: f"({a} != 0)", x, dtype=torch.bool)
         source = x.dtype
         make = (lambda a: f"int64_t({a})") if source.is_floating_point or source == torch.bool else (lambda a: a)
-        return combined(make, [x], kind.dtype, 1, x.shape)
+        return combined(make, [x], self._kind.dtype, 1, x.shape)
 
     def _op_clone(self, x: Value, **_options: Any) -> Value:
         return x
 
-    _op_detach = _op_alias = _op_lift_fresh = _op_contiguous = _op_lift_fresh_copy = _op_clone
+    _op_detach = _op_alias = _op_lift_fresh = _op_lift_fresh_copy = _op_clone
 
     def _op_copy(self, x: Value, source: Value, *_rest: Any) -> Value:
         return expanded(self._op__to_copy(source), x.shape)
@@ -437,9 +438,7 @@ class Lowering:
         return expanded(value, x.shape) if isinstance(value, Value) else self._filled(x.shape, value, x.dtype)
 
     def _like(self, value: Any) -> Value:
-        kind = self._kinds[0]
-        assert kind is not None
-        return self._filled(kind.shape, value, kind.dtype)
+        return self._filled(self._kind.shape, value, self._kind.dtype)
 
     def _op_zeros(self, *_args: Any, **_options: Any) -> Value:
         return self._like(0)
@@ -456,23 +455,30 @@ class Lowering:
     def _op_full(self, _shape: Any, value: Any, **_options: Any) -> Value:
         return self._like(value)
 
-    _op_full_like = _op_new_full = _op_full
+    _op_full_like = _op_full
+
+    def _op_new_full(self, _x: Value, _shape: Any, value: Any, **_options: Any) -> Value:
+        return self._like(value)
 
     def _op_scalar_tensor(self, value: Any, **_options: Any) -> Value:
         return self._like(value)
 
     def _op_arange(self, *args: Any, **_options: Any) -> Value:
-        kind = self._kinds[0]
-        assert kind is not None
         start, step = (args[0], args[2] if len(args) > 2 else 1) if len(args) > 1 else (0, 1)
-        if kind.dtype.is_floating_point or not isinstance(step, int) or not isinstance(start, int):
-            raise NotTraceableError("arange of numbers that are no integers")
-        size = kind.shape[0]
+        size = self._kind.shape[0]
+        integers = not self._kind.dtype.is_floating_point and isinstance(start, int) and isinstance(step, int)
+        if not integers or (isinstance(size, Dim) and size.start):
+            raise NotTraceableError("arange of numbers that are no integers, or not as many as samples")
         leaf = Leaf("", start, (step,))
         if not isinstance(size, Dim):
-            return Value(kind.shape, (leaf,), lambda parts: f"int64_t{parts[0]}", kind.dtype)
+            return Value(self._kind.shape, (leaf,), lambda parts: f"int64_t{parts[0]}", self._kind.dtype)
         # the entries of later samples go on where those of earlier ones end
-        return Value(kind.shape, (leaf,), lambda parts: f"(int64_t{parts[0]} + from * {size.slope * step})", kind.dtype)
+        return Value(
+            self._kind.shape,
+            (leaf,),
+            lambda parts: f"(int64_t{parts[0]} + from * {size.slope * step})",
+            self._kind.dtype,
+        )
 
     # ------------------------------------------------------------------ views
 
@@ -507,9 +513,7 @@ class Lowering:
         )
 
     def _op_expand(self, x: Value, _shape: Any, **_options: Any) -> Value:
-        kind = self._kinds[0]
-        assert kind is not None
-        return expanded(x, kind.shape)
+        return expanded(x, self._kind.shape)
 
     def _op_select(self, x: Value, axis: int, place: Size) -> Value:
         axis %= len(x.shape)
@@ -526,14 +530,11 @@ class Lowering:
 
     def _op_slice(self, x: Value, axis: int = 0, start: Any = None, _end: Any = None, step: int = 1) -> Value:
         axis %= len(x.shape)
-        kind = self._kinds[0]
-        assert kind is not None
-        return self._sliced(x, axis, start or 0, kind.shape[axis], step)
+        return self._sliced(x, axis, _first_place(start, x.shape[axis]), self._kind.shape[axis], step)
 
     @staticmethod
     def _sliced(x: Value, axis: int, start: Size, length: Size, step: int = 1) -> Value:
-        if isinstance(start, int) and start < 0:
-            start = x.shape[axis] + start
+        """Return every `step`-th of the places along an axis, `length` of them."""
         shape = [length if a == axis else size for a, size in enumerate(x.shape)]
 
         def move(leaf: Leaf) -> Leaf:
@@ -546,19 +547,22 @@ class Lowering:
         for axis in axes:
             axis %= len(x.shape)
 
-            def move(leaf: Leaf, axis: int = axis) -> Leaf:
+            def move(leaf: Leaf, axis: int = axis, end: Size = x.shape[axis] - 1) -> Leaf:
                 strides = tuple(-s if a == axis else s for a, s in enumerate(leaf.strides))
-                return replace(leaf, offset=leaf.offset + (x.shape[axis] - 1) * leaf.strides[axis], strides=strides)
+                return replace(leaf, offset=leaf.offset + end * leaf.strides[axis], strides=strides)
 
             x = x.moved(x.shape, move)
         return x
 
-    def _op_view(self, x: Value, *_shape: Any) -> Value:
-        kind = self._kinds[0]
-        assert kind is not None
-        return self._shaped(x, kind.shape)
+    def _op_view(self, x: Value, shape: Any) -> Value:
+        if isinstance(shape, torch.dtype):
+            raise NotTraceableError("the bits of numbers as another type")
+        return self._shaped(x, self._kind.shape)
 
-    _op__unsafe_view = _op_reshape = _op__reshape_alias = _op_view
+    _op__unsafe_view = _op_view
+
+    def _op__reshape_alias(self, x: Value, shape: Sequence[Size], _strides: Sequence[Size]) -> Value:
+        return self._op_view(x, shape)
 
     def _shaped(self, x: Value, shape: Sequence[Size]) -> Value:
         found = reshaped(x, shape)
@@ -573,17 +577,17 @@ class Lowering:
 
     def _parts(self, x: Value, axis: int) -> list[Value]:
         axis %= len(x.shape)
-        parts, start = [], 0
+        parts: list[Value] = []
+        start: Size = 0
         for kind in self._kinds:
-            size: Size = 1 if kind is None else kind.shape[axis]
-            parts.append(self._sliced(x, axis, start, size))
-            start = start + size
+            parts.append(self._sliced(x, axis, start, kind.shape[axis]))
+            start = start + kind.shape[axis]
         return parts
 
     def _op_split(self, x: Value, _size: Any, axis: int = 0) -> list[Value]:
         return self._parts(x, axis)
 
-    _op_unsafe_split = _op_split_with_sizes = _op_unsafe_split_with_sizes = _op_chunk = _op_unsafe_chunk = _op_split
+    _op_unsafe_split = _op_split_with_sizes = _op_unsafe_split_with_sizes = _op_split
 
     def _op_unbind(self, x: Value, axis: int = 0) -> list[Value]:
         return [self._op_select(x, axis, place) for place in range(len(self._kinds))]
@@ -592,13 +596,12 @@ class Lowering:
         self, x: Value, shape: Sequence[Size], strides: Sequence[Size], offset: Size, base: Sequence[Size]
     ) -> Value:
         flat, _axes = self._storage(x, base)
-        leaf = flat.leaf
-        assert leaf is not None
+        leaf = flat.memory
         return in_memory(leaf.buffer, shape, strides, x.dtype, leaf.offset + offset)
 
     def _storage(self, x: Value, strides: Sequence[Size]) -> tuple[Value, list[int]]:
         """Return a value as it lies in PyTorch's memory."""
-        axes = sorted((a for a, s in enumerate(x.shape)), key=lambda a: (-at(strides[a], 1009), a))
+        axes = sorted((a for a, s in enumerate(x.shape)), key=lambda a: (-at(strides[a], MANY), a))
         wanted = dense(x.shape, axes)
         if any(a != b and size != 1 for a, b, size in zip(wanted, strides, x.shape, strict=True)):
             raise NotTraceableError("it writes into a part of a tensor that has gaps")
@@ -609,19 +612,16 @@ class Lowering:
     ) -> Value:
         _flat, axes = self._storage(x, base)
         copy = self.program.stored(x, axes)
-        assert copy.leaf is not None
-        target = Leaf(copy.leaf.buffer, copy.leaf.offset + offset, tuple(strides))
+        target = Leaf(copy.memory.buffer, copy.memory.offset + offset, tuple(strides))
         self.program.assign(target, value)
         return copy
 
     # ------------------------------------------------------------------ joining, padding, picking
 
     def _op_cat(self, values: Sequence[Value], axis: int = 0) -> Value:
-        kind = self._kinds[0]
-        assert kind is not None
         values = [v for v in values if v.shape != (0,)]
-        axis %= len(kind.shape)
-        target = self._target(kind.shape, kind.dtype)
+        axis %= len(self._kind.shape)
+        target = self._target(self._kind.shape, self._kind.dtype)
         start: Size = 0
         for value in values:
             self._place(target, axis, start, value)
@@ -634,22 +634,18 @@ class Lowering:
 
     def _place(self, target: Value, axis: int, start: Size, value: Value, step: int = 1) -> None:
         part = self._sliced(target, axis, start, value.shape[axis], step)
-        assert part.leaf is not None
-        self.program.assign(part.leaf, value)
+        self.program.assign(part.memory, value)
 
     def _op_stack(self, values: Sequence[Value], axis: int = 0) -> Value:
-        kind = self._kinds[0]
-        assert kind is not None
-        axis %= len(kind.shape)
-        target = self._target(kind.shape, kind.dtype)
+        axis %= len(self._kind.shape)
+        target = self._target(self._kind.shape, self._kind.dtype)
         for place, value in enumerate(values):
             self._place(target, axis, place, self._op_unsqueeze(value, axis))
         return target
 
     def _zeros(self, shape: Sequence[Size], dtype: torch.dtype, order: Sequence[int] | None = None) -> Value:
         target = self._target(shape, dtype, order)
-        assert target.leaf is not None
-        name, size = target.leaf.buffer, product(shape)
+        name, size = target.memory.buffer, product(shape)
         self.program.emit(f"memset({name}, 0, sizeof(*{name}) * {size});", [], [name])
         return target
 
@@ -661,13 +657,11 @@ class Lowering:
         return target
 
     def _op_slice_backward(
-        self, g: Value, shape: Sequence[Size], axis: int, start: Size, _end: Any, step: int
+        self, g: Value, shape: Sequence[Size], axis: int, start: Size | None, _end: Any, step: int
     ) -> Value:
         target = self._zeros(shape, g.dtype)
         axis %= len(shape)
-        if isinstance(start, int) and start < 0:
-            start = shape[axis] + start
-        self._place(target, axis, start, g, step)
+        self._place(target, axis, _first_place(start, shape[axis]), g, step)
         return target
 
     def _op_roll(self, x: Value, shifts: Sequence[int], axes: Sequence[int] = ()) -> Value:
@@ -705,8 +699,7 @@ class Lowering:
         part = target
         for axis, start in enumerate(starts):
             part = self._sliced(part, axis, start, x.shape[axis])
-        assert part.leaf is not None
-        self.program.assign(part.leaf, x)
+        self.program.assign(part.memory, x)
         return target
 
     def _op_repeat(self, x: Value, counts: Sequence[Size]) -> Value:
@@ -724,8 +717,7 @@ class Lowering:
 
     def _picked(self, x: Value, axis: int, index: Value, shape: Sequence[Size]) -> Value:
         """Return entries of a value at places along an axis; both have a stride for each axis of the result."""
-        leaf = x.leaf
-        assert leaf is not None
+        leaf = x.memory
         stride = leaf.strides[axis]
         size = x.shape[axis]
         fixed = replace(leaf, strides=tuple(0 if a == axis else s for a, s in enumerate(leaf.strides)))
@@ -749,17 +741,24 @@ class Lowering:
         return self._rows_at(self.program.stored(x), axis % len(x.shape), index)
 
     def _op_index(self, x: Value, indices: Sequence[Value | None]) -> Value:
+        axis, index = self._only_index(x, indices)
+        return self._rows_at(self.program.stored(x), axis, index)
+
+    @staticmethod
+    def _only_index(x: Value, indices: Sequence[Value | None]) -> tuple[int, Value]:
+        """Return the one axis that is indexed, and its places; those before 0 are counted from the end."""
         given = [(axis, index) for axis, index in enumerate(indices) if index is not None]
         if len(given) != 1 or given[0][1].dtype == torch.bool:
             raise NotTraceableError("indexing with several tensors, or with a mask")
-        return self._rows_at(self.program.stored(x), given[0][0], given[0][1])
+        axis, index = given[0]
+        size = x.shape[axis]
+        return axis, combined(lambda i: f"({i} < 0 ? {i} + {size} : {i})", [index], torch.int64, 1, index.shape)
 
     def _rows_at(self, x: Value, axis: int, index: Value) -> Value:
         """Return the entries of `x` at places along an axis; the axes of the places take its place."""
         many = len(index.shape)
         shape = [*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]]
-        leaf = x.leaf
-        assert leaf is not None
+        leaf = x.memory
         stride, size = leaf.strides[axis], x.shape[axis]
         fixed = replace(leaf, strides=(*leaf.strides[:axis], *[0] * many, *leaf.strides[axis + 1 :]))
         after = len(x.shape) - axis - 1
@@ -774,35 +773,76 @@ class Lowering:
     def _added(self, shape: Sequence[Size], axis: int, index: Value, g: Value) -> Value:
         """Return zeros to which the entries of `g` are added at places along an axis, in order."""
         target = self._zeros(shape, g.dtype)
-        assert target.leaf is not None
-        many = len(index.shape)
-        stride = target.leaf.strides[axis]
-        names = [f"i{a}" for a in range(len(g.shape))]
-        strides = (*target.leaf.strides[:axis], *[0] * many, *target.leaf.strides[axis + 1 :])
-        place = index.make([leaf.text(names[axis : axis + many]) for leaf in index.leaves])
-        entry = g.make([leaf.text(names) for leaf in g.leaves])
-        to = f"(&{Leaf(target.leaf.buffer, 0, strides).text(names)})[inside({place}, {shape[axis]}) * {stride}]"
-        loops = "".join(f"for (long {i} = 0; {i} < {size}; {i}++) " for i, size in zip(names, g.shape, strict=True))
-        reads = [leaf.buffer for leaf in (*index.leaves, *g.leaves)]
-        self.program.emit(f"{loops}{to} += {entry};", [*reads, target.leaf.buffer], [target.leaf.buffer])
+        self._write_rows(target, axis, index, g, "+=")
         return target
+
+    def _write_rows(self, target: Value, axis: int, index: Value, g: Value, operator: str) -> None:
+        """Write the entries of `g` to places along an axis; the axes of the index are there in the shape of `g`."""
+        g = expanded(g, [*target.shape[:axis], *index.shape, *target.shape[axis + 1 :]])
+        many = len(index.shape)
+        leaf = target.memory
+        fixed = replace(leaf, strides=(*leaf.strides[:axis], *[0] * many, *leaf.strides[axis + 1 :]))
+        place = (index, range(axis, axis + many), target.shape[axis], leaf.strides[axis])
+        self._write_at(fixed, *place, g, g.shape, operator)
+
+    def _write_entries(self, x: Value, axis: int, index: Value, g: Value, operator: str) -> Value:
+        """Return a copy of `x` with the entries of `g` at places along an axis; index and `g` have the axes of `x`."""
+        target = self.program.stored(x, range(len(x.shape)))
+        leaf = target.memory
+        fixed = replace(leaf, strides=tuple(0 if a == axis else stride for a, stride in enumerate(leaf.strides)))
+        place = (index, range(len(g.shape)), x.shape[axis], leaf.strides[axis])
+        self._write_at(fixed, *place, g, index.shape, operator)
+        return target
+
+    def _write_at(
+        self,
+        target: Leaf,
+        index: Value,
+        axes: Sequence[int],
+        size: Size,
+        stride: Size,
+        g: Value,
+        sizes: Sequence[Size],
+        operator: str,
+    ) -> None:
+        """Write the entries of `g` one after another to places that may be named more than once.
+
+        Args:
+            target: memory, with a stride for each axis of `g`; 0 for those of the index.
+            index: the place of each entry.
+            axes: those of `g` that the index has.
+            size: how many places there are.
+            stride: from one to the next.
+            g: what is written.
+            sizes: how much of `g`.
+            operator: "=" or "+=".
+        """
+        names = [f"i{axis}" for axis in range(len(g.shape))]
+        place = index.make([leaf.text([names[axis] for axis in axes]) for leaf in index.leaves])
+        entry = g.make([leaf.text(names) for leaf in g.leaves])
+        loops = "".join(f"for (long {i} = 0; {i} < {end}; {i}++) " for i, end in zip(names, sizes, strict=True))
+        text = f"{loops}(&{target.text(names)})[inside({place}, {size}) * {stride}] {operator} {entry};"
+        reads = [leaf.buffer for leaf in (*index.leaves, *g.leaves)]
+        self.program.emit(text, [*reads, target.buffer], [target.buffer])
 
     def _op_embedding_dense_backward(self, g: Value, index: Value, rows: int, padding: int, scale: bool) -> Value:
         if scale:
             raise NotTraceableError("embeddings whose gradient is scaled by frequency")
         if padding >= 0:
-            mask = self._map_bool(lambda a: f"({a} == {padding})", index)
+            mask = self._condition(lambda a: f"({a} == {padding})", index)
             g = self._map(lambda m, a: f"chosen({m}, 0, {a})", self._op_unsqueeze(mask, -1), g)
         return self._added((rows, g.shape[-1]), 0, index, g)
 
-    def _map_bool(self, make: Callable[..., str], *values: Value) -> Value:
+    def _condition(self, make: Callable[..., str], *values: Value) -> Value:
         return combined(make, list(values), torch.bool, 1, _broadcast([v.shape for v in values]))
 
     def _op_index_put(self, x: Value, indices: Sequence[Value | None], g: Value, accumulate: bool = False) -> Value:
-        given = [(axis, index) for axis, index in enumerate(indices) if index is not None]
-        if len(given) != 1 or not accumulate:
-            raise NotTraceableError("writing at places that several tensors name")
-        added = self._added(x.shape, given[0][0], given[0][1], g)
+        axis, index = self._only_index(x, indices)
+        if not accumulate:
+            target = self.program.stored(x, range(len(x.shape)))
+            self._write_rows(target, axis, index, g, "=")
+            return target
+        added = self._added(x.shape, axis, index, g)
         return self._map(lambda a, b: f"({a} + {b})", x, added)
 
     _op__unsafe_index_put = _op_index_put
@@ -813,26 +853,15 @@ class Lowering:
 
     def _op_scatter(self, x: Value, axis: int, index: Value, source: Operand) -> Value:
         axis %= len(x.shape)
-        if index.shape[axis] != 1 or isinstance(source, Value):
-            raise NotTraceableError("scatter of more than one entry")
-        iota = Value(
-            x.shape, (Leaf("", 0, tuple(int(a == axis) for a in range(len(x.shape)))),), _identity, torch.int64
-        )
-        return self._map(lambda i, k, a, v: f"chosen({k} == {i}, {v}, {a})", expanded(index, x.shape), iota, x, source)
+        rows = [[size for a, size in enumerate(v.shape) if a != axis] for v in (x, index)]
+        if index.shape[axis] == 1 and rows[0] == rows[1] and not isinstance(source, Value):  # an elementwise choice
+            text = "chosen({1} == {0}, {3}, {2})"
+            return self._map(text.format, _places(x.shape, axis), expanded(index, x.shape), x, source)
+        values = source if isinstance(source, Value) else self._filled(index.shape, source, x.dtype)
+        return self._write_entries(x, axis, index, values, "=")
 
     def _op_scatter_add(self, x: Value, axis: int, index: Value, g: Value) -> Value:
-        axis %= len(x.shape)
-        target = self.program.stored(x, range(len(x.shape)))
-        assert target.leaf is not None
-        names = [f"i{a}" for a in range(len(g.shape))]
-        strides = tuple(0 if a == axis else s for a, s in enumerate(target.leaf.strides))
-        place = index.make([leaf.text(names) for leaf in index.leaves])
-        entry = g.make([leaf.text(names) for leaf in g.leaves])
-        to = f"(&{Leaf(target.leaf.buffer, 0, strides).text(names)})[inside({place}, {x.shape[axis]}) * {target.leaf.strides[axis]}]"
-        loops = "".join(f"for (long {i} = 0; {i} < {size}; {i}++) " for i, size in zip(names, index.shape, strict=True))
-        reads = [leaf.buffer for leaf in (*index.leaves, *g.leaves)]
-        self.program.emit(f"{loops}{to} += {entry};", [*reads, target.leaf.buffer], [target.leaf.buffer])
-        return target
+        return self._write_entries(x, axis % len(x.shape), index, g, "+=")
 
     # ------------------------------------------------------------------ reductions
 
@@ -843,7 +872,10 @@ class Lowering:
 
     def _reduce(self, x: Value, axes: Any, keep: bool, kind: str) -> Value:
         gone = self._axes(x, axes)
-        (result,) = self.program.reduced([x], gone, kind)
+        if kind.startswith("arg") and len(gone) == 1 and x.shape[gone[0]] == 1:
+            result = self._filled(x.shape, 0, torch.int64)
+        else:
+            (result,) = self.program.reduced([x], gone, kind)
         return result if keep else self._op_squeeze(result, gone)
 
     def _op_sum(self, x: Value, axes: Any = None, keepdim: bool = False, **_options: Any) -> Value:
@@ -851,13 +883,8 @@ class Lowering:
             return self._reduce(x, axes, keepdim, "sum")
         numbers = combined(lambda a: f"T({a})", [x], self.dtype, 1, x.shape)  # small integers, so without rounding
         return combined(
-            lambda a: f"int64_t({a})", [self._reduce(numbers, axes, keepdim, "sum")], torch.int64, 1, self._shape()
+            lambda a: f"int64_t({a})", [self._reduce(numbers, axes, keepdim, "sum")], torch.int64, 1, self._kind.shape
         )
-
-    def _shape(self) -> tuple[Size, ...]:
-        kind = self._kinds[0]
-        assert kind is not None
-        return kind.shape
 
     def _op_mean(self, x: Value, axes: Any = None, keepdim: bool = False, **_options: Any) -> Value:
         count = product([x.shape[a] for a in self._axes(x, axes)])
@@ -866,9 +893,11 @@ class Lowering:
     def _op_linalg_vector_norm(
         self, x: Value, order: Number = 2, axes: Any = None, keepdim: bool = False, **_options: Any
     ) -> Value:
-        if order != 2:
+        if order not in (1, 2):
             raise NotTraceableError(f"a norm of order {order}")
-        squares = self._apart2(lambda a: f"({a} * {a})", x)
+        if order == 1:
+            return self._reduce(self._pointwise("std::fabs({0})".format, x), axes, keepdim, "sum")
+        squares = self._pointwise(lambda a: f"({a} * {a})", x)
         return self._map("std::sqrt({0})".format, self._reduce(squares, axes, keepdim, "sum"), cost=6)
 
     def _op_amax(self, x: Value, axes: Any = None, keepdim: bool = False) -> Value:
@@ -888,6 +917,11 @@ class Lowering:
             raise NotTraceableError("argmax over all axes")
         return self._reduce(x, axis, keepdim, "argmax")
 
+    def _op_argmin(self, x: Value, axis: int | None = None, keepdim: bool = False) -> Value:
+        if axis is None:
+            raise NotTraceableError("argmin over all axes")
+        return self._reduce(x, axis, keepdim, "argmin")
+
     def _op_max(self, x: Value, axis: Any = None, keepdim: bool = False) -> Any:
         if axis is None:
             return self._reduce(x, None, False, "max")
@@ -900,32 +934,23 @@ class Lowering:
         x = self.program.stored(x)
         return [self._reduce(x, axis, keepdim, "min"), self._reduce(x, axis, keepdim, "argmin")]
 
-    def _op_value_selecting_reduction_backward(
-        self, g: Value, axis: int, index: Value, shape: Sequence[Size], keepdim: bool
-    ) -> Value:
-        axis %= len(shape)
-        if not keepdim:
-            g, index = self._op_unsqueeze(g, axis), self._op_unsqueeze(index, axis)
-        iota = Value(
-            tuple(shape), (Leaf("", 0, tuple(int(a == axis) for a in range(len(shape)))),), _identity, torch.int64
-        )
-        return self._map(
-            lambda i, k, a: f"chosen({k} == {i}, {a}, 0)", expanded(index, shape), iota, expanded(g, shape)
-        )
-
     def _moments(self, x: Value, axes: list[int]) -> tuple[Value, Value]:
         """Return mean and mean squared distance from it."""
         count = product([x.shape[a] for a in axes])
-        mean = self._apart(lambda a: f"({a} / T({count}))", self.program.reduced([x], axes, "sum")[0])
-        distance = self._apart2(lambda a, m: f"(({a} - {m}) * ({a} - {m}))", x, mean)
-        variance = self._apart(lambda a: f"({a} / T({count}))", self.program.reduced([distance], axes, "sum")[0])
+        mean = self._computed(lambda a: f"({a} / T({count}))", self.program.reduced([x], axes, "sum")[0])
+        distance = self._pointwise(lambda a, m: f"(({a} - {m}) * ({a} - {m}))", x, mean)
+        variance = self._computed(lambda a: f"({a} / T({count}))", self.program.reduced([distance], axes, "sum")[0])
         return mean, variance
 
-    def _apart(self, make: Callable[[str], str], x: Value) -> Value:
+    def _computed(self, make: Callable[[str], str], x: Value) -> Value:
         return self.program.stored(combined(make, [x], self.dtype, 1, x.shape))
 
-    def _apart2(self, make: Callable[..., str], *values: Value, cost: int = 2) -> Value:
+    def _pointwise(self, make: Callable[..., str], *values: Value, cost: int = 2) -> Value:
         return combined(make, list(values), self.dtype, cost, _broadcast([v.shape for v in values]))
+
+    def _scale(self, variance: Value, eps: float) -> Value:
+        """Return 1 / standard deviation."""
+        return self._computed(lambda v: f"(1 / std::sqrt({v} + T({eps!r})))", variance)
 
     def _variance(self, x: Value, axes: Any, correction: Any, keep: bool) -> tuple[Value, Value]:
         x = self.program.stored(x)
@@ -934,7 +959,7 @@ class Lowering:
         count = product([x.shape[a] for a in gone])
         correction = 1 if correction is None else correction
         if correction:
-            variance = self._apart(lambda a: f"({a} * (T({count}) / (T({count}) - {correction})))", variance)
+            variance = self._computed(lambda a: f"({a} * (T({count}) / (T({count}) - {correction})))", variance)
         if keep:
             return variance, mean
         return self._op_squeeze(variance, gone), self._op_squeeze(mean, gone)
@@ -953,32 +978,36 @@ class Lowering:
     def _op__softmax(self, x: Value, axis: int, _half: bool = False) -> Value:
         axis %= len(x.shape)
         x = self.program.stored(x)
-        top = self.program.reduced([x], [axis], "max")[0]
-        powers = self.program.stored(self._apart2(lambda a, m: f"exponential({a} - {m})", x, top))
-        total = self._apart(lambda a: f"(1 / {a})", self.program.reduced([powers], [axis], "sum")[0])
+        top = self.program.reduced([x], [axis], "peak")[0]
+        powers = self.program.stored(self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top))
+        total = self._computed(lambda a: f"(1 / {a})", self.program.reduced([powers], [axis], "sum")[0])
         return self._map(lambda a, s: f"({a} * {s})", powers, total)
 
     def _op__safe_softmax(self, x: Value, axis: int, *_options: Any) -> Value:
         axis %= len(x.shape)
         x = self.program.stored(x)
-        top = self.program.reduced([x], [axis], "max")[0]
-        powers = self._apart2(lambda a, m: f"exponential({a} - chosen({m} == -INFINITY, 0, {m}))", x, top)
+        top = self.program.reduced([x], [axis], "peak")[0]
+        powers = self._pointwise(lambda a, m: f"exponential({a} - chosen({m} == -INFINITY, 0, {m}))", x, top)
         powers = self.program.stored(powers)
-        total = self._apart(lambda a: f"chosen({a} == 0, 0, 1 / {a})", self.program.reduced([powers], [axis], "sum")[0])
+        total = self._computed(
+            lambda a: f"chosen({a} == 0, 0, 1 / {a})", self.program.reduced([powers], [axis], "sum")[0]
+        )
         return self._map(lambda a, s: f"({a} * {s})", powers, total)
 
     def _op__softmax_backward_data(self, g: Value, y: Value, axis: int, _dtype: Any) -> Value:
         g, y = self.program.stored(g), self.program.stored(y)
-        total = self.program.reduced([self._apart2(lambda a, b: f"({a} * {b})", g, y)], [axis % len(y.shape)], "sum")[0]
+        total = self.program.reduced(
+            [self._pointwise(lambda a, b: f"({a} * {b})", g, y)], [axis % len(y.shape)], "sum"
+        )[0]
         return self._map(lambda a, b, s: f"(({a} - {s}) * {b})", g, y, total)
 
     def _op__log_softmax(self, x: Value, axis: int, _half: bool = False) -> Value:
         axis %= len(x.shape)
         x = self.program.stored(x)
-        top = self.program.reduced([x], [axis], "max")[0]
-        powers = self._apart2(lambda a, m: f"exponential({a} - {m})", x, top)
+        top = self.program.reduced([x], [axis], "peak")[0]
+        powers = self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top)
         total = self.program.reduced([powers], [axis], "sum")[0]
-        log = self.program.stored(self._apart2(lambda s, m: f"(std::log({s}) + {m})", total, top))
+        log = self.program.stored(self._pointwise(lambda s, m: f"(std::log({s}) + {m})", total, top))
         return self._map(lambda a, s: f"({a} - {s})", x, log)
 
     def _op__log_softmax_backward_data(self, g: Value, y: Value, axis: int, _dtype: Any) -> Value:
@@ -989,8 +1018,8 @@ class Lowering:
     def _op_logsumexp(self, x: Value, axes: Any, keepdim: bool = False) -> Value:
         x = self.program.stored(x)
         gone = self._axes(x, axes)
-        top = self.program.reduced([x], gone, "max")[0]
-        powers = self._apart2(lambda a, m: f"exponential({a} - {m})", x, top)
+        top = self.program.reduced([x], gone, "peak")[0]
+        powers = self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top)
         total = self.program.reduced([powers], gone, "sum")[0]
         result = self._map(lambda s, m: f"(std::log({s}) + {m})", total, top, cost=8)
         return result if keepdim else self._op_squeeze(result, gone)
@@ -999,7 +1028,7 @@ class Lowering:
         _each(reduction)
         axis = min(1, len(x.shape) - 1)
         x = self.program.stored(x)
-        known = self._map_bool(lambda t: f"({t} == {ignore})", y)
+        known = self._condition(lambda t: f"({t} == {ignore})", y)
         safe = combined(lambda t, k: f"({k} ? int64_t(0) : {t})", [y, known], torch.int64, 1, y.shape)
         picked = self._op_squeeze(
             self._picked(x, axis, self._op_unsqueeze(safe, axis), [*x.shape[:axis], 1, *x.shape[axis + 1 :]]), axis
@@ -1014,9 +1043,7 @@ class Lowering:
     ) -> Value:
         _each(reduction)
         axis = min(1, len(x.shape) - 1)
-        iota = Value(
-            x.shape, (Leaf("", 0, tuple(int(a == axis) for a in range(len(x.shape)))),), _identity, torch.int64
-        )
+        iota = _places(x.shape, axis)
         y = self.program.stored(y)
         g, y = self._op_unsqueeze(g, axis), self._op_unsqueeze(y, axis)
         if weight is not None:
@@ -1049,20 +1076,27 @@ class Lowering:
         x = self.program.stored(x)
         axes = [a for a in range(len(x.shape)) if a != 1]
         mean, variance = self._moments(x, axes)
-        scale = self._apart(lambda v: f"(1 / std::sqrt({v} + T({eps!r})))", variance)
+        scale = self._scale(variance, eps)
         y = self._normalized(x, mean, scale, *(self._channels(p, x) for p in (weight, bias)))
         return [y, self._shaped(mean, [x.shape[1]]), self._shaped(scale, [x.shape[1]])]
 
     def _op_native_batch_norm(
-        self, x: Value, weight: Value | None, bias: Value | None, mean: Value | None, var: Value | None, training: bool, _momentum: float,
+        self,
+        x: Value,
+        weight: Value | None,
+        bias: Value | None,
+        mean: Value | None,
+        var: Value | None,
+        training: bool,
+        _momentum: float,
         eps: float,
-    ) -> list[Value | None]:  # fmt: skip
+    ) -> list[Value | None]:
         if training and mean is None:
             return [*self._op__native_batch_norm_legit(x, weight, bias, True, 0.0, eps)]
         mean, var = self._channels(mean, x), self._channels(var, x)
         if training or mean is None or var is None:
             raise NotTraceableError("a normalization that writes its statistics in place")
-        scale = self._apart(lambda v: f"(1 / std::sqrt({v} + T({eps!r})))", var)
+        scale = self._scale(var, eps)
         return [self._normalized(x, mean, scale, *(self._channels(p, x) for p in (weight, bias))), None, None]
 
     def _channels(self, value: Value | None, x: Value) -> Value | None:
@@ -1072,7 +1106,7 @@ class Lowering:
 
     def _normalized(self, x: Value, mean: Value, scale: Value, weight: Value | None, bias: Value | None) -> Value:
         if weight is not None and weight.shape == scale.shape:
-            scale, weight = self.program.stored(self._apart2(lambda s, w: f"({s} * {w})", scale, weight)), None
+            scale, weight = self.program.stored(self._pointwise(lambda s, w: f"({s} * {w})", scale, weight)), None
         values = [x, mean, scale, *(v for v in (weight, bias) if v is not None)]
         text = "(({0} - {1}) * {2}" + (" * {3}" if weight is not None else "")
         text += (f" + {{{len(values) - 1}}}" if bias is not None else "") + ")"
@@ -1102,23 +1136,23 @@ class Lowering:
             inner: weight of another shape, that is part of the sums.
         """
         x = self.program.stored(x)
-        order = [a for a in _order_like(x)]
+        order = by_strides(x.memory.strides)
         g = self.program.stored(g, order) if g.leaf is None else g
         count = product([x.shape[a] for a in axes])
         if inner is None:
-            away = self._apart2(lambda a, b, m: f"({a} * ({b} - {m}))", g, x, mean)
+            away = self._pointwise(lambda a, b, m: f"({a} * ({b} - {m}))", g, x, mean)
             plain, moved = self.program.reduced([g, away], axes, "sum")
         else:
-            away = self._apart2(lambda a, w, b, m: f"({a} * {w} * ({b} - {m}))", g, inner, x, mean)
+            away = self._pointwise(lambda a, w, b, m: f"({a} * {w} * ({b} - {m}))", g, inner, x, mean)
             plain, moved = self.program.reduced(
-                [self._apart2(lambda a, w: f"({a} * {w})", g, inner), away], axes, "sum"
+                [self._pointwise(lambda a, w: f"({a} * {w})", g, inner), away], axes, "sum"
             )
-        along = self.program.stored(self._apart2(lambda s, q: f"({s} * {q})", scale, moved))
-        slope = self.program.stored(self._apart2(lambda s, q: f"({s} * {q} / T({count}))", scale, along))
-        level = self._apart(lambda p: f"({p} / T({count}))", plain)
+        along = self.program.stored(self._pointwise(lambda s, q: f"({s} * {q})", scale, moved))
+        slope = self.program.stored(self._pointwise(lambda s, q: f"({s} * {q} / T({count}))", scale, along))
+        level = self._computed(lambda p: f"({p} / T({count}))", plain)
         factor = scale
         if weight is not None:
-            factor = self.program.stored(self._apart2(lambda s, w: f"({s} * {w})", scale, weight))
+            factor = self.program.stored(self._pointwise(lambda s, w: f"({s} * {w})", scale, weight))
         if inner is None:
             text = "(({0} - {1} - ({2} - {3}) * {4}) * {5})"
             return self._map(text.format, g, level, x, mean, slope, factor, cost=6), along, plain
@@ -1131,7 +1165,7 @@ class Lowering:
         x = self.program.stored(x)
         axes = list(range(len(x.shape) - len(shape), len(x.shape)))
         mean, variance = self._moments(x, axes)
-        scale = self._apart(lambda v: f"(1 / std::sqrt({v} + T({eps!r})))", variance)
+        scale = self._scale(variance, eps)
         return [self._normalized(x, mean, scale, weight, bias), mean, scale]
 
     def _op_native_layer_norm_backward(
@@ -1142,8 +1176,8 @@ class Lowering:
         mean: Value,
         scale: Value,
         weight: Value | None,
-        bias: Value | None,
-        mask: Sequence[bool],
+        _bias: Value | None,
+        _mask: Sequence[bool],
     ) -> list[Value | None]:
         x, g = self.program.stored(x), self.program.stored(g)
         axes = list(range(len(x.shape) - len(shape), len(x.shape)))
@@ -1151,7 +1185,7 @@ class Lowering:
         back, _along, _plain = self._normal_back(g, x, mean, scale, axes, None, weight)
         if weight is None:
             return [back, None, None]
-        along = self._apart2(lambda a, b, m, s: f"({a} * ({b} - {m}) * {s})", g, x, mean, scale)
+        along = self._pointwise(lambda a, b, m, s: f"({a} * ({b} - {m}) * {s})", g, x, mean, scale)
         sums = self.program.reduced([along, g], outer, "sum")
         return [back, self._shaped(sums[0], shape), self._shaped(sums[1], shape)]
 
@@ -1159,6 +1193,10 @@ class Lowering:
         """Return N x C x ... as N x groups x C / groups x places."""
         n, c = x.shape[:2]
         return self._shaped(x, [n, groups, c // groups, product(x.shape[2:])])
+
+    def _of_channels(self, value: Value, parts: Value) -> Value:
+        """Return a value of each group for each of its channels, so that loops over channels do not stop at groups."""
+        return self.program.stored(expanded(value, [*value.shape[:2], parts.shape[2], 1]), range(4))
 
     def _op_native_group_norm(
         self,
@@ -1174,9 +1212,9 @@ class Lowering:
         x = self.program.stored(x)
         parts = self._grouped(x, groups)
         mean, variance = self._moments(parts, [2, 3])
-        scale = self._apart(lambda v: f"(1 / std::sqrt({v} + T({eps!r})))", variance)
+        scale = self._scale(variance, eps)
         own = [None if p is None else self._shaped(p, [1, groups, p.shape[0] // groups, 1]) for p in (weight, bias)]
-        y = self._normalized(parts, mean, scale, *own)
+        y = self._normalized(parts, self._of_channels(mean, parts), self._of_channels(scale, parts), *own)
         flat = [x.shape[0], groups]
         return [self._shaped(y, x.shape), self._shaped(mean, flat), self._shaped(scale, flat)]
 
@@ -1187,25 +1225,35 @@ class Lowering:
         mean: Value,
         scale: Value,
         weight: Value | None,
-        n: Any,
+        _n: Any,
         c: int,
         _places: Any,
         groups: int,
-        mask: Sequence[bool],
+        _mask: Sequence[bool],
     ) -> list[Value | None]:
         x = self.program.stored(x)
         if g.leaf is None:
-            g = self.program.stored(g, _order_like(x))
+            g = self.program.stored(g, by_strides(x.memory.strides))
         gp, xp = self._grouped(g, groups), self._grouped(x, groups)
         mean, scale = (self._shaped(v, [x.shape[0], groups, 1, 1]) for v in (mean, scale))
-        inner = None if weight is None else self._shaped(weight, [1, groups, c // groups, 1])
-        back, _along, _plain = self._normal_back(gp, xp, mean, scale, [2, 3], None, inner)
-        back = self._shaped(back, x.shape)
+        means, scales = self._of_channels(mean, xp), self._of_channels(scale, xp)
+        away = self._pointwise(lambda a, b, m: f"({a} * ({b} - {m}))", gp, xp, means)
+        plain, moved = self.program.reduced([gp, away], [3], "sum")  # of each channel
+        weights = self._filled([1, groups, c // groups, 1], 1, self.dtype)
+        if weight is not None:
+            weights = self._shaped(weight, weights.shape)
+        own = [self._pointwise(lambda s, w: f"({s} * {w})", v, weights) for v in (plain, moved)]
+        level, slope = self.program.reduced(own, [2], "sum")  # of each group
+        count = xp.shape[2] * xp.shape[3]
+        level = self._of_channels(self._pointwise(lambda s: f"({s} / T({count}))", level), xp)
+        slope = self._pointwise(lambda s, r: f"({s} * {r} * {r} / T({count}))", slope, scale)
+        values = (gp, weights, level, xp, means, self._of_channels(slope, xp), scales)
+        back = self._map("(({0} * {1} - {2} - ({3} - {4}) * {5}) * {6})".format, *values, cost=7)
         if weight is None:
-            return [back, None, None]
-        along = self._apart2(lambda a, b, m, s: f"({a} * ({b} - {m}) * {s})", gp, xp, mean, scale)
-        sums = self.program.reduced([along, gp], [0, 3], "sum")
-        return [back, self._shaped(sums[0], [c]), self._shaped(sums[1], [c])]
+            return [self._shaped(back, x.shape), None, None]
+        along = self._pointwise(lambda s, r: f"({s} * {r})", moved, scale)
+        sums = self.program.reduced([along, plain], [0], "sum")
+        return [self._shaped(back, x.shape), self._shaped(sums[0], [c]), self._shaped(sums[1], [c])]
 
     # ------------------------------------------------------------------ products
 
@@ -1222,7 +1270,7 @@ class Lowering:
 
     def _op_baddbmm(self, bias: Value, a: Value, b: Value, beta: Number = 1, alpha: Number = 1) -> Value:
         return self._map(
-            lambda p, q, s, t: f"({s} * {q} + {t} * {p})", self._product(a, b), bias, float_(beta), float_(alpha)
+            lambda p, q, s, t: f"({s} * {q} + {t} * {p})", self._product(a, b), bias, _real(beta), _real(alpha)
         )
 
     def _op_mv(self, a: Value, b: Value) -> Value:
@@ -1254,27 +1302,21 @@ class Lowering:
         rows = at(m, self.samples)
         last = len(a.shape) - 1
         a = self._matrix(a, last if isinstance(k, int) else last - 1)
-        la = a.leaf
-        assert la is not None
-        sm, sk = la.strides[-2:]
+        sm, sk = a.memory.strides[-2:]
         sm, sk = (0 if m == 1 else sm), (0 if k == 1 else sk)
         if b.leaf is None:
             b = self.program.contiguous(b)
-        lb = b.leaf
-        assert lb is not None
-        bk, bn = lb.strides[-2:]
+        bk, bn = b.memory.strides[-2:]
         c = self._target((*a.shape[:-1], n), self.dtype)
-        self.program.buffers[c.leaf.buffer].size = product(c.shape)  # type: ignore[union-attr]
+        self.program.buffers[c.memory.buffer].size = product(c.shape)
         direct = bn == 1 or n == 1
-        along = (bk == 1 or k == 1) and (sk in (0, 1)) and rows < _ROWS and at(k, self.samples) >= 8
+        along = (bk == 1 or k == 1) and (sk in (0, 1)) and rows < _ROWS and at(k, self.samples) >= _LONG
         if not direct and along:
             call = f"dots<{n}>({m}, {k}, {{a}}, {sm}, {{b}}, {bn}, {{c}}, MORE)"
         else:
             if not direct:
                 b = self._packed(b)
-                lb = b.leaf
-                assert lb is not None
-                bk = lb.strides[-2]
+                bk = b.memory.strides[-2]
             call = f"product<{n}, {sm}, {sk}>({m}, {k}, {{a}}, {{b}}, {bk}, {{c}}, MORE)"
         self._call(call, a, b, c)
         return c
@@ -1284,8 +1326,7 @@ class Lowering:
 
     def _packed(self, b: Value) -> Value:
         """Return matrices with their columns side by side."""
-        leaf = b.leaf
-        assert leaf is not None
+        leaf = b.memory
         key = ("columns", leaf, b.shape)
         if key not in self._made:
             k, n = b.shape[-2:]
@@ -1293,48 +1334,53 @@ class Lowering:
             wide = (n + 15) // 16 * 16
             many = product(b.shape[:-2])
             packed = self._target((*b.shape[:-2], k, wide), self.dtype)
-            assert packed.leaf is not None
             sk, sn = leaf.strides[-2:]
             call = f"pack_columns<{n}, {wide}>({k}, {{b}}, {sk}, {sn}, {{c}})"
             if len(b.shape) == 2:
-                text = call.format(b=f"{leaf.buffer} + {leaf.offset}", c=packed.leaf.buffer)
+                text = call.format(b=leaf.pointer, c=packed.memory.buffer)
             else:
                 inside = call.format(
-                    b=f"{leaf.buffer} + {leaf.offset} + q * {leaf.strides[0]}",
-                    c=f"{packed.leaf.buffer} + q * {k * wide}",
+                    b=f"{leaf.pointer} + q * {leaf.strides[0]}",
+                    c=f"{packed.memory.buffer} + q * {k * wide}",
                 )
                 text = f"for (long q = 0; q < {many}; q++) {inside}"
-            self.program.emit(f"{text};", [leaf.buffer], [packed.leaf.buffer])
+            self.program.emit(f"{text};", [leaf.buffer], [packed.memory.buffer])
             view = replace(packed, shape=b.shape)
             self._made[key] = view
         return self._made[key]
 
     def _call(self, call: str, a: Value, b: Value, c: Value) -> None:
         """Emit a product, or a loop over many."""
-        la, lb, lc = a.leaf, b.leaf, c.leaf
-        assert la is not None
-        assert lb is not None
-        assert lc is not None
+        la, lb, lc = a.memory, b.memory, c.memory
         if len(c.shape) == 2:
-            places = {"a": f"{la.buffer} + {la.offset}", "b": f"{lb.buffer} + {lb.offset}", "c": lc.buffer}
+            places = {"a": la.pointer, "b": lb.pointer, "c": lc.buffer}
             self.more[lc.buffer] = "MORE"
             self.program.emit(
                 call.format(**places).replace("MORE", f"MORE_{lc.buffer}") + ";", [la.buffer, lb.buffer], [lc.buffer]
             )
             return
         places = {
-            "a": f"{la.buffer} + {la.offset} + q * {la.strides[0]}", "b": f"{lb.buffer} + {lb.offset} + q * {lb.strides[0]}",
+            "a": f"{la.pointer} + q * {la.strides[0]}", "b": f"{lb.pointer} + q * {lb.strides[0]}",
             "c": f"{lc.buffer} + q * {lc.strides[0]}",
         }  # fmt: skip
         text = call.format(**places).replace("MORE", "false")
         self.program.emit(f"for (long q = 0; q < {c.shape[0]}; q++) {text};", [la.buffer, lb.buffer], [lc.buffer])
 
 
-def _identity(parts: Sequence[str]) -> str:
-    return f"int64_t{parts[0]}"
+def _places(shape: Sequence[Size], axis: int) -> Value:
+    """Return integers of a shape: the place of each entry along an axis."""
+    steps = tuple(int(other == axis) for other in range(len(shape)))
+    return Value(tuple(shape), (Leaf("", 0, steps),), lambda parts: f"int64_t{parts[0]}", torch.int64)
 
 
-def float_(value: Number) -> Number:
+def _first_place(start: Size | None, size: Size) -> Size:
+    """Return where a slice starts: from the end if negative, and never before the first place."""
+    if not isinstance(start, int) or start >= 0:
+        return start or 0
+    return max(0, size + start) if isinstance(size, int) else size + start
+
+
+def _real(value: Number) -> Number:
     """Return an integer as a number of the model's type."""
     return float(value) if isinstance(value, int) else value
 
@@ -1342,20 +1388,6 @@ def float_(value: Number) -> Number:
 def _each(reduction: int) -> None:
     if reduction != 0:
         raise NotTraceableError("the loss is not one a sample")
-
-
-def _refs(value: Any) -> list[Ref]:
-    if isinstance(value, Ref):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [ref for part in value for ref in _refs(part)]
-    return []
-
-
-def _order_like(x: Value) -> list[int]:
-    leaf = x.leaf
-    assert leaf is not None
-    return sorted(range(len(x.shape)), key=lambda a: (-abs(at(leaf.strides[a], 1009)), a))
 
 
 def _broadcast(shapes: Sequence[Sequence[Size]]) -> tuple[Size, ...]:

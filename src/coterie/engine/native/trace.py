@@ -6,7 +6,7 @@ function of the batch size (`Dim`), so that a program made of the trace runs wit
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coterie.models.layout import Layout, ReturnedBatchNorm
@@ -26,8 +27,10 @@ _VIEWS = {
     "view", "_unsafe_view", "t", "transpose", "permute", "expand", "squeeze", "unsqueeze", "select", "slice", "detach",
     "alias", "as_strided", "unbind", "split", "split_with_sizes", "diagonal", "_reshape_alias", "lift_fresh",
 }  # fmt: skip
-_RANDOM = {"bernoulli_", "bernoulli", "native_dropout", "rand", "randn", "rand_like", "randn_like", "uniform_", "normal_",
-           "randint", "randperm", "multinomial", "rrelu_with_noise", "rrelu_with_noise_functional", "exponential_", "cauchy_"}  # fmt: skip
+_RANDOM = {
+    "bernoulli_", "bernoulli", "native_dropout", "rand", "randn", "rand_like", "randn_like", "uniform_", "normal_",
+    "randint", "randperm", "multinomial", "rrelu_with_noise", "rrelu_with_noise_functional", "exponential_", "cauchy_",
+}  # fmt: skip
 
 
 class NotTraceableError(Exception):
@@ -167,6 +170,8 @@ class _Group:
 
 @dataclass
 class _Tracked:
+    """A tensor with its value, which is out of date when the group's version is another."""
+
     tensor: Tensor  # kept, so that its id stays its own
     ref: Ref
     group: _Group
@@ -180,6 +185,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.trace, self.layer, self.known = Trace(), layer, known
         self._tracked: dict[int, _Tracked] = {}
+        self._within: list[Any] = []  # operations that are being made of simpler ones, which may come back to them
         self.trace.inputs = [self._new(tensor) for tensor in inputs]
 
     @classmethod
@@ -187,19 +193,26 @@ class _Recorder(TorchDispatchMode):
         """Nothing is compiled under the mode: PyTorch need not load its compiler (a second) to leave it out."""
         return False
 
-    def _kind(self, tensor: Tensor) -> Ref:
+    def _numbered(self, tensor: Tensor) -> Ref:
+        """Return a new value of the kind of a tensor."""
         ref = Ref(len(self.trace.kinds))
         self.trace.kinds[ref.number] = Kind(tuple(tensor.shape), tensor.dtype)
         return ref
 
     def _new(self, tensor: Tensor, group: _Group | None = None) -> Ref:
+        """Follow a tensor, and return its value; `group` is that of the tensor it is a view of."""
         group = group or _Group(tensor)
-        ref = self._kind(tensor)
+        ref = self._numbered(tensor)
         self._tracked[id(tensor)] = _Tracked(tensor, ref, group, group.version)
         return ref
 
-    def _add(self, name: str, args: tuple, kwargs: dict, outs: tuple[Ref | None, ...]) -> None:
+    def _add(self, name: str, args: tuple, kwargs: dict, made: Sequence[Any], outs: tuple[Ref | None, ...]) -> None:
+        """Add an operation with what it made; what it makes of constants is one."""
         self.trace.nodes.append(Node(name, args, kwargs, outs, self.layer()))
+        if all(ref.number in self.trace.constants for ref in refs((args, *kwargs.values()))):
+            for ref, tensor in zip(outs, made, strict=True):
+                if ref is not None and tensor.numel() <= _SMALL:
+                    self.trace.constants[ref.number] = tensor.detach().clone()
 
     def ref(self, tensor: Tensor) -> Ref:
         """Return the value of a tensor, taken anew from what was written to its memory since."""
@@ -209,32 +222,35 @@ class _Recorder(TorchDispatchMode):
         known = self._tracked[id(tensor)]
         if known.version != known.group.version:
             base = self._tracked[id(known.group.base)]
-            known.ref, known.version = self._kind(tensor), known.group.version
-            self._add("as_strided", (base.ref, *self._place(tensor, base.tensor)), {}, (known.ref,))
+            known.ref, known.version = self._numbered(tensor), known.group.version
+            self._add("as_strided", (base.ref, *self._place(tensor, base.tensor)), {}, (tensor,), (known.ref,))
         return known.ref
 
     @staticmethod
     def _place(tensor: Tensor, base: Tensor) -> tuple[list[int], list[int], int, list[int]]:
         """Return where a view lies in its base: sizes, strides, offset, and the base's own strides."""
-        offset = tensor.storage_offset() - base.storage_offset()
+        offset = int(tensor.storage_offset() - base.storage_offset())
         return [*tensor.shape], [*tensor.stride()], offset, [*base.stride()]
 
     def _wrote(self, tensor: Tensor, value: Ref) -> None:
+        """Make a value that of a tensor and, where the tensor is a view, of its part of the base."""
         known = self._tracked[id(tensor)]
         base = self._tracked[id(known.group.base)]
         whole = tensor.shape == base.tensor.shape and tensor.stride() == base.tensor.stride()
         if base is not known:
             before = self.ref(base.tensor)
-            base.ref = self._kind(base.tensor)
+            base.ref = self._numbered(base.tensor)
             if whole:
-                self._add("alias", (value,), {}, (base.ref,))
+                self._add("alias", (value,), {}, (base.tensor,), (base.ref,))
             else:
-                self._add("write", (before, value, *self._place(tensor, base.tensor)), {}, (base.ref,))
+                place = self._place(tensor, base.tensor)
+                self._add("write", (before, value, *place), {}, (base.tensor,), (base.ref,))
         known.ref = value
         known.group.version += 1
         known.version = base.version = known.group.version
 
     def _take(self, value: Any) -> Any:
+        """Return an argument with the values of its tensors."""
         if isinstance(value, Tensor):
             return self.ref(value)
         if isinstance(value, list | tuple):
@@ -244,7 +260,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation and record it."""
         kwargs = kwargs or {}
-        name = func._schema.name.split("::")[1]
+        name = func._schema.name.removeprefix("aten::")
         if name in _RANDOM:
             raise NotTraceableError(f"it draws random numbers of its own ({name})")
         if name in ("_local_scalar_dense", "is_nonzero", "nonzero", "_unique2"):
@@ -253,10 +269,13 @@ class _Recorder(TorchDispatchMode):
         if func._schema.is_mutable:
             return self._in_place(func, name, args, kwargs, taken, named)
         if not self.known(name) and name not in _VIEWS and args and any(isinstance(a, Tensor) for a in args):
-            simpler = _decomposition(func)
+            simpler = None if func in self._within else _decomposition(func)
             if simpler is not None:
+                self._within.append(func)
                 with self:
-                    return simpler(*args, **kwargs)
+                    out = simpler(*args, **kwargs)
+                self._within.pop()
+                return out
         if name == "as_strided":
             offset = args[3] if len(args) > 3 and args[3] is not None else args[0].storage_offset()
             taken = (taken[0], [*args[1]], [*args[2]], offset - args[0].storage_offset(), [*args[0].stride()])
@@ -265,37 +284,41 @@ class _Recorder(TorchDispatchMode):
             return out
         outs = out if isinstance(out, list | tuple) else (out,)
         group = self._tracked[id(args[0])].group if name in _VIEWS else None
-        refs = tuple(self._new(part, group) if isinstance(part, Tensor) else None for part in outs)
-        self._add(name, taken, named, refs)
-        if all(ref.number in self.trace.constants for ref in _refs((taken, *named.values()))):
-            for ref, part in zip(refs, outs, strict=True):
-                if ref is not None and part.numel() <= _SMALL:
-                    self.trace.constants[ref.number] = part.detach().clone()
+        made = tuple(self._new(part, group) if isinstance(part, Tensor) else None for part in outs)
+        self._add(name, taken, named, outs, made)
         return out
 
     def _in_place(self, func: Any, name: str, args: Any, kwargs: Any, taken: tuple, named: dict) -> Any:
-        if name in ("transpose_", "t_", "squeeze_", "unsqueeze_"):  # the tensor itself becomes another view
-            before = self._tracked[id(args[0])]
-            out = func(*args, **kwargs)
-            ref = self._kind(args[0])
-            self._add(name[:-1], taken, named, (ref,))
-            self._tracked[id(args[0])] = _Tracked(args[0], ref, _Group(args[0]), 0)
-            before.group.version += 0
-            return out
+        """Run an operation that changes its first argument, and record the one that makes a new value."""
         if not name.endswith("_") or any(a.alias_info and a.alias_info.is_write for a in func._schema.arguments[1:]):
             raise NotTraceableError(f"the operation {name} is not known")
+        pure = name.removesuffix("_")
+        turned = pure in ("transpose", "t", "squeeze", "unsqueeze")  # the tensor itself becomes another view
+        if not turned and not self.known(pure):
+            simpler = getattr(getattr(aten, pure, None), func._overloadname, None)
+            if simpler is not None and _decomposition(simpler) is not None:
+                with self:
+                    return args[0].copy_(simpler(*args, **kwargs))
         out = func(*args, **kwargs)
-        ref = self._kind(args[0])
-        self._add(name[:-1], taken, named, (ref,))
-        self._wrote(args[0], ref)
+        ref = self._numbered(args[0])
+        self._add(pure, taken, named, args[:1], (ref,))
+        if turned:
+            self._tracked[id(args[0])].ref = ref
+        else:
+            self._wrote(args[0], ref)
         return out
 
 
 def _decomposition(func: Any) -> Callable[..., Any] | None:
-    """Return PyTorch's own way to compute an operation with simpler ones; it is loaded where one is needed (a second)."""
-    from torch._decomp import decomposition_table
+    """Return PyTorch's own way to compute an operation with simpler ones."""
+    from torch._decomp import decomposition_table  # takes a second to load, and few modules need it
 
-    return decomposition_table.get(func)
+    if func in decomposition_table:
+        return decomposition_table[func]
+    if hasattr(func, "impl_aten"):  # one of `prims`, that decompositions are made of
+        return func.impl_aten
+    composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return func.decompose if composite else None
 
 
 class _TracedBatchNorm(nn.Module):
@@ -327,12 +350,29 @@ class _TracedBatchNorm(nn.Module):
 
 
 def _traced_form(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose batch normalizations can be traced."""
     module = copy.deepcopy(module)
     for parent in [*module.modules()]:
         for name, child in parent.named_children():
             if isinstance(child, ReturnedBatchNorm):
                 setattr(parent, name, _TracedBatchNorm(child))
     return _TracedBatchNorm(module) if isinstance(module, ReturnedBatchNorm) else module
+
+
+class _OneHotByComparing(TorchFunctionMode):
+    """Makes one-hot vectors without a look at the data, which PyTorch takes to check that classes are in range."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one function."""
+        if func is not functional.one_hot:
+            return func(*args, **(kwargs or {}))
+        return self._one_hot(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+        if num_classes < 0:
+            raise NotTraceableError("the number of its classes depends on its data")
+        return (tensor[..., None] == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
 
 
 @contextmanager
@@ -346,7 +386,8 @@ def _plain_operations() -> Iterator[None]:
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch._C._set_mkldnn_enabled(False)
-        yield
+        with _OneHotByComparing():
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         torch.backends.cuda.enable_flash_sdp(flash)
@@ -410,7 +451,7 @@ def _unified(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
         if not isinstance(second, list | tuple) or len(first) != len(second):
             raise NotTraceableError("its operations depend on the number of samples")
         return type(first)(_unified(a, b, sizes) for a, b in zip(first, second, strict=True))
-    if first == second and type(first) is type(second):
+    if type(first) is type(second) and (first == second or first != first):  # a NaN is no other number
         return first
     one, two = sizes
     if type(first) is int and type(second) is int:
@@ -422,7 +463,7 @@ def _unified(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
             return Ratio(value=first * one)
         if first != 1 and second != 1:
             places = round(first / (first - 1) / one)
-            if all(abs(value - places * n / (places * n - 1)) < 1e-12 for value, n in zip((first, second), sizes)):
+            if all(abs(value - places * n / (places * n - 1)) < 1e-12 for value, n in ((first, one), (second, two))):
                 return Ratio(places=places)
     raise NotTraceableError("its operations depend on the number of samples")
 
@@ -448,17 +489,18 @@ def _joined(first: Trace, second: Trace, sizes: tuple[int, int]) -> Trace:
     for node in reversed(joined.nodes):
         if any(out in needed for out in node.outs):
             kept.append(node)
-            needed.update(_refs((node.args, *node.kwargs.values())))
+            needed.update(refs((node.args, *node.kwargs.values())))
     joined.nodes = kept[::-1]
     return joined
 
 
-def _refs(value: Any) -> Iterator[Ref]:
+def refs(value: Any) -> Iterator[Ref]:
+    """Give the values in an argument or a list of them."""
     if isinstance(value, Ref):
         yield value
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _refs(part)
+            yield from refs(part)
 
 
 @contextmanager
@@ -467,8 +509,8 @@ def _layer_of(module: nn.Module) -> Iterator[Callable[[], str]]:
     trail: list[str] = [""]
     handles = []
     for path, part in module.named_modules():
-        handles.append(part.register_forward_pre_hook(lambda _m, _a, path=path: trail.append(path)))
-        handles.append(part.register_forward_hook(lambda _m, _a, _o: trail.__delitem__(-1)))
+        handles.append(part.register_forward_pre_hook(lambda _module, _args, path=path: trail.append(path)))
+        handles.append(part.register_forward_hook(lambda _module, _args, _out: trail.__delitem__(-1)))
     try:
         yield lambda: trail[-1]
     finally:
@@ -501,7 +543,8 @@ def record(
         objective: the loss of each sample.
         x: some prepared inputs; they are repeated to the sizes of the batches.
         y: their targets.
-        known: (name of an operation) -> whether it is recorded as it is; others are, where PyTorch can, made of simpler ones.
+        known: (name of an operation) -> whether it is recorded as it is; others are made of simpler ones where PyTorch
+            can.
 
     Raises:
         NotTraceableError: when operations depend on values, on chance or on the number of samples.
@@ -535,9 +578,9 @@ def _together(layout: Layout, module: nn.Module, objective: Objective, x: Tensor
     values: Mapping[str, Tensor] = {name: value[0] for name, value in layout.zero_inputs(1).items()}
     losses = []
     for others in (torch.zeros_like(x[:1]), torch.full_like(x[:1], 0.5), x[:1]):
-        batch = torch.cat([x[:1], x[-1:], others, others])
-        targets = torch.cat([y[:1], y[-1:], y[:1], y[:1]])
+        batch = torch.cat([others, x[:1], x[-1:], others])
+        targets = torch.cat([y[:1], y[:1], y[-1:], y[:1]])
         with torch.no_grad():
             outputs = functional_call(module, {**views, **values}, (batch,)).to(layout.dtype)
-            losses.append(objective(outputs, targets)[:2])
+            losses.append(objective(outputs, targets)[1:3])
     return not all(torch.allclose(losses[0], other, rtol=1e-5, atol=1e-7) for other in losses[1:])

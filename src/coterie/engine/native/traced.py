@@ -26,8 +26,8 @@ from coterie.engine.native.library import (
     whole,
 )
 from coterie.engine.native.loops import Leaf, Program, Value, dense, in_memory
-from coterie.engine.native.trace import NotTraceableError, Trace, record
 from coterie.engine.native.sums import with_joined_products
+from coterie.engine.native.trace import NotTraceableError, Trace, record
 from coterie.models.layout import Layout
 
 _FLAGS = (
@@ -40,6 +40,10 @@ _FLAGS = (
 )
 _CACHE = 768 << 10  # bytes of an arena that leave room for parameters in the cache of a core
 _MOST = 64  # samples of one call, where they do not need each other
+_BATCH_NAMES = ("const T* const x = batch.x;", "const Target* const y = batch.y;", "T* const losses = batch.losses;")
+_TRAIN_NAMES = ("const int64_t key[] = {now};", "const T weight[] = {share};")
+_JUDGE_NAMES = ("T* const scores = batch.scores;", "const int64_t key[] = {0};", "constexpr long from = 0;")
+_TYPICAL = 16  # samples for which kernels are chosen
 _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
@@ -49,18 +53,19 @@ class _Memory(ctypes.Structure):
 
 class _Training(ctypes.Structure):
     _fields_ = (
-        ("store", Store), ("augment", CropFlip), ("noise", NoiseJob), ("memory", _Memory), ("rows", _POINTER), ("anchor", _POINTER),
-        ("inputs", _POINTER), ("places", _POINTER), ("length", _POINTER), ("keys", _POINTER), ("losses", _POINTER),
-        ("moments", _POINTER), ("taken", _POINTER), ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG),
-        ("trained", _LONG), ("adam", _LONG), ("lr", _DOUBLE), ("momentum", _DOUBLE), ("decay", _DOUBLE), ("prox", _DOUBLE),
+        ("store", Store), ("augment", CropFlip), ("noise", NoiseJob), ("memory", _Memory),
+        ("rows", _POINTER), ("anchor", _POINTER), ("inputs", _POINTER), ("places", _POINTER), ("length", _POINTER),
+        ("keys", _POINTER), ("losses", _POINTER), ("moments", _POINTER), ("taken", _POINTER),
+        ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG), ("trained", _LONG), ("adam", _LONG),
+        ("lr", _DOUBLE), ("momentum", _DOUBLE), ("decay", _DOUBLE), ("prox", _DOUBLE),
     )  # fmt: skip
 
 
 class _Measuring(ctypes.Structure):
     _fields_ = (
-        ("store", Store), ("noise", NoiseJob), ("memory", _Memory), ("table", _POINTER), ("inputs", _POINTER), ("places", _POINTER),
-        ("count", _POINTER), ("models", _POINTER), ("sets", _POINTER), ("loss", _POINTER), ("score", _POINTER),
-        ("row", _LONG), ("width", _LONG),
+        ("store", Store), ("noise", NoiseJob), ("memory", _Memory),
+        ("table", _POINTER), ("inputs", _POINTER), ("places", _POINTER), ("count", _POINTER), ("models", _POINTER),
+        ("sets", _POINTER), ("loss", _POINTER), ("score", _POINTER), ("row", _LONG), ("width", _LONG),
     )  # fmt: skip
 
 
@@ -70,15 +75,16 @@ class _Function:
     Args:
         trace: the function.
         layout: of the module.
-        features: the shape of one input.
-        target: the shape of one target.
-        integer: whether targets are classes.
+
+    Attributes:
+        inputs: names of the input buffers, in order, without those of keys.
+        results: the outputs of the trace, as values; None where one is no tensor.
     """
 
-    def __init__(self, trace: Trace, layout: Layout, x: Tensor, y: Tensor) -> None:
+    def __init__(self, trace: Trace, layout: Layout) -> None:
         self.layout = layout
         self.program = Program(number_bytes=4 if layout.dtype == torch.float32 else 8)
-        self.lowering = ImageLowering(self.program, trace, 16, layout.dtype)
+        self.lowering = ImageLowering(self.program, trace, _TYPICAL, layout.dtype)
         self.inputs = [name for name in layout.inputs if name not in layout.keys]
         kinds = trace.kinds
         values: list[Value] = []
@@ -94,8 +100,7 @@ class _Function:
             values.append(in_memory(buffer, kind.shape, dense(kind.shape), kind.dtype))
         self.lowering.values.update(zip(trace.inputs, values, strict=True))
         self.lowering.run()
-        self.results = [None if ref is None else self.lowering._operand(ref) for ref in trace.outputs]
-        self._kept: list[str] = []
+        self.results = [None if ref is None else self.lowering.operand(ref) for ref in trace.outputs]
 
     def write_vector(self, name: str, result: Value | None) -> None:
         """Write one value a sample."""
@@ -114,9 +119,7 @@ class _Function:
             leaf = result.leaf
             buffer = leaf.buffer if leaf is not None else ""
             readers = [s for s in self.program.statements if buffer in s.reads and buffer not in s.writes]
-            plain = leaf is not None and leaf.offset == 0 and all(
-                a == b or n == 1 for a, b, n in zip(leaf.strides, dense(result.shape), result.shape, strict=True)
-            )  # fmt: skip
+            plain = leaf is not None and leaf.offset == 0 and result.is_dense(range(len(result.shape)))
             if plain and buffer in self.lowering.more and not readers and not self.program.buffers[buffer].place:
                 self.program.buffers[buffer].place = f"T* const {buffer} = g + {slot.start};"
                 self.lowering.more[buffer] = "more"
@@ -126,19 +129,17 @@ class _Function:
     def write_state(self, results: Sequence[Value | None]) -> None:
         """Write the untrained tensors anew, when all of them are known."""
         slots = [slot for slot in self.layout.slots if slot.stop > self.layout.trainable]
-        pairs = [(s, r) for s, r in zip(slots, results, strict=True) if r is not None and not _is_row(r, s.start)]
-        stored_ = [(slot, self.program.stored(result, range(len(result.shape)))) for slot, result in pairs]
-        for slot, result in stored_:
+        pairs = [(s, r) for s, r in zip(slots, results, strict=True) if r is not None and not _is_there(r, s.start)]
+        results = [self.program.stored(result, range(len(result.shape))) for _, result in pairs]
+        for (slot, _), result in zip(pairs, results, strict=True):
             self.program.assign(Leaf("row", slot.start, tuple(dense(slot.shape))), result)
 
-    def text(self) -> tuple[list[str], list[str]]:
+    def text(self) -> list[str]:
         """Return declarations and statements."""
         lines = []
-        constants = []
         for number, (name, buffer) in enumerate(self.program.buffers.items()):
             if buffer.place.startswith("static"):
-                constants.append(buffer.place)
-                lines.append(f"const {buffer.type}* const {name} = {name}_;")
+                lines += [buffer.place, f"const {buffer.type}* const {name} = {name}_;"]
             elif buffer.place:
                 lines.append(buffer.place)
             else:
@@ -151,7 +152,7 @@ class _Function:
                     more = self.lowering.more[name]
                     text = text.replace(f"MORE_{name}", "more" if more == "more" else "false")
             body.append(text)
-        return constants, [*lines, *body]
+        return [*lines, *body]
 
     def memory(self, samples: int) -> tuple[Tensor, int]:
         """Return the place of each buffer in the arena for calls of so many samples, and its size."""
@@ -159,8 +160,9 @@ class _Function:
         return torch.tensor([places.get(name, 0) for name in self.program.buffers] or [0], dtype=torch.int64), top
 
 
-def _is_row(value: Value, start: int) -> bool:
-    return value.leaf is not None and value.leaf.buffer == "row" and value.leaf.offset == start
+def _is_there(value: Value, start: int) -> bool:
+    """Return whether a value is what lies at a place of the row."""
+    return value.is_dense(range(len(value.shape))) and value.memory.buffer == "row" and value.memory.offset == start
 
 
 class TracedProgram:
@@ -186,12 +188,12 @@ class TracedProgram:
             raise NotTraceableError(f"numbers of type {layout.dtype} are not known here")
         traces = record(layout, objective, x, y, ImageLowering.knows)  # type: ignore[arg-type]
         self.layout, self.together = layout, traces.together
-        self._train = _Function(with_joined_products(traces.train), layout, x, y)
+        self._train = _Function(with_joined_products(traces.train), layout)
         trained = sum(slot.stop <= layout.trainable for slot in layout.slots)
         self._train.write_vector("losses", self._train.results[0])
         self._train.write_gradients(self._train.results[1 : 1 + trained])
         self._train.write_state(self._train.results[1 + trained :])
-        self._judge = _Function(traces.judge, layout, x, y)
+        self._judge = _Function(traces.judge, layout)
         self._judge.write_vector("losses", self._judge.results[0])
         self._judge.write_vector("scores", self._judge.results[1])
         self.inputs = self._train.inputs
@@ -215,54 +217,39 @@ class TracedProgram:
         return samples
 
     def _written(self, x: Tensor, y: Tensor) -> str:
+        """Return the C++ of the program: kernels, the two functions, and the loops that call them."""
         layout = self.layout
         number, integer = ("float", "int32_t") if layout.dtype == torch.float32 else ("double", "int64_t")
         here = Path(__file__).parent
         features, own = tuple(x.shape[1:]), layout.zero_inputs(1)
         sizes = ", ".join(str(own[name][0].numel()) for name in self.inputs) or "0"
         channels = features[0] if features else 1
-        plane = math.prod(features[1:])
+        entries, plane, targets = math.prod(features), math.prod(features[1:]), math.prod(y.shape[1:])
+        width = features[-1] if len(features) > 1 else 1
+        driver = (here / "steps.h").read_text()
+        start = driver.index("struct Batch {")
+        stop = driver.index("};", start) + len("};\n")
         head = [
             f"#include <cstdint>\ntypedef {number} T;\ntypedef {integer} I;",
             (here / "blocks.h").read_text(),
-            f"constexpr int64_t PARAMS = {layout.size}, ENTRIES = {math.prod(features)}, CHANNELS = {channels}, PLANE = {plane};",
-            f"constexpr int64_t WIDTH = {features[-1] if len(features) > 1 else 1}, TARGETS = {math.prod(y.shape[1:])};",
+            f"constexpr int64_t PARAMS = {layout.size}, ENTRIES = {entries}, CHANNELS = {channels}, PLANE = {plane};",
+            f"constexpr int64_t WIDTH = {width}, TARGETS = {targets};",
             f"constexpr int INPUTS = {len(self.inputs)};",
             f"constexpr int64_t INPUT_SIZES[] = {{{sizes}}};",
             f"typedef {'T' if y.is_floating_point() else 'int64_t'} Target;",
+            "struct Batch;\n",
+            driver[start:stop],
         ]
-        body = []
-        for name, function in (("train", self._train), ("judge", self._judge)):
-            constants, lines = function.text()
-            body += constants
-            more = (
-                "T* row, T* g, const int64_t now, const T share, const long n, const long from, const bool more"
-                if name == "train"
-                else "const T* row, const long n"
-            )
-            body.append(f"static void {name}_batch(const Batch& batch, {more}) {{")
-            body += [
-                "  const T* const x = batch.x;",
-                "  const Target* const y = batch.y;",
-                "  T* const losses = batch.losses;",
-            ]
-            if name == "train":
-                body += ["  const int64_t key[] = {now};", "  const T weight[] = {share};"]
-            else:
-                body += [
-                    "  T* const scores = batch.scores;",
-                    "  const int64_t key[] = {0};",
-                    "  constexpr long from = 0;",
-                ]
-            body += [f"  const T* const input{k} = batch.inputs[{k}];" for k in range(len(self.inputs))]
-            body += [f"  {line}" for line in lines]
-            body.append("}")
-        driver = (here / "steps.h").read_text()
-        head.append("struct Batch;\n")
-        declared = driver.index("struct Batch {")
-        ended = driver.index("};", declared) + 3
-        batch = driver[declared:ended]
-        return "\n".join([*head, batch, *body, driver[:declared] + driver[ended:]])
+        step = "T* row, T* g, const int64_t now, const T share, const long n, const long from, const bool more"
+        train = self._body(f"train_batch(const Batch& batch, {step})", self._train, _TRAIN_NAMES)
+        judge = self._body("judge_batch(const Batch& batch, const T* row, const long n)", self._judge, _JUDGE_NAMES)
+        return "\n".join([*head, *train, *judge, driver[:start] + driver[stop:]])
+
+    def _body(self, signature: str, function: _Function, names: Sequence[str]) -> list[str]:
+        """Return the C++ of one function."""
+        inputs = [f"const T* const input{k} = batch.inputs[{k}];" for k in range(len(self.inputs))]
+        body = [f"  {line}" for line in (*_BATCH_NAMES, *names, *inputs, *function.text())]
+        return [f"static void {signature} {{", *body, "}"]
 
     def _store(self, samples: RawSamples) -> Store:
         kept = self._kept.get(samples)
@@ -283,7 +270,10 @@ class TracedProgram:
         return (_POINTER * max(1, len(values)))(*[at(v) for v in values]), values
 
     def fits(self, work: Training) -> bool:
-        """Return whether the program can do a training: each input has one value a step, no batch norm of one sample."""
+        """Return whether the program can do a training.
+
+        Each input must have one value a step, and where samples need each other no batch may be of a single one.
+        """
         own = self.layout.zero_inputs(1)
         steady = all(work.inputs[name].shape[2:] == own[name].shape[1:] for name in self.inputs if name in work.inputs)
         return steady and not (self.together and bool((work.length == 1).any()))
@@ -305,12 +295,14 @@ class TracedProgram:
         noise, _draws = noise_of(work.noise)
         samples = int(length.max()) if self.together and length.numel() else self._samples["train"]
         where, size = self._train.memory(max(1, samples))
+        augment = CropFlip(at(draws), at(fill), work.augment.padding if work.augment else 0)
         job = _Training(
-            self._store(work.samples), CropFlip(at(draws), at(fill), work.augment.padding if work.augment else 0), noise,
-            _Memory(at(where), size, max(1, samples)), at(rows), at(anchor), ctypes.cast(inputs, _POINTER), at(places), at(length), at(keys),
-            at(losses), at(work.moments), at(taken), rows.stride(0), 0 if anchor is None else anchor.stride(0), work.steps,
-            places.shape[2], self.layout.trainable, int(local.optimizer == "adam"), local.lr, local.momentum,
-            local.weight_decay, work.prox,
+            self._store(work.samples), augment, noise, _Memory(at(where), size, max(1, samples)),
+            at(rows), at(anchor), ctypes.cast(inputs, _POINTER), at(places), at(length),
+            at(keys), at(losses), at(work.moments), at(taken),
+            rows.stride(0), 0 if anchor is None else anchor.stride(0), work.steps, places.shape[2],
+            self.layout.trainable, int(local.optimizer == "adam"),
+            local.lr, local.momentum, local.weight_decay, work.prox,
         )  # fmt: skip
         on_threads(self._library.train, job, len(rows))
         return losses
@@ -327,8 +319,9 @@ class TracedProgram:
         samples = self._samples["judge"]
         where, size = self._judge.memory(samples)
         job = _Measuring(
-            self._store(pairs.samples), noise, _Memory(at(where), size, samples), at(table), ctypes.cast(given, _POINTER), at(places), at(count),
-            at(models), at(sets), at(values[0]), at(values[1]), table.stride(0), places.shape[1],
+            self._store(pairs.samples), noise, _Memory(at(where), size, samples),
+            at(table), ctypes.cast(given, _POINTER), at(places), at(count), at(models),
+            at(sets), at(values[0]), at(values[1]), table.stride(0), places.shape[1],
         )  # fmt: skip
         on_threads(self._library.measure, job, len(pairs.models))
         return dict(zip(pairs.metrics, values.to(self.layout.dtype), strict=True))
