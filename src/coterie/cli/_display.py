@@ -64,8 +64,8 @@ def _telling(console: Console, observer: Observer) -> Observer:
     """Tell which engine trains, once for each that does, before the rounds."""
     told: set[str] = set()
 
-    def observe(step: Step) -> None:
-        if step.engine and step.engine not in told:
+    def observe(step: Step | Note) -> None:
+        if isinstance(step, Step) and step.engine and step.engine not in told:
             told.add(step.engine)
             console.print(f"engine: {step.engine}", highlight=False, markup=False, soft_wrap=True)
         observer(step)

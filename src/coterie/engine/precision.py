@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from coterie.errors import ConfigError, require
 
 Precision = Literal["full", "tf32", "bf16"]
+_TURN = RLock()
 
 
 def check(precision: str, cuda_graphs: bool, device: str, dtype: torch.dtype) -> None:
@@ -37,11 +39,19 @@ def check(precision: str, cuda_graphs: bool, device: str, dtype: torch.dtype) ->
 def computing(precision: str, device: torch.device) -> Iterator[None]:
     """Compute products at a precision, and restore PyTorch's settings afterwards.
 
+    Threads take turns: settings are those of the process, and modules are lent the tensors of one model at a time.
+
     Args:
         precision: "full": that of the models, even where PyTorch would use TF32; "tf32": float32 with mantissas of
             10 bits; "bf16": bfloat16 by `torch.autocast`.
         device: the device of the products.
     """
+    with _TURN, _set(precision, device):
+        yield
+
+
+@contextmanager
+def _set(precision: str, device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         matmul, cudnn = torch.backends.cuda.matmul, cast(Any, torch.backends.cudnn)
         before = matmul.allow_tf32, cudnn.allow_tf32

@@ -35,7 +35,8 @@ class Forecast:
     """Estimated bytes that a run holds at one time; `benchmarks/memory.py` measures the error.
 
     Args:
-        models: the population's models, the best models where they are kept, and copies within a round.
+        models: the population's models, the best models where they are kept, copies within a round, and what
+            an allocator loses between them.
         block: parameters, gradients and optimizer state of the clients trained at once.
         data: inputs and targets; in memory already when a run on a CPU starts.
         memory: what the method remembers of each client, before and after a round, and what clients publish of it.
@@ -91,7 +92,7 @@ def forecast(
 
     Example:
         >>> forecast(clients=10, params=100, itemsize=4, block=5, data=7, keeps_best=True)
-        Forecast(models=16000, block=8000, data=7, memory=0, record=0, writing=0)
+        Forecast(models=24000, block=8000, data=7, memory=0, record=0, writing=0)
     """
     row = params * itemsize
     held = _COPIES + keeps_best + 2 * moments + further

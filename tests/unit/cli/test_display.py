@@ -49,14 +49,17 @@ def test_each_engine_that_trains_is_told_once_before_the_rounds(clock):
 
 @pytest.mark.parametrize("lively", [False, True])
 def test_compiling_is_told_before_the_first_round(lively, clock, monkeypatch):
-    """In a pipe, and above the live lines of a terminal."""
+    """In a pipe, and above the live lines of a terminal; the engine is told after it, once."""
     text = io.StringIO()
     console = Console(file=text, force_terminal=lively, width=80)
     monkeypatch.setattr(_display, "lively", lambda _: lively)
     with _display.progress([config.load("rotated-digits")], console, quiet=False) as observe:
         observe(Note("DAC", 0, "compiling the model (once for this machine)"))
-        observe(Progress("DAC", 0, 19, 20, 0.5, 0.875, 0.1))
-    assert "DAC, seed 0: compiling the model (once for this machine) ..." in text.getvalue()
+        for number in (18, 19):
+            observe(Progress("DAC", 0, number, 20, 0.5, 0.875, 0.1, engine="compiled, a native program"))
+    before, _, after = text.getvalue().partition("engine: compiled, a native program")
+    assert "DAC, seed 0: compiling the model (once for this machine) ..." in before
+    assert "engine:" not in after
 
 
 def test_in_a_pipe_a_long_run_is_heard_of_every_ten_seconds(clock):

@@ -109,16 +109,16 @@ def told(*arguments: str) -> str:
 
 
 def test_the_doctor_says_which_engine_trains_a_model_and_why(monkeypatch):
-    """torch.nn's LazyLinear is a module that an import path leads to; nothing of it is a native program."""
+    """A module that an import path leads to, with a layer that no native program knows."""
     short = ("--features", "1,8,8", "--samples", "10", "--batch-size", "1")
     assert told("--model", "linear", *short) == "linear: vmap, many clients at once: too little work to compile"
     many = told("--model", "cnn-b", "--features", "1,28,28", "--samples", "10", "--batch-size", "64")
     assert many.startswith("cnn-b: loop, one client after another: too little work to compile; the products of a batch")
-    monkeypatch.setattr(
-        torch.nn, "Odd", lambda: torch.nn.Sequential(torch.nn.Linear(5, 10), torch.nn.Softsign()), False
-    )
+    nn = torch.nn
+    layers = nn.Linear(5, 10), nn.Unflatten(1, (1, 10, 1, 1)), nn.Conv3d(1, 1, 1), nn.Flatten()
+    monkeypatch.setattr(nn, "Odd", lambda: nn.Sequential(*layers), False)
     odd = told("--model", "torch.nn:Odd", "--features", "5", "--batch-size", "1")
-    wanted = "the module cannot be compiled: 1 is of a kind that is not known here (Softsign)"
+    wanted = "the module cannot be compiled: a transposed or three-dimensional convolution in '2'"
     assert odd == f"torch.nn:Odd: vmap, many clients at once: {wanted}"
 
 

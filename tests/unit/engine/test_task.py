@@ -1,7 +1,9 @@
 """Tasks train and measure the same with every engine, and as plain PyTorch does."""
 
 import copy
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -48,6 +50,31 @@ def ragged():
     for client, count in enumerate((12, 11, 7, 5, 3, 2)):
         split[client, count:12] = -1
     return replace(federation, split=split)
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
+def test_two_threads_train_and_measure_with_one_task_at_once(engine):
+    """From two models, ten times each: the bits are those of one thread that does it alone."""
+    shared, local = task(engine), LocalTraining(epochs=3, batch_size=4, optimizer="adam", lr=0.01)
+    starts = [shared.init(Rng(seed)).clone() for seed in range(2)]
+    assert not torch.equal(*starts)
+    together = threading.Barrier(2)
+
+    def results(number, alone):
+        out = []
+        for _ in range(10):
+            if not alone:
+                together.wait(60)
+            params, info = shared.train(starts[number], Rng(number), local)
+            out.append((params, info["losses"], *shared.evaluate(params).values()))
+        return out
+
+    expected = [results(number, True) for number in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(results, range(2), [False] * 2))
+    for ours, theirs in zip(found, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])

@@ -155,6 +155,8 @@ SOURCES = Path(metrics.__file__).parents[1]
 PLACES = {
     "functional/metrics.py": "the registry",
     "engine/native/library.py": "fields of a C struct",
+    "engine/native/traced.py": "fields of a C struct",
+    "engine/native/trace.py": "names of PyTorch's operations",
 }
 WORDS = {"label": "also the name of a method in a study"}
 

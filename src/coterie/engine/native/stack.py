@@ -5,6 +5,7 @@ linear layers, each fed by the one before. For a stack the compiled engine can w
 program.
 """
 
+import copy
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -92,14 +93,9 @@ _ACTIVATIONS: dict[Any, str] = {
     functional.relu_: "relu", torch.tanh: "tanh", functional.tanh: "tanh", "relu": "relu", "relu_": "relu",
     "tanh": "tanh",
 }  # fmt: skip
-_TRACE_ERRORS = (TraceError, TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError)
-
-
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, KeyedDropout | ReturnedBatchNorm | SimplexHead) or super().is_leaf_module(
-            m, module_qualified_name
-        )
+_TRACE_ERRORS = (
+    TraceError, TypeError, ValueError, RuntimeError, AttributeError, NameError, LookupError, AssertionError,
+)  # fmt: skip
 
 
 def is_stack(module: nn.Module) -> bool:
@@ -117,7 +113,7 @@ def layers(module: nn.Module) -> list[Layer]:
         NotAStackError: when it is not a stack, or has an unknown layer.
     """
     try:
-        graph = _Tracer().trace(module)
+        graph = _graph(module)
     except _TRACE_ERRORS as error:
         raise NotAStackError(f"its forward cannot be traced: {error}") from error
     modules = dict(module.named_modules())
@@ -126,9 +122,9 @@ def layers(module: nn.Module) -> list[Layer]:
     before: fx.Node | None = None
     for node in graph.nodes:
         if node.op == "placeholder":
-            if before is not None:
-                raise NotAStackError("it takes more than one input")
             before = node
+        elif node.op == "get_attr":
+            continue
         elif node.op == "output":
             if node.args[0] is not before:
                 raise NotAStackError("it does not return its last layer's output")
@@ -146,6 +142,28 @@ def layers(module: nn.Module) -> list[Layer]:
             found += [] if isinstance(layer, Dropout) and layer.p == 0 else [layer]
             before = node
     return found
+
+
+def _graph(module: nn.Module) -> fx.Graph:
+    """Return the calls of layers and functions in a forward pass, with tensors of the module as values that are unknown.
+
+    PyTorch's own tracer puts itself between every module of the process and its calls, also those of other threads that
+    train meanwhile; here only the layers of a copy record.
+    """
+    module, tracer = copy.deepcopy(module), fx.Tracer()
+    tracer.root, tracer.graph, tracer.tensor_attrs = module, fx.Graph(), {}
+    x = tracer.create_proxy("placeholder", "x", (), {})
+    for path, part in module.named_modules():
+        head = f"{path}." if path else ""
+        for tensors in (part._parameters, part._buffers):
+            for name in [name for name, tensor in tensors.items() if tensor is not None]:
+                del tensors[name]
+                part.__dict__[name] = tracer.create_proxy("get_attr", head + name, (), {})
+        known = isinstance(part, KeyedDropout | ReturnedBatchNorm | SimplexHead)
+        if path and (known or tracer.is_leaf_module(part, path)):
+            part.forward = lambda *args, path=path, **kwargs: tracer.create_proxy("call_module", path, args, kwargs)
+    tracer.create_node("output", "output", (tracer.create_arg(module(x)),), {})
+    return tracer.graph
 
 
 def _is_size(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -280,6 +281,32 @@ class Skip(nn.Linear):
 def test_modules_that_are_no_plain_stacks_are_named(model, reason):
     with pytest.raises(NotAStackError, match=reason):
         layers(model)
+
+
+def test_a_stack_is_recognized_while_other_threads_train():
+    """In the middle of the module's forward pass another thread runs a module of its own; it is no part of the stack."""
+    other, seen = nn.Linear(3, 2), []
+
+    class Meanwhile(Handwritten):
+        def forward(self, x):
+            with ThreadPoolExecutor(1) as pool:
+                seen.append(pool.submit(other, torch.ones(1, 3)).result())
+            return super().forward(x)
+
+    assert layers(Meanwhile()) == layers(Handwritten())
+    assert torch.equal(seen[0], other(torch.ones(1, 3)))
+
+
+class Gated(nn.Linear):
+    """Which layers it has depends on its parameters."""
+
+    def forward(self, input):
+        return torch.relu(super().forward(input)) if self.bias.sum() > 0 else input
+
+
+def test_what_depends_on_the_values_of_parameters_is_no_stack():
+    with pytest.raises(NotAStackError, match="cannot be traced"):
+        layers(nn.Sequential(Gated(3, 3), nn.Linear(3, 2)))
 
 
 def test_without_a_compiler_or_for_other_modules_the_vmap_engine_runs_and_one_line_says_so(monkeypatch, cache):
