@@ -190,7 +190,7 @@ def _leading(
     weights: Num[np.ndarray, "population population"] | sparse.csr_array, scale: Float[np.ndarray, " population"]
 ) -> Float[np.ndarray, "population vectors"]:
     """Return eigenvectors of the normalized weights, that of the largest eigenvalue first."""
-    if not sparse.issparse(weights):
+    if isinstance(weights, np.ndarray):
         return np.linalg.eigh(scale[:, None] * weights * scale)[1][:, ::-1]
     from scipy.sparse.linalg import ArpackNoConvergence, eigsh
 

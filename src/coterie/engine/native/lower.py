@@ -94,8 +94,8 @@ class Lowering:
         roots: dict[Ref, Ref] = {}
         factors: dict[Ref, list[Ref]] = {}
         for node in self.trace.nodes:
-            if node.name in ("t", "detach", "alias", "view") and node.outs[0] is not None:
-                roots[node.outs[0]] = roots.get(node.args[0], node.args[0])
+            if node.name in ("t", "detach", "alias", "view"):
+                roots |= {seen: roots.get(node.args[0], node.args[0]) for seen in node.outs if seen is not None}
             if node.name in ("mm", "addmm"):
                 factor = node.args[1 if node.name == "mm" else 2]
                 factors.setdefault(roots.get(factor, factor), []).append(factor)

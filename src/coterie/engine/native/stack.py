@@ -8,6 +8,7 @@ program.
 import copy
 import operator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ def layers(module: nn.Module) -> list[Layer]:
 
 
 def _graph(module: nn.Module) -> fx.Graph:
-    """Return the calls of layers and functions in a forward pass, with tensors of the module as values that are unknown.
+    """Return the calls of layers and functions in a forward pass; tensors of the module are unknown values in it.
 
     PyTorch's own tracer puts itself between every module of the process and its calls, also those of other threads that
     train meanwhile; here only the layers of a copy record.
@@ -161,7 +162,8 @@ def _graph(module: nn.Module) -> fx.Graph:
                 part.__dict__[name] = tracer.create_proxy("get_attr", head + name, (), {})
         known = isinstance(part, KeyedDropout | ReturnedBatchNorm | SimplexHead)
         if path and (known or tracer.is_leaf_module(part, path)):
-            part.forward = lambda *args, path=path, **kwargs: tracer.create_proxy("call_module", path, args, kwargs)
+            call = partial(tracer.create_proxy, "call_module", path)
+            part.__dict__["forward"] = lambda *args, call=call, **kwargs: call(args, kwargs)
     tracer.create_node("output", "output", (tracer.create_arg(module(x)),), {})
     return tracer.graph
 

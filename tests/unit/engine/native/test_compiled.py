@@ -284,7 +284,7 @@ def test_modules_that_are_no_plain_stacks_are_named(model, reason):
 
 
 def test_a_stack_is_recognized_while_other_threads_train():
-    """In the middle of the module's forward pass another thread runs a module of its own; it is no part of the stack."""
+    """In the middle of the forward pass another thread runs a module of its own; it is no part of the stack."""
     other, seen = nn.Linear(3, 2), []
 
     class Meanwhile(Handwritten):
