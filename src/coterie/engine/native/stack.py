@@ -145,7 +145,7 @@ def layers(module: nn.Module) -> list[Layer]:
 
 
 def _graph(module: nn.Module) -> fx.Graph:
-    """Return the calls of layers and functions in a forward pass, with tensors of the module as values that are unknown.
+    """Return the calls of layers and functions in a forward pass, with the module's tensors as unknown values.
 
     PyTorch's own tracer puts itself between every module of the process and its calls, also those of other threads that
     train meanwhile; here only the layers of a copy record.
