@@ -40,6 +40,7 @@ ELSEWHERE = {
     "engine/native/lower": "unit/engine/native/test_traced.py",
     "engine/native/program": "unit/engine/native/test_compiled.py",
     "engine/native/stack": "unit/engine/native/test_compiled.py",
+    "engine/native/sums": "unit/engine/native/test_traced.py",
     "engine/native/trace": "unit/engine/native/test_traced.py",
     # what keeps one contract is tested by it
     "net/local": "contract/test_exchanges.py",

@@ -113,14 +113,14 @@ INLINE T exponential(T x) {
 }
 INLINE T sigmoid(T x) { return 1 / (1 + exponential(-x)); }
 INLINE T hyperbolic(T x) { return 1 - 2 / (exponential(2 * x) + 1); }
-INLINE T error_function(T x) {
+INLINE T error_function(T x, T power) {  // power = exp(-x * x)
   if constexpr (sizeof(T) == 8) return std::erf(x);
   const T a = std::fabs(x), t = 1 / (1 + T(0.3275911) * a);  // Abramowitz & Stegun 7.1.26, within 1.5e-7
   const T p = ((((T(1.061405429) * t - T(1.453152027)) * t + T(1.421413741)) * t - T(0.284496736)) * t + T(0.254829592)) * t;
-  const T e = 1 - p * exponential(-a * a);
+  const T e = 1 - p * power;
   return x < 0 ? -e : e;
 }
-
+INLINE T error_function(T x) { return error_function(x, exponential(-x * x)); }
 INLINE T softened(T x, T beta, T threshold) {  // log(1 + exp(beta x)) / beta
   return x * beta > threshold ? x : std::log1p(exponential(x * beta)) / beta;
 }
@@ -133,7 +133,8 @@ INLINE T mish_slope(T x) {
   return t + x * s * (1 - t * t);
 }
 INLINE T gelu_slope(T x) {
-  return T(0.5) * (1 + error_function(x * T(0.7071067811865476))) + x * exponential(T(-0.5) * x * x) * T(0.3989422804014327);
+  const T power = exponential(T(-0.5) * x * x);
+  return T(0.5) * (1 + error_function(x * T(0.7071067811865476), power)) + x * power * T(0.3989422804014327);
 }
 INLINE T gelu_slope_tanh(T x) {
   const T t = hyperbolic(T(0.7978845608028654) * (x + T(0.044715) * x * x * x));

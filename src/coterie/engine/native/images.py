@@ -111,9 +111,10 @@ class ImageLowering(Lowering):
             if node.name != "convolution" or not isinstance(node.args[0], Ref):
                 continue
             x, w = (self.trace.kinds[ref.number] for ref in node.args[:2])
-            if len(x.shape) != 4 or node.args[6] or any(isinstance(size, Dim) for size in x.shape[1:]):
+            stride, padding, dilation, transposed, _output_padding, groups = node.args[3:9]
+            if len(x.shape) != 4 or transposed or any(isinstance(size, Dim) for size in x.shape[1:]):
                 continue
-            conv = _Convolution(x, w, *node.args[3:7], node.args[8])
+            conv = _Convolution(x, w, stride, padding, dilation, transposed, groups)
             order = PLANES if not conv.depthwise and self._pixels_pay(conv.o, conv.wo, conv) else LAST
             channels = self._rounded(conv.c) if conv.depthwise else conv.c
             if conv.padding != (0, 0) and channels == conv.c:

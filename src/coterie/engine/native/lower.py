@@ -26,9 +26,10 @@ from coterie.engine.native.loops import (
     product,
     reshaped,
 )
-from coterie.engine.native.trace import Dim, Kind, Node, NotTraceableError, Ratio, Ref, Size, Trace, at, refs
+from coterie.engine.native.trace import Dim, Kind, Node, NotTraceableError, Ratio, Ref, Size, Trace, at
 
 _LARGE = 40  # operations of an expression above which it is computed into memory
+_OFTEN = 4  # products with one matrix for which packing it pays whatever they are
 _LONG = 48  # sums of a product from which dot products pay
 _ROWS = 48  # rows of a product from which packing its other matrix pays
 
@@ -79,11 +80,26 @@ class Lowering:
         self._made: dict[Any, Any] = {}  # padded and packed copies, by what they are copies of
         self.more: dict[str, str] = {}  # buffers that a kernel can add to, with the text of that argument
         for node in trace.nodes:
-            for ref in refs((node.args, *node.kwargs.values())):
+            for ref in node.refs():
                 self.uses[ref] = self.uses.get(ref, 0) + 1
         for ref in trace.outputs:
             if ref is not None:
                 self.uses[ref] = self.uses.get(ref, 0) + 1
+
+        self._again = self._used_again()
+        self._node_now: Node | None = None
+
+    def _used_again(self) -> set[Ref]:
+        """Return the right factors of products of which several are views of one matrix, as in steps of time."""
+        roots: dict[Ref, Ref] = {}
+        factors: dict[Ref, list[Ref]] = {}
+        for node in self.trace.nodes:
+            if node.name in ("t", "detach", "alias", "view") and node.outs[0] is not None:
+                roots[node.outs[0]] = roots.get(node.args[0], node.args[0])
+            if node.name in ("mm", "addmm"):
+                factor = node.args[1 if node.name == "mm" else 2]
+                factors.setdefault(roots.get(factor, factor), []).append(factor)
+        return {factor for alike in factors.values() if len(alike) >= _OFTEN for factor in alike}
 
     def run(self) -> None:
         """Lower every node.
@@ -106,6 +122,7 @@ class Lowering:
 
     def _node(self, node: Node) -> None:
         self._kinds = [self.trace.kinds[ref.number] for ref in node.outs if ref is not None]
+        self._node_now = node
         try:
             result = self._result(node)
         except NotTraceableError:
@@ -1311,7 +1328,8 @@ class Lowering:
         self.program.buffers[c.memory.buffer].size = product(c.shape)
         direct = bn == 1 or n == 1
         along = (bk == 1 or k == 1) and (sk in (0, 1)) and rows < _ROWS and at(k, self.samples) >= _LONG
-        if not direct and along:
+        again = self._node_now is not None and any(ref in self._again for ref in self._node_now.refs())
+        if not direct and along and not again:
             call = f"dots<{n}>({m}, {k}, {{a}}, {sm}, {{b}}, {bn}, {{c}}, MORE)"
         else:
             if not direct:

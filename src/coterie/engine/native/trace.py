@@ -139,7 +139,7 @@ class Node:
 
     def refs(self) -> list[Ref]:
         """Return the values it reads."""
-        return [*_refs((self.args, *self.kwargs.values()))]
+        return [*refs((self.args, *self.kwargs.values()))]
 
 
 @dataclass
@@ -490,7 +490,7 @@ def _joined(first: Trace, second: Trace, sizes: tuple[int, int]) -> Trace:
     for node in reversed(joined.nodes):
         if any(out in needed for out in node.outs):
             kept.append(node)
-            needed.update(refs((node.args, *node.kwargs.values())))
+            needed.update(node.refs())
     joined.nodes = kept[::-1]
     return joined
 
