@@ -91,13 +91,13 @@ class Lowering:
 
     def _used_again(self) -> set[Ref]:
         """Return the right factors of products of which several are views of one matrix, as in steps of time."""
-        roots: dict[Ref, Ref] = {}
+        roots: dict[Ref | None, Ref] = {}
         factors: dict[Ref, list[Ref]] = {}
         for node in self.trace.nodes:
             if node.name in ("t", "detach", "alias", "view"):
-                roots |= {seen: roots.get(node.args[0], node.args[0]) for seen in node.outs if seen is not None}
-            if node.name in ("mm", "addmm"):
-                factor = node.args[1 if node.name == "mm" else 2]
+                roots[node.outs[0]] = roots.get(node.args[0], node.args[0])
+            elif node.name in ("mm", "addmm"):
+                factor = node.args[-1]
                 factors.setdefault(roots.get(factor, factor), []).append(factor)
         return {factor for alike in factors.values() if len(alike) >= _OFTEN for factor in alike}
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coterie.engine.precision import computing
 from coterie.models.layout import Layout, ReturnedBatchNorm
 
 aten = torch.ops.aten
@@ -559,7 +560,7 @@ def record(
         return _joined(traces[0], traces[1], _BATCHES)
 
     try:
-        with _plain_operations():
+        with computing("full", torch.device("cpu")), _plain_operations():
             with _layer_of(module) as layer:
                 train = pair(lambda a, b: _train_once(layout, module, objective, a, b, layer, known))
             with _layer_of(layout.eval_module) as layer:

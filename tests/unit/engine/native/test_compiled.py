@@ -5,6 +5,8 @@ import math
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Thread
+from typing import ClassVar
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ from coterie.engine.native.stack import (
     NotAStackError,
     layers,
 )
-from coterie.engine.native.trace import NotTraceableError
+from coterie.engine.native.trace import NotTraceableError, record
 from coterie.engine.task import LocalTraining
 from coterie.methods import METHODS
 from coterie.models.layout import Layout, build
@@ -295,6 +297,37 @@ def test_a_stack_is_recognized_while_other_threads_train():
 
     assert layers(Meanwhile()) == layers(Handwritten())
     assert torch.equal(seen[0], other(torch.ones(1, 3)))
+
+
+class Settled(nn.Linear):
+    """Notes whether PyTorch may use oneDNN while it runs."""
+
+    seen: ClassVar[list[bool]] = []
+
+    def forward(self, input):
+        self.seen.append(torch._C._get_mkldnn_enabled())
+        return super().forward(input)
+
+
+def test_settings_of_a_trace_do_not_reach_what_other_threads_train():
+    """Another thread begins to train in the middle of a recorded step; it waits for the end of the trace."""
+    Settled.seen.clear()
+    layout = Layout(nn.Sequential(Settled(7, 3)))
+    trainer = LoopEngine(layout, cross_entropy)
+    batch = (torch.zeros(1, 2, 7), torch.zeros(1, 2, dtype=torch.int64), {})
+    threads = []
+
+    class Meanwhile(nn.Linear):
+        def forward(self, input):
+            threads.append(Thread(target=trainer.gradients, args=(torch.zeros(1, layout.size), *batch)))
+            threads[-1].start()
+            threads[-1].join(0.1)
+            return super().forward(input)
+
+    record(Layout(nn.Sequential(Meanwhile(7, 3))), cross_entropy, batch[0][0], batch[1][0])
+    for thread in threads:
+        thread.join()
+    assert Settled.seen == [True] * len(threads)
 
 
 class Gated(nn.Linear):
