@@ -95,10 +95,11 @@ class Lowering:
         factors: dict[Ref, list[Ref]] = {}
         for node in self.trace.nodes:
             if node.name in ("t", "detach", "alias", "view"):
-                roots[node.outs[0]] = roots.get(node.args[0], node.args[0])
+                source: Ref = node.args[0]
+                roots[node.outs[0]] = roots[source] if source in roots else source
             elif node.name in ("mm", "addmm"):
-                factor = node.args[-1]
-                factors.setdefault(roots.get(factor, factor), []).append(factor)
+                factor: Ref = node.args[-1]
+                factors.setdefault(roots[factor] if factor in roots else factor, []).append(factor)
         return {factor for alike in factors.values() if len(alike) >= _OFTEN for factor in alike}
 
     def run(self) -> None:
