@@ -198,6 +198,19 @@ class Products(nn.Module):
         return self.last(strided + every)
 
 
+class Repeats(nn.Module):
+    """A layer in four steps of time, and dropout, whose masks go on from one part of a batch to the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.step, self.drop, self.head = nn.Linear(6, 6), nn.Dropout(0.4), nn.Linear(6, 4)
+
+    def forward(self, x):
+        for _ in range(4):
+            x = torch.tanh(self.step(x))
+        return self.head(self.drop(x))
+
+
 class Pools(nn.Module):
     """Windows that overlap, reach over the edge, have gaps and are not square; images made larger and smaller."""
 
@@ -223,6 +236,7 @@ MODULES = {
     "constants": (Constants, (7,), several_targets, False),
     "products": (Products, (7,), squared_error, False),
     "pools": (Pools, (2, 9, 8), cross_entropy, False),
+    "repeats": (Repeats, (6,), cross_entropy, False),
     "huber": (lambda: nn.Sequential(nn.Linear(7, 6), nn.Hardswish(), nn.Linear(6, 4)), (7,), robust, False),
 }
 
