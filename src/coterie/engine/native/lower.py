@@ -96,10 +96,10 @@ class Lowering:
         for node in self.trace.nodes:
             if node.name in ("t", "detach", "alias", "view"):
                 source: Ref = node.args[0]
-                roots[node.outs[0]] = roots[source] if source in roots else source
+                roots[node.outs[0]] = roots.get(source, source)
             elif node.name in ("mm", "addmm"):
                 factor: Ref = node.args[-1]
-                factors.setdefault(roots[factor] if factor in roots else factor, []).append(factor)
+                factors.setdefault(roots.get(factor, factor), []).append(factor)
         return {factor for alike in factors.values() if len(alike) >= _OFTEN for factor in alike}
 
     def run(self) -> None:
