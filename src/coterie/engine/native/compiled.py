@@ -18,16 +18,17 @@ from coterie.engine.native.traced import TracedProgram
 from coterie.engine.optim import LocalTraining
 from coterie.models.layout import Layout
 
+_LARGE = 1_000_000  # numbers of a model above which a stack's kernels pass over it too often, for a few samples each
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
 
 
 class CompiledEngine(Engine):
     """Trains and measures with a native program, on a CPU.
 
-    A plain stack of layers runs on kernels that put the samples of a batch side by side; any other module is traced,
-    and the operations of its step are written one after another. The program is compared with the loop engine on the
-    sample batch before it is used. What a program cannot do (a mixture of endpoints for each sample, batch
-    normalization of one sample) is left to another engine.
+    A plain stack of layers, unless it is large, runs on kernels that put the samples of a batch side by side; any other
+    module is traced, and the operations of its step are written one after another. The program is compared with the
+    loop engine on the sample batch before it is used. What a program cannot do (a mixture of endpoints for each
+    sample, batch normalization of one sample) is left to another engine.
 
     Args:
         layout: of the module.
@@ -60,7 +61,7 @@ class CompiledEngine(Engine):
     def _best(self, x: Tensor, y: Tensor) -> tuple[NativeProgram | TracedProgram, Engine]:
         """Return the program, and the engine for what it cannot do."""
         layout = self.layout
-        if self.objective in (cross_entropy, squared_error):
+        if self.objective in (cross_entropy, squared_error) and layout.size <= _LARGE:
             try:
                 return NativeProgram(layout, tuple(x.shape[1:])), VmapEngine(layout, self.objective)
             except stack.NotAStackError:

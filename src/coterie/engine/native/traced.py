@@ -210,9 +210,13 @@ class TracedProgram:
 
     @staticmethod
     def _fitting(function: _Function) -> int:
-        """Return how many samples a call takes at once so that its arena stays in the cache."""
+        """Return how many samples a call takes at once: its arena stays in the cache, or is no larger than a model.
+
+        Each call passes over the model and its gradient, so fewer calls pay where these are large.
+        """
         samples = _MOST
-        while samples > 4 and function.memory(samples)[1] > _CACHE:
+        room = max(_CACHE, function.layout.size * function.program.number_bytes)
+        while samples > 4 and function.memory(samples)[1] > room:
             samples //= 2
         return samples
 

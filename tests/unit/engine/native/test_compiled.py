@@ -397,6 +397,18 @@ def test_programs_that_others_may_write_are_not_loaded(cache, which):
         compiler.load(ANSWER % 42)
 
 
+def test_a_large_stack_is_traced(monkeypatch):
+    """Its own kernels would pass over a million numbers for each few samples."""
+
+    def traced(*_args):
+        raise NotTraceableError("this one is traced")
+
+    monkeypatch.setattr("coterie.engine.native.compiled.TracedProgram", traced)
+    layout = Layout(nn.Sequential(nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 3)))
+    with pytest.raises(NotTraceableError, match="this one is traced"):
+        CompiledEngine(layout, cross_entropy, torch.zeros(2, 1000), torch.tensor([0, 1]))
+
+
 def test_a_wrong_program_is_not_used(monkeypatch):
     data = samples((7,), 3, torch.float64)
     layout = Layout(nn.Sequential(nn.Flatten(), nn.Linear(7, 3)), torch.float64)
