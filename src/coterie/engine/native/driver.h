@@ -35,29 +35,6 @@ struct Optimizer {
   INLINE_MEMBER void put(int at, const T* piece, int count) const { put_all(*this, at, piece, count); }
 };
 
-// Samples as they are stored: bytes that are looked up in `values` (256 for each channel), or numbers.
-struct Store {
-  const void* x;
-  const T* values;
-  const int64_t* classes;
-  const T* targets;
-  int64_t bytes;
-};
-
-// Random crops and flips of training images, as in coterie.engine.augment.
-struct CropFlip {
-  const int64_t* keys;  // of each client; none for no augmentation
-  const T* fill;        // of each channel
-  int64_t padding;
-};
-
-// Noise that is drawn anew at every access, as in coterie.engine.noise.
-struct Noise {
-  const int64_t* keys;  // of each client or set; none for no noise
-  const double* sigma;
-  int64_t width;
-};
-
 struct Training {
   Store store;
   CropFlip augment;
@@ -96,11 +73,6 @@ static void gather(const Store& store, const int64_t* places, int n, V* x) {
         else
           UNROLL for (int b = 0; b < N; b++) to[b] = ((const T*)store.x)[at[b] + from];
       }
-}
-
-INLINE int64_t remainder_of(uint64_t bits, int64_t span) {
-  const int64_t rest = int64_t(bits) % span;
-  return rest < 0 ? rest + span : rest;
 }
 
 // The same with a piece cut at a random place of each padded image, and every second one mirrored.

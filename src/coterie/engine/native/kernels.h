@@ -473,13 +473,6 @@ static void hyperbolic_back(const V* y, V* g) {
   each<G>([=](int c, int h, int t, int p) { V v = y[c * Y::PLANE + h * Y::ROW + t]; g[p] *= T(1) - v * v; });
 }
 
-INLINE uint64_t scrambled(uint64_t z) {  // SplitMix64, as in coterie.models
-  z *= 0x9E3779B97F4A7C15u;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-  return z ^ (z >> 31);
-}
-
 // Zero entries by a mask that is a function of the key, the layer, the sample's place in the batch and the entry.
 template <class X, bool CHANNELS>
 static void dropout(V* x, VI* kept, uint64_t key, uint64_t layer, uint64_t threshold, T scale, int sample) {

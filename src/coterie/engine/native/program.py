@@ -297,6 +297,7 @@ def write(stack: list[Layer], layout: Layout, features: tuple[int, ...]) -> str:
     here = Path(__file__).parent
     parts = [
         f"#include <cstdint>\ntypedef {number} T;\ntypedef {integer} I;\nconstexpr int N = {SAMPLES};",
+        (here / "samples.h").read_text(),
         (here / "kernels.h").read_text(),
         f"constexpr int PARAMS = {layout.size}, OUTPUTS = {math.prod(writer.now.shape)};",
         f"constexpr int ENDPOINTS = {max((part.endpoints for part in stack if isinstance(part, Simplex)), default=0)};",

@@ -1,29 +1,6 @@
 // Training and measuring clients with the generated functions `train_batch` and `judge_batch`: gather of the batch,
 // gradient, optimizer, step after step. Structures are those of coterie.engine.native.traced.
 
-// Samples as they are stored: bytes that are looked up in `values` (256 for each channel), or numbers.
-struct Store {
-  const void* x;
-  const T* values;
-  const int64_t* classes;
-  const T* targets;
-  int64_t bytes;
-};
-
-// Random crops and flips of training images, as in coterie.engine._augment.
-struct CropFlip {
-  const int64_t* keys;  // of each client; none for no augmentation
-  const T* fill;        // of each channel
-  int64_t padding;
-};
-
-// Noise that is drawn anew at every access, as in coterie.engine.noise.
-struct Noise {
-  const int64_t* keys;  // of each client or set; none for no noise
-  const double* sigma;
-  int64_t width;
-};
-
 // Where buffers lie in an arena.
 struct Memory {
   const int64_t* at;
@@ -57,13 +34,6 @@ struct Measuring {
   int64_t row, width;
 };
 
-INLINE uint64_t scrambled(uint64_t z) {  // SplitMix64, as in coterie.models
-  z *= 0x9E3779B97F4A7C15u;
-  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
-  return z ^ (z >> 31);
-}
-
 struct Free {
   void operator()(void* p) const { free(p); }
 };
@@ -88,11 +58,6 @@ static void gather(const Store& store, const int64_t* places, int64_t n, T* x) {
     for (int c = 0; c < CHANNELS; c++)
       for (int i = 0; i < PLANE; i++) x[c * PLANE + i] = store.values[c * 256 + from[c * PLANE + i]];
   }
-}
-
-INLINE int64_t remainder_of(uint64_t bits, int64_t span) {
-  const int64_t rest = int64_t(bits) % span;
-  return rest < 0 ? rest + span : rest;
 }
 
 // The same with a piece cut at a random place of each padded image, and every second one mirrored.

@@ -235,6 +235,7 @@ class TracedProgram:
         stop = driver.index("};", start) + len("};\n")
         head = [
             f"#include <cstdint>\ntypedef {number} T;\ntypedef {integer} I;",
+            (here / "samples.h").read_text(),
             (here / "blocks.h").read_text(),
             f"constexpr int64_t PARAMS = {layout.size}, ENTRIES = {entries}, CHANNELS = {channels}, PLANE = {plane};",
             f"constexpr int64_t WIDTH = {width}, TARGETS = {targets};",

@@ -1,0 +1,39 @@
+// What a program of either kind is given of samples, and how draws are made of keys. The structures are those of
+// coterie.engine.native.library.
+
+#include <cstdint>
+
+// Samples as they are stored: bytes that are looked up in `values` (256 for each channel), or numbers.
+struct Store {
+  const void* x;
+  const T* values;
+  const int64_t* classes;
+  const T* targets;
+  int64_t bytes;
+};
+
+// Random crops and flips of training images, as in coterie.engine._augment.
+struct CropFlip {
+  const int64_t* keys;  // of each client; none for no augmentation
+  const T* fill;        // of each channel
+  int64_t padding;
+};
+
+// Noise that is drawn anew at every access, as in coterie.engine.noise.
+struct Noise {
+  const int64_t* keys;  // of each client or set; none for no noise
+  const double* sigma;
+  int64_t width;
+};
+
+static inline uint64_t scrambled(uint64_t z) {  // SplitMix64, as in coterie.models
+  z *= 0x9E3779B97F4A7C15u;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+  return z ^ (z >> 31);
+}
+
+static inline int64_t remainder_of(uint64_t bits, int64_t span) {
+  const int64_t rest = int64_t(bits) % span;
+  return rest < 0 ? rest + span : rest;
+}
