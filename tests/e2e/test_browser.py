@@ -278,6 +278,21 @@ def test_every_control_of_every_view_is_reached_with_tab(browser, study):
     assert missed == {}
 
 
+def test_a_chart_drawn_again_leaves_the_focus_where_it_is(browser, study):
+    """A window that changes its width draws its charts again, under the hands of who goes by keyboard."""
+    load(browser, write_report(study).as_uri(), "curves")
+    name = browser.find_element(By.CSS_SELECTOR, "#view-curves .legend button")
+    name.send_keys(Keys.SPACE)
+    width = "document.querySelector('#view-curves canvas').clientWidth"
+    before = browser.execute_script(f"return {width}")
+    browser.set_window_size(1000, 1400)
+    wait(browser, f"{width} !== {before}")
+    browser.set_window_size(1200, 1400)
+    wait(browser, f"{width} === {before}")
+    focused = browser.switch_to.active_element
+    assert (focused, focused.get_attribute("aria-pressed")) == (name, "false")
+
+
 def test_a_line_is_hidden_and_a_chart_zoomed_by_keyboard(browser, study):
     """Space on a name of the legend hides it and says so; + takes a fifth away from both ends, 0 brings all back."""
     load(browser, write_report(study).as_uri(), "curves")

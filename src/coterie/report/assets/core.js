@@ -145,15 +145,26 @@ function chart(container, { height = 340, caption = "", alt, option, click = nul
     const selected = Object.fromEntries([...named.keys()].map((name) => [name, !hidden.has(name)]));
     drawn.setOption({ ...whole, legend: { show: false, selected } }, { notMerge: true });
     legend.hidden = named.size < 2;
-    legend.replaceChildren(...[...named.values()].map((series) => entry(series)));
+    const entries = [...named.values()].map((series) => entry(series));
+    if (entries.some((button, i) => button !== legend.children[i]) || legend.children.length > entries.length) {
+      legend.replaceChildren(...entries);
+    }
   }
+  /* One button a name for as long as the chart lives: a chart drawn again must not take the keyboard's focus away. */
+  const buttons = new Map();
   function entry(series) {
-    const button = h("button", { type: "button", "aria-pressed": String(!hidden.has(series.name)) }, sample(series), series.name);
-    button.addEventListener("click", () => {
-      if (!hidden.delete(series.name)) hidden.add(series.name);
-      button.setAttribute("aria-pressed", String(!hidden.has(series.name)));
-      drawn.dispatchAction({ type: "legendToggleSelect", name: series.name });
-    });
+    const { name } = series;
+    if (!buttons.has(name)) {
+      const added = h("button", { type: "button", "aria-pressed": String(!hidden.has(name)) });
+      added.addEventListener("click", () => {
+        if (!hidden.delete(name)) hidden.add(name);
+        added.setAttribute("aria-pressed", String(!hidden.has(name)));
+        drawn.dispatchAction({ type: "legendToggleSelect", name });
+      });
+      buttons.set(name, added);
+    }
+    const button = buttons.get(name);
+    button.replaceChildren(sample(series), name);
     return button;
   }
   draw();
