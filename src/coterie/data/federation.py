@@ -19,7 +19,7 @@ from torch import Tensor
 
 from coterie._util.facts import Described, spread
 from coterie._util.files import replacing
-from coterie.data.source import all_finite
+from coterie.data.source import Part, all_finite
 from coterie.errors import DataError
 
 PADDING, TRAIN, VALIDATION = -1, 0, 1
@@ -89,6 +89,10 @@ class Federation(Described):
         class_names: a name per class, when known.
         noise: standard deviation of the noise on each client's prepared inputs, drawn anew at every access; None for
             no noise.
+        client_names: a name for each row, such as that of a hospital; empty where clients are numbers.
+        feature_names: a name for each entry of an input, when known.
+        parts: where an input is several tensors: what they are, in the order in which `x` holds them, one after
+            another as numbers. Empty where `x` is the input.
     """
 
     x: Shaped[Tensor, "clients samples *features"]
@@ -106,9 +110,16 @@ class Federation(Described):
     name: str = "federation"
     class_names: tuple[str, ...] = ()
     noise: Float[Tensor, " clients"] | None = None
+    client_names: tuple[str, ...] = ()
+    feature_names: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def name_of(self, row: int) -> str:
+        """Return how people call the client of a row: by its name, else "client 7"."""
+        return self.client_names[row] if self.client_names else f"client {int(self.ids[row])}"
 
     def facts(self) -> tuple[str, dict[str, Any]]:
         """Return a title, and what there is to know in a few words; `print` and notebooks show it."""
@@ -174,6 +185,7 @@ class Federation(Described):
             ids=self.ids[rows],
             origin=None if self.origin is None else self.origin[rows],
             noise=None if self.noise is None else self.noise[rows],
+            client_names=tuple(self.client_names[row] for row in rows.tolist()) if self.client_names else (),
             truth=None,
         )
 
@@ -250,6 +262,9 @@ class Federation(Described):
             "std": self.std,
             "name": self.name,
             "class_names": self.class_names,
+            "client_names": self.client_names,
+            "feature_names": self.feature_names,
+            "parts": [[part.name, part.shape, part.whole] for part in self.parts],
             "tests": [test.name for test in self.tests],
             "test_noise": [test.noise for test in self.tests],
             "truth": None if self.truth is None else {"names": self.truth.names, "shift": self.truth.shift},
@@ -299,4 +314,7 @@ class Federation(Described):
             name=meta["name"],
             class_names=tuple(meta["class_names"]),
             noise=tensors.get("noise"),
+            client_names=tuple(meta.get("client_names", ())),
+            feature_names=tuple(meta.get("feature_names", ())),
+            parts=tuple(Part(name, tuple(shape), whole) for name, shape, whole in meta.get("parts", ())),
         )

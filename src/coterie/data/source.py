@@ -24,6 +24,21 @@ def all_finite(values: Shaped[Tensor, "..."]) -> bool:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One tensor of an input that is several.
+
+    Args:
+        name: the argument of the module's `forward` that it is; empty for the next positional one.
+        shape: of one sample.
+        whole: whether the module takes it as whole numbers (int64), such as the codes of categories.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    whole: bool = False
+
+
+@dataclass(frozen=True)
 class Samples:
     """Inputs, targets and further columns of samples.
 

@@ -6,13 +6,13 @@ A package offers a method under a short name by an entry point in the group "cot
     ring = "ring_package.ring:Ring"
 """
 
-import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn, cast
 
+from coterie._util.importing import imported
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, unknown
 from coterie.methods import METHODS
@@ -84,16 +84,7 @@ def _origin(point: EntryPoint) -> str:
 
 def _imported(path: str, what: str, package: str) -> type[Method]:
     """Import a class and check that it is a method."""
-    module, _, name = path.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except ModuleNotFoundError as error:
-        advice = f"install {package or 'the package that has it'}, or add its folder to PYTHONPATH"
-        raise ConfigError(f"{what}: there is no module {error.name!r}; {advice}") from error
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{what}: {error}; expected package.module:Class, importable from here") from error
+    found = imported(path, what, package)
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise ConfigError(f"{what} is {found!r}; expected a subclass of coterie.Method")
     if inspect.isabstract(found) or not hasattr(found, "kind"):

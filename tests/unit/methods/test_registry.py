@@ -52,7 +52,7 @@ def test_a_method_is_found_by_name_by_entry_point_and_by_import_path(offers):
         ("coterie.methods.local:Ring", "no attribute 'Ring'"),
         ("coterie.errors:ConfigError", "expected a subclass of coterie.Method"),
         ("coterie.methods.base:PeerMethod", "lacks exchange"),
-        (":Ring", "expected package.module:Class"),
+        (":Ring", "expected package.module:name"),
     ],
 )
 def test_what_is_no_method_is_said_in_a_line(kind, said):
