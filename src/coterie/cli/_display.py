@@ -127,9 +127,11 @@ def _line(note: Note) -> str:
 
 
 def _quality(step: Step) -> str:
-    """The validation accuracy or loss, if this round was evaluated."""
-    if not np.isnan(step.accuracy):
-        return f"val. acc. {ACCURACY.show(step.accuracy, brief=True)} {ACCURACY.unit}"
+    """The validation metric or loss, if this round was evaluated."""
+    if not np.isnan(step.score):
+        metric = REGISTRY[step.metric]
+        title = "acc." if metric == ACCURACY else metric.short
+        return f"val. {title} {metric.show(step.score, brief=True)} {metric.unit}".rstrip()
     return "" if np.isnan(step.loss) else f"val. loss {step.loss:.4g}"
 
 

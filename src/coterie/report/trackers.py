@@ -133,7 +133,7 @@ def live(open_writer: Opener, settings: Mapping[str, Any] | None = None) -> Iter
         key = step.label, step.seed
         if key not in writers:
             writers[key] = open_writer(f"{step.label}-seed-{step.seed}", {**(settings or {}), "seed": step.seed})
-        values = {f"validation/{LOSS.name}": step.loss, f"validation/{ACCURACY.name}": step.accuracy}
+        values = {f"validation/{LOSS.name}": step.loss, f"validation/{step.metric}": step.score}
         values |= {"seconds": step.seconds, **{f"train/{name}": value for name, value in step.reported.items()}}
         writers[key].log(step.round + 1, {name: value for name, value in values.items() if value == value})
 

@@ -233,7 +233,7 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "threads": torch.get_num_threads(),
         "timing": timing,
         "undefined": loop.undefined,
-        **({"metrics": own} if (own := stored(loop.recorded.values())) else {}),
+        **({"metrics": own} if (own := stored([*loop.recorded.values(), *(one.entry for one in loop.task.metrics)])) else {}),
     }
 
 

@@ -43,7 +43,8 @@ __all__ = ["Note", "Observer", "Progress", "Run", "Settings", "simulate"]
 class Progress:
     """What an observer hears after each round.
 
-    `reported` has means over clients of what the method reported; `engine` says which engine trains, and why.
+    `score` is the mean over clients of the validation metric that goes with the loss, and `metric` its name; NaN where
+    there is none. `reported` has means over clients of what the method reported; `engine` says which engine trains, and why.
     """
 
     label: str
@@ -51,10 +52,16 @@ class Progress:
     round: int
     rounds: int
     loss: float
-    accuracy: float
+    score: float
     seconds: float
     reported: Mapping[str, float] = field(default_factory=dict)
     engine: str = ""
+    metric: str = ACCURACY.name
+
+    @property
+    def accuracy(self) -> float:
+        """The mean validation accuracy; NaN where another metric goes with the loss."""
+        return self.score if self.metric == ACCURACY.name else float("nan")
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,7 @@ class Run(Described):
         table = self.metrics
         last = int(table["round"].to_numpy().max())
         known, final = Metrics({**REGISTRY, **self.method.recorded()}), {}
+        known |= {one.name: one for one in map(read_metric, self.settings.metrics)}
         for name, rows in final_tests(table).groupby("metric", sort=False, observed=True):
             metric, value = known[str(name)], rows["value"].to_numpy(float)
             spread = f"{metric.show(float(value.mean()))} ± {metric.show(float(value.std()))}"
@@ -308,14 +316,16 @@ def _progress(loop: Loop, label: str, seed: int, started: float) -> Progress:
         value = loop.validation.get(name)
         return float("nan") if value is None else float(value.nanmean())
 
+    metric = loop.task.engine.metrics[-1]
     return Progress(
         label=label,
         seed=seed,
         round=loop.next_round - 1,
         rounds=loop.settings.rounds,
         loss=mean(LOSS.name),
-        accuracy=mean(ACCURACY.name),
+        score=float("nan") if metric == LOSS.name else mean(metric),
         seconds=time.perf_counter() - started,
         reported=dict(loop.reported),
         engine=loop.task.engine.reason,
+        metric=metric,
     )
