@@ -233,6 +233,7 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "timing": timing,
         "undefined": loop.undefined,
         **({"metrics": own} if (own := stored(loop.recorded.values())) else {}),
+        **({"client_names": names} if (names := loop.record.client_names) else {}),
     }
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from coterie._util import pages
 from coterie._util.claims import claimed
 from coterie._util.facts import Described
+from coterie._util.names import called, few
 from coterie._util.settings import brief
 from coterie.data.federation import Federation
 from coterie.engine.device import check as check_device
@@ -79,6 +80,7 @@ class Run(Described):
         params: the evaluated model of each client.
         diverged: ids of the clients whose model became NaN or infinite.
         folder: where its files are; None when nothing was written.
+        names: the names of the clients by id; empty where clients are numbers.
     """
 
     label: str
@@ -91,6 +93,13 @@ class Run(Described):
     params: Float[Tensor, "clients params"]
     diverged: tuple[int, ...]
     folder: Path | None = None
+    names: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def metrics_by_name(self) -> pd.DataFrame:
+        """The metrics with the name of each client in place of its id."""
+        known = {client: called(self.names, client) for client in self.metrics["client"].unique()}
+        return self.metrics.assign(client=self.metrics["client"].map(known))
 
     def facts(self) -> tuple[str, dict[str, Any]]:
         """Return a title, and what the run came to in a few words; `print` and notebooks show it."""
@@ -102,6 +111,7 @@ class Run(Described):
             spread = f"{metric.show(float(value.mean()))} ± {metric.show(float(value.std()))}"
             final[metric.heading("test")] = f"{spread} (mean ± std over clients)"
         lost = f"{len(self.diverged)} of {len(self.params)} clients" if self.diverged else "no client"
+        lost += f" ({few(self.names, self.diverged)})" if self.diverged else ""
         return f"Run of {self.label!r} with seed {self.seed}", {
             "method": brief(self.method),
             "clients": len(self.params),
@@ -186,7 +196,7 @@ def simulate(
     lost = set(metrics.loc[metrics["metric"] == DIVERGED.name, "client"].tolist())
     return Run(
         label or method.kind, seed, method, settings, metrics, loop.record.edges, timing, params, tuple(sorted(lost)),
-        folder,
+        folder, federation.names,
     )  # fmt: skip
 
 
@@ -219,7 +229,7 @@ def _loop(
 ) -> Loop:
     truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
     door = exchange or InMemory(federation.ids, federation.population)
-    return Loop(task, method, door, settings, Rng(seed), Record(truth))
+    return Loop(task, method, door, settings, Rng(seed), Record(truth, federation.names))
 
 
 def make_task(federation: Federation, method: Method, model: ModelSource, settings: Settings) -> Task:

@@ -65,6 +65,7 @@ class Study:
         summary: the content of summary.json: `rows` and `timing`, the `seeds` that rows are means over, and how each
             run stands that is `left_out`.
         diverged: for each run that lost clients to NaN or infinity: which clients.
+        names: the names of the clients by id; empty where clients are numbers.
         server: whether a method of it has a server.
         elsewhere: the runs that other processes were working on, and who; they are not in the summary yet.
     """
@@ -75,6 +76,7 @@ class Study:
     diverged: Mapping[Job, tuple[int, ...]]
     server: bool = False
     elsewhere: Mapping[Job, str] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def rows(self) -> pd.DataFrame:
@@ -371,7 +373,8 @@ def _read(study: StudyConfig, folder: Path) -> Study:
         lost = run.metrics.loc[(run.metrics["metric"] == DIVERGED.name).to_numpy(), "client"].unique()
         if len(lost):
             diverged[Job(run.label, run.seed)] = tuple(sorted(int(client) for client in lost))
-    return Study(folder, study, content, diverged, any(summary.declared(run, "server") for run in runs))
+    server = any(summary.declared(run, "server") for run in runs)
+    return Study(folder, study, content, diverged, server, names=summary.client_names(runs))
 
 
 def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: bool) -> None:
