@@ -10,6 +10,7 @@ leave the same bytes. Each is claimed by the process that works on it, so that s
 Beside the files of each folder lies a manifest of their digests (`_util/manifest.py`).
 """
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -36,7 +37,7 @@ from coterie.simulation.loop import Loop
 from coterie.simulation.run import Note, Observer, Progress, make_task, reopen, simulate
 from coterie.simulation.workers import fan_out
 from coterie.studies import config
-from coterie.studies.definition import OWN, StudyConfig
+from coterie.studies.definition import LABEL, OWN, StudyConfig, is_label
 from coterie.studies.describe import describe
 
 CONFIG = "config.toml"
@@ -278,6 +279,8 @@ def resume_study(
 def stored(folder: str | Path, *, to_run: bool = False) -> tuple[StudyConfig, Path]:
     """Return the study in a folder and the folder above it, under which the study was started.
 
+    A folder that was renamed gives its name to the study; in the files of its runs the earlier name stays.
+
     Args:
         folder: of a study, or of one of its runs.
         to_run: whether it shall go on; to read its results needs no method, see `config.loads`.
@@ -294,9 +297,13 @@ def stored(folder: str | Path, *, to_run: bool = False) -> tuple[StudyConfig, Pa
         raise ConfigError(f"{path}: {fault}; `coterie run STUDY --resume` writes it again")
     study = config.loads((path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG), to_run=to_run)
     depth = len(Path(study.name).parts)
-    if path.parts[-depth:] != Path(study.name).parts:
-        raise ConfigError(f"{folder} holds the study {study.name!r} but is not called so; rename it back")
-    return study, path.parents[depth - 1]
+    if path.parts[-depth:] == Path(study.name).parts:
+        return study, path.parents[depth - 1]
+    if to_run:
+        require(is_label(path.name), f"{path}: the name of the folder", path.name, f"{LABEL}: rename it")
+    renamed = copy.copy(study)
+    object.__setattr__(renamed, "name", path.name)  # to read its results a folder may be called anything
+    return renamed, path.parent
 
 
 def reopen_run(

@@ -86,7 +86,7 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
             "provenance": [_provenance(run) for run in runs],
             "clients": clients(alike, metric, cluster),
             "data": _told(json.loads(path.read_text("utf-8")), cluster) if path.is_file() else None,
-            "command": f"coterie run {shlex.quote(f'{runs[0].study}/{CONFIG}')} --out again",
+            "command": f"coterie run {shlex.quote(f'{_place(runs[0].study, home)}/{CONFIG}')} --out again",
             "study_config": config.read_text("utf-8") if config.is_file() else None,
         }
     )
@@ -115,6 +115,12 @@ def _told(description: dict[str, Any], cluster: np.ndarray) -> dict[str, Any]:
     own = ("shift", "train", "validation", "labels")
     few = {name: [description[name][i] for i in chosen] for name in own if len(description[name]) == len(cluster)}
     return {**description, **few, "sums": sums}
+
+
+def _place(study: str, home: Path) -> str:
+    """Where a study's folder lies below the folder that its runs were written to; it may have been renamed."""
+    whole, parts = home.resolve(), Path(study).parts
+    return study if whole.parts[-len(parts) :] == parts else whole.name
 
 
 def _method(label: str, group: Sequence[StoredRun]) -> dict[str, Any]:
