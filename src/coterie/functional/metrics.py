@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from coterie._util.importing import path_of
 from coterie._util.settings import Configurable, parse, plain
 from coterie.errors import require
 
@@ -275,10 +276,13 @@ ExtraMetric = Literal[
 """What `Settings.extra_metrics` may ask for: metrics, and groups of them."""
 
 
-def measured(classes: bool) -> tuple[str, ...]:
-    """Return what models are measured by on samples: the loss, and accuracy for classes or squared error else."""
-    kind = "classes" if classes else "regression"
-    return tuple(one.name for one in (LOSS, ACCURACY, MSE) if one.needs in (None, kind))
+def metric_name(given: Any) -> str:
+    """Return the name or import path under which a metric is found again: of a name, a metric or a function."""
+    if isinstance(given, Metric) and given.name in REGISTRY:
+        return given.name
+    if isinstance(given, str):
+        return given
+    return path_of(given, "metric")
 
 
 class Undefined(UserWarning):

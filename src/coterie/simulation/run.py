@@ -264,6 +264,7 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         clusters=federation.truth.cluster if knows and federation.truth is not None else None,
         expected=once * (settings.rounds + 1),
         batch_size=local.batch_size,
+        loss=settings.objective,
     )
 
 
