@@ -250,7 +250,7 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
     once = local.epochs * samples if local.steps is None else local.steps * local.batch_size * len(federation)
     if knows and federation.truth is None:
         raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
-    return Task(
+    task = Task(
         federation.host(federation.ids),
         method.model(source(model, federation.features, federation.outputs)),
         init=settings.init,
@@ -266,6 +266,16 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         batch_size=local.batch_size,
         loss=settings.objective,
     )
+    task.check_batches(local)
+    return task
+
+
+def check(federation: Federation, method: Method, model: ModelSource, settings: Settings) -> None:
+    """Find what is impossible before anything is written: one training step, and what the method begins with.
+
+    The arguments and errors are those of `make_task`; a method may refuse data that it can do nothing with.
+    """
+    _forecast(make_task(federation, method, model, settings), federation, method, settings, stored=False)
 
 
 def _forecast(

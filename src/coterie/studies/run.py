@@ -34,7 +34,7 @@ from coterie.results import summary
 from coterie.results.coverage import Standing
 from coterie.simulation import checkpoint
 from coterie.simulation.loop import Loop
-from coterie.simulation.run import Note, Observer, Progress, make_task, reopen, simulate
+from coterie.simulation.run import Note, Observer, Progress, check, reopen, simulate
 from coterie.simulation.workers import fan_out
 from coterie.studies import config
 from coterie.studies.definition import LABEL, OWN, StudyConfig, is_label
@@ -151,7 +151,7 @@ class _Jobs:
             if engine not in ("auto", *ENGINES):
                 raise ConfigError(unknown("engine", engine, ("auto", *ENGINES)))
             quick = replace(entry.settings, engine="loop")
-            make_task(federation, entry.method, self.network, quick)
+            check(federation, entry.method, self.network, quick)
 
     def data(self, seed: int) -> Federation:
         """The federation of a seed."""
