@@ -257,7 +257,7 @@ class Federation(Described):
         if len(names) not in (0, len(self)):
             raise DataError(f"client_names has {len(names)} names; expected one for each of the {len(self)} clients")
         for name in names:
-            if not isinstance(name, str) or not name.strip() or any("\ud800" <= sign <= "\udfff" for sign in name):
+            if not name.strip() or any("\ud800" <= sign <= "\udfff" for sign in name):
                 raise DataError(f"a client is called {name!r}; expected a text that is not empty and valid Unicode")
         if len(set(names)) < len(names):
             twice = next(name for place, name in enumerate(names) if name in names[:place])

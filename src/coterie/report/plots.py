@@ -38,7 +38,7 @@ DASHES = ("-", "--", ":", "-.", (0, (8, 2, 2, 2, 2, 2)), (0, (1, 3)), (0, (10, 3
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 WIDTH = 3.3  # inches: a column of a paper
 ACROSS = 4  # panels in a row
-MOST_NAMES = 40  # clients of which a picture has room for the names
+MOST_NAMES = 20  # clients of which a picture has room for the names
 PERCENT = 100.0
 FAR = 10.0  # the ratio of values from which an axis becomes logarithmic
 
@@ -135,7 +135,8 @@ def heatmaps(runs: Named) -> Drawn:
         if number % ACROSS == 0:
             axes.set(ylabel="client")
         if names and len(order) <= MOST_NAMES:
-            told = [short(called(names, client)) for client in order]
+            axes.set_xlabel("peer whose\nmodel was used")
+            told = [short(called(names, client), 16) for client in order.tolist()]
             axes.set_xticks(range(len(order)), told, rotation=90, fontsize=5)
             axes.set_yticks(range(len(order)), told if number % ACROSS == 0 else [], fontsize=5)
         reader, read = np.nonzero(count)
@@ -240,8 +241,8 @@ def graphs(runs: Named, *, peers: int = 3, after: str | None = None) -> Drawn:
             turned = math.degrees(angle[client]) - (0 if side == "left" else 180)
             axes.text(1.08 * x[client], 1.08 * y[client], short(names[client], 16), fontsize=5, ha=side, va="center",
                       rotation=turned, rotation_mode="anchor")  # fmt: skip
-        axes.set(title=name, aspect="equal")
-        axes.title.set_y(1.25 if names and len(cluster) <= MOST_NAMES else 1.0)
+        axes.set_title(name, pad=45 if names and len(cluster) <= MOST_NAMES else None)
+        axes.set(aspect="equal")
         axes.axis("off")
     return figure, _with_names(pd.DataFrame(rows, columns=["method", "reader", "read", "times"]), names)
 
@@ -279,7 +280,7 @@ def labels(runs: Named) -> Drawn:
 def _with_names(table: pd.DataFrame, names: Mapping[int, str]) -> pd.DataFrame:
     """The table behind a figure with the names of its clients, where they have any, in columns at its end."""
     columns = [column for column in ("client", "reader", "read") if names and column in table]
-    return table.assign(**{f"{column}_name": [called(names, one) for one in table[column]] for column in columns})
+    return table.assign(**{f"{column}_name": [called(names, one) for one in table[column].tolist()] for column in columns})
 
 
 def content_of(run: StoredRun, by: str) -> tuple[list[str], np.ndarray]:

@@ -98,7 +98,7 @@ class Run(Described):
     @property
     def metrics_by_name(self) -> pd.DataFrame:
         """The metrics with the name of each client in place of its id."""
-        known = {client: called(self.names, client) for client in self.metrics["client"].unique()}
+        known = {client: called(self.names, client) for client in self.metrics["client"].unique().tolist()}
         return self.metrics.assign(client=self.metrics["client"].map(known))
 
     def facts(self) -> tuple[str, dict[str, Any]]:
@@ -111,7 +111,7 @@ class Run(Described):
             spread = f"{metric.show(float(value.mean()))} ± {metric.show(float(value.std()))}"
             final[metric.heading("test")] = f"{spread} (mean ± std over clients)"
         lost = f"{len(self.diverged)} of {len(self.params)} clients" if self.diverged else "no client"
-        lost += f" ({few(self.names, self.diverged)})" if self.diverged else ""
+        lost += f" ({few(self.names, self.diverged)})" if self.diverged and self.names else ""
         return f"Run of {self.label!r} with seed {self.seed}", {
             "method": brief(self.method),
             "clients": len(self.params),
