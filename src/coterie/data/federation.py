@@ -19,6 +19,7 @@ from torch import Tensor
 
 from coterie._util.facts import Described, spread
 from coterie._util.files import replacing
+from coterie._util.names import called, few, short
 from coterie.data.source import Part, all_finite
 from coterie.errors import DataError
 
@@ -119,7 +120,12 @@ class Federation(Described):
 
     def name_of(self, row: int) -> str:
         """Return how people call the client of a row: by its name, else "client 7"."""
-        return self.client_names[row] if self.client_names else f"client {int(self.ids[row])}"
+        return called(self.names, int(self.ids[row]))
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The name of each client here by its id; empty where clients are numbers."""
+        return dict(zip(self.ids.tolist(), self.client_names, strict=True)) if self.client_names else {}
 
     def facts(self) -> tuple[str, dict[str, Any]]:
         """Return a title, and what there is to know in a few words; `print` and notebooks show it."""
@@ -132,7 +138,7 @@ class Federation(Described):
             sizes = torch.bincount(self.truth.cluster, minlength=len(self.truth.names)).tolist()
             clusters = ", ".join(f"{name} ({size})" for name, size in zip(self.truth.names, sizes, strict=True))
         return f"Federation {self.name!r}", {
-            "clients": hosted,
+            "clients": f"{hosted} ({few(self.names, self.ids.tolist())})" if self.names else hosted,
             "samples of a client": ", ".join([*samples, f"test {spread(tests)}"]),
             "inputs": f"{' x '.join(map(str, self.features))} of {str(self.x.dtype).removeprefix('torch.')}",
             "targets": what,
@@ -223,9 +229,10 @@ class Federation(Described):
         Raises:
             DataError: with what was found, what was expected and what to do.
         """
+        self._check_names()
         if self.x.is_floating_point() and not all_finite(self.x):
             bad = int((~torch.isfinite(self.x)).reshape(len(self), -1).any(1).nonzero()[0])
-            raise DataError(f"the inputs of client {int(self.ids[bad])} contain NaN or infinity; clean or drop them")
+            raise DataError(f"the inputs of {self.name_of(bad)} contain NaN or infinity; clean or drop them")
         used = self.split >= 0
         if self.classes:
             labels = self.y[used]
@@ -241,8 +248,20 @@ class Federation(Described):
             raise DataError(f"noise from {min(levels)} to {max(levels)}; expected finite numbers, not negative")
         empty = (self.counts("train") == 0).nonzero().flatten().tolist()
         if empty:
-            raise DataError(f"client {int(self.ids[empty[0]])} has no training samples; give every client at least one")
+            raise DataError(f"{self.name_of(empty[0])} has no training samples; give every client at least one")
         return self
+
+    def _check_names(self) -> None:
+        """Clients have names that can be told apart and written, or none has one."""
+        names = self.client_names
+        if len(names) not in (0, len(self)):
+            raise DataError(f"client_names has {len(names)} names; expected one for each of the {len(self)} clients")
+        for name in names:
+            if not name.strip() or any("\ud800" <= sign <= "\udfff" for sign in name):
+                raise DataError(f"a client is called {name!r}; expected a text that is not empty and valid Unicode")
+        if len(set(names)) < len(names):
+            twice = next(name for place, name in enumerate(names) if name in names[:place])
+            raise DataError(f"two clients are called {short(twice, 80)!r}; give every client a name of its own")
 
     def save(self, path: str | Path) -> None:
         """Write the federation to one safetensors file, atomically."""

@@ -16,7 +16,7 @@ from coterie.data.federation import SPLITS, Federation
 from coterie.data.source import is_images
 from coterie.engine._augment import CropFlip
 from coterie.engine._base import measured
-from coterie.engine._batches import last_epoch_mean, plan, steps
+from coterie.engine._batches import last_epoch_mean, plan, smallest, steps
 from coterie.engine._choice import default_block, make
 from coterie.engine._work import Pairs, RawSamples, Training, distinct
 from coterie.engine.device import check as check_device
@@ -228,6 +228,41 @@ class Task:
         if self.objective.targets == "class" and outputs.shape[-1] < self.classes:
             raise ModelError(f"the module has {outputs.shape[-1]} outputs; expected {self.classes}, one a class")
         self.objective.fits(outputs, y)
+
+    def check_batches(self, local: LocalTraining) -> None:
+        """Refuse clients one of whose batches holds one sample, where the module normalizes over batches.
+
+        Raises:
+            ModelError: with the client, and what to do.
+        """
+        counts = self.counts("train").tolist()
+        alone = [row for row, samples in enumerate(counts) if smallest(local, samples) == 1]
+        if not alone or self._takes_one():
+            return
+        name, samples = self._shared.federation.name_of(int(self._at[alone[0]])), counts[alone[0]]
+        more = f" ({len(alone) - 1} more like it)" if len(alone) > 1 else ""
+        needs, other = "batch normalization needs two or more", "a model without it (nn.GroupNorm, nn.LayerNorm)"
+        if local.batch_size == 1:
+            raise ModelError(f"local.batch_size is 1, and {needs} samples a batch: choose a larger one, or {other}")
+        if samples == 1:
+            raise ModelError(
+                f"{name} has one training sample{more}, and {needs} a batch: leave it out, or take {other}"
+            )
+        raise ModelError(
+            f"{name} has {samples} training samples, so its last batch of local.batch_size = {local.batch_size} holds "
+            f"one{more}, and {needs}: set local.drop_last = true, choose another batch size, or take {other}"
+        )
+
+    def _takes_one(self) -> bool:
+        """Whether the module trains on a batch of one sample."""
+        try:
+            with torch.no_grad():
+                copy.deepcopy(self.layout.train_module)(self._shared.samples.inputs(torch.zeros(1, dtype=torch.int64)))
+        except ValueError as error:
+            return "more than one value a channel" not in str(error)
+        except (RuntimeError, TypeError, NotImplementedError, IndexError):  # left to the engines
+            return True
+        return True
 
     @property
     def train_seconds(self) -> float:

@@ -225,7 +225,7 @@ def own_rows(file: NodeFile, study: StudyConfig, clients: tuple[int, ...], popul
         x, y, clients=["own"] * len(y), test=test, classes=source.classes,
         validation_fraction=source.validation, test_fraction=source.test, seed=study.seeds[0], name="own data",
     )  # fmt: skip
-    return _placed(federation, clients, population)
+    return _placed(replace(federation, client_names=()), clients, population)  # the roster says how the node is called
 
 
 def _placed(federation: Federation, clients: tuple[int, ...], population: int) -> Federation:

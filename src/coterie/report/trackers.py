@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from coterie._util.names import few
 from coterie.errors import ConfigError
-from coterie.functional.metrics import ACCURACY, LOSS, Metric, stored
+from coterie.functional.metrics import LOSS, Metric, stored
 from coterie.results.summary import StoredRun
 from coterie.simulation.run import Observer, Progress
 
@@ -153,6 +154,8 @@ def export(runs: Sequence[StoredRun], open_writer: Opener) -> int:
     for run in runs:
         declared = {name: described(run.known[name]) for name in stored(run.known.values())}
         settings = dict(_flat({**run.config, **({"metrics": declared} if declared else {})}))
+        if run.names:
+            settings["client_names"] = few(run.names, run.names, 50)
         writer = open_writer(f"{run.study}-{run.label}-seed-{run.seed}".replace(os.sep, "-"), settings)
         for index, values in _by_round(run):
             writer.log(index + 1, values)

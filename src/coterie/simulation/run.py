@@ -16,6 +16,7 @@ from torch import Tensor
 from coterie._util import pages
 from coterie._util.claims import claimed
 from coterie._util.facts import Described
+from coterie._util.names import called, few
 from coterie._util.settings import brief
 from coterie.data.federation import Federation
 from coterie.engine.device import check as check_device
@@ -44,7 +45,8 @@ class Progress:
     """What an observer hears after each round.
 
     `score` is the mean over clients of the validation metric that goes with the loss, and `metric` its name; NaN where
-    there is none. `reported` has means over clients of what the method reported; `engine` says which engine trains, and why.
+    there is none. `reported` has means over clients of what the method reported; `engine` says which engine trains, and
+    why.
     """
 
     label: str
@@ -87,6 +89,7 @@ class Run(Described):
         params: the evaluated model of each client.
         diverged: ids of the clients whose model became NaN or infinite.
         folder: where its files are; None when nothing was written.
+        names: the names of the clients by id; empty where clients are numbers.
     """
 
     label: str
@@ -99,6 +102,13 @@ class Run(Described):
     params: Float[Tensor, "clients params"]
     diverged: tuple[int, ...]
     folder: Path | None = None
+    names: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def metrics_by_name(self) -> pd.DataFrame:
+        """The metrics with the name of each client in place of its id."""
+        known = {client: called(self.names, client) for client in self.metrics["client"].unique().tolist()}
+        return self.metrics.assign(client=self.metrics["client"].map(known))
 
     def facts(self) -> tuple[str, dict[str, Any]]:
         """Return a title, and what the run came to in a few words; `print` and notebooks show it."""
@@ -111,6 +121,7 @@ class Run(Described):
             spread = f"{metric.show(float(value.mean()))} ± {metric.show(float(value.std()))}"
             final[metric.heading("test")] = f"{spread} (mean ± std over clients)"
         lost = f"{len(self.diverged)} of {len(self.params)} clients" if self.diverged else "no client"
+        lost += f" ({few(self.names, self.diverged)})" if self.diverged and self.names else ""
         return f"Run of {self.label!r} with seed {self.seed}", {
             "method": brief(self.method),
             "clients": len(self.params),
@@ -195,7 +206,7 @@ def simulate(
     lost = set(metrics.loc[metrics["metric"] == DIVERGED.name, "client"].tolist())
     return Run(
         label or method.kind, seed, method, settings, metrics, loop.record.edges, timing, params, tuple(sorted(lost)),
-        folder,
+        folder, federation.names,
     )  # fmt: skip
 
 
@@ -228,7 +239,7 @@ def _loop(
 ) -> Loop:
     truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
     door = exchange or InMemory(federation.ids, federation.population)
-    return Loop(task, method, door, settings, Rng(seed), Record(truth))
+    return Loop(task, method, door, settings, Rng(seed), Record(truth, federation.names))
 
 
 def make_task(federation: Federation, method: Method, model: ModelSource, settings: Settings) -> Task:
@@ -250,7 +261,7 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
     if knows and federation.truth is None:
         raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
     loss = settings.objective or usual_loss(federation.y.flatten(0, 1), federation.classes)
-    return Task(
+    task = Task(
         federation.host(federation.ids),
         method.model(source(model, federation.features, loss.width(federation.y.flatten(0, 1), federation.classes))),
         init=settings.init,
@@ -267,6 +278,16 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         loss=loss,
         metrics=[read_metric(one) for one in settings.metrics],
     )
+    task.check_batches(local)
+    return task
+
+
+def check(federation: Federation, method: Method, model: ModelSource, settings: Settings) -> None:
+    """Find what is impossible before anything is written: one training step, and what the method begins with.
+
+    The arguments and errors are those of `make_task`; a method may refuse data that it can do nothing with.
+    """
+    _forecast(make_task(federation, method, model, settings), federation, method, settings, stored=False)
 
 
 def _forecast(

@@ -27,7 +27,7 @@ from coterie.simulation.settings import Settings
 from coterie.simulation.workers import fan_out
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
-from coterie.studies.definition import MethodConfig
+from coterie.studies.definition import MethodConfig, folded
 
 Point = tuple[tuple[str, Any], ...]
 """One choice: (setting, value) for each axis of the grid."""
@@ -256,7 +256,7 @@ def _setting(path: str, entry: MethodConfig) -> str | None:
     if not path.startswith("methods."):
         return path
     head, _, key = path.removeprefix("methods.").rpartition(".")
-    return key if head.strip('"').lower() in (entry.label.lower(), entry.kind.lower()) else None
+    return key if folded(head.strip('"')) in (folded(entry.label), folded(entry.kind)) else None
 
 
 def _points(axes: Mapping[str, Sequence[Any]]) -> list[Point]:

@@ -223,3 +223,11 @@ def test_a_hundred_clients_three_hundred_rounds_four_methods_and_three_seeds_sta
     runs, _ = find_runs([study])
     assert [(run.rounds, run.population, run.finished) for run in runs] == [(300, 100, True)] * 12
     assert page.write_report(study).stat().st_size < 5_000_000
+
+
+def test_names_of_clients_are_told_in_words_and_escaped(named):
+    study, _ = named
+    text = page.write_report(study).read_text("utf-8")
+    shown = "Oslo &quot;A&quot;, &lt;script&gt;document.title=1&lt;/script&gt;, مستشفى الملك"
+    assert f"<dt>Clients</dt><dd>4 ({shown})</dd>" in text
+    assert "<script>document" not in text

@@ -145,3 +145,10 @@ def test_the_command_copies_every_run_and_names_what_it_left_out(small, tmp_path
     assert "DAC: seed 0 damaged" in told.stderr
     assert told.stdout == f"3 runs written to {tmp_path / 't'}\n"
     assert opened == ["small-DAC-seed-1", "small-Local-seed-0", "small-Local-seed-1"]
+
+
+def test_a_tracker_is_told_the_names_of_clients(kept, named):
+    opened, open_writer = kept
+    study, names = named
+    trackers.export(find_runs([study])[0], open_writer)
+    assert opened[0].settings["client_names"] == ", ".join(names.values())
