@@ -142,7 +142,7 @@ def load(
         return made
     root = data_dir or os.environ.get("COTERIE_DATA")
     if name in OWN_KINDS:
-        return _own(name, dict(options or {}), root)
+        return own(name, options or {}, root)
     if options:
         raise ConfigError(f"data.options is {dict(options)!r}; {name} has no options")
     if name == "digits":
@@ -198,19 +198,36 @@ def as_data(made: Any, path: str) -> Source | Federation:
     return Source.of(x, y, test=test, name=path.partition(":")[2])
 
 
-def _own(name: str, options: dict[str, Any], root: str | Path | None) -> Source:
-    """Read a table or a folder of images."""
+def own(name: str, options: Mapping[str, Any], root: str | Path | None = None, *, shared: bool = False) -> Source:
+    """Read a table or a folder of images.
+
+    Args:
+        name: "table" or "folder".
+        options: the path, and what `from_table` or `from_folder` takes beside it.
+        root: the folder where the path is looked for when it is not found from here.
+        shared: whether other machines read data of their own: classes and categories must then be given.
+
+    Raises:
+        ConfigError: on unknown options, or missing ones.
+        DataError: when the data cannot be used.
+    """
     from coterie.data.folders import Pictures, read_pictures
     from coterie.data.tables import Columns, read_table
 
-    paths = {key: options.pop(key) for key in ("path", "test") if key in options and (key == "path" or name == "table")}
+    options = dict(options)
+    keys = ("path", "test") if name == "table" else ("path",)
+    paths = {key: options.pop(key) for key in keys if key in options}
     if "path" not in paths:
         raise ConfigError(f'data.options: path is missing; expected that of the {name}, such as path = "data/mine"')
     found = {key: _place(value, root, f"data.options.{key}") for key, value in paths.items()}
     title = found["path"].stem if name == "table" else found["path"].name
     if name == "folder":
-        return read_pictures(found["path"], parse(Pictures, options, "data.options"), name=title)
-    return read_table(found["path"], parse(Columns, options, "data.options"), test=found.get("test"), name=title)
+        pictures = parse(Pictures, options, "data.options")
+        if shared and not pictures.class_names:
+            raise ConfigError("data.options: class_names is missing; every machine must name the same classes")
+        return read_pictures(found["path"], pictures, name=title)
+    columns = parse(Columns, options, "data.options")
+    return read_table(found["path"], columns, test=found.get("test"), name=title, shared=shared)
 
 
 def _place(path: object, root: str | Path | None, where: str) -> Path:

@@ -91,7 +91,9 @@ class Columns(Configurable):
 _FILLED = f"{', '.join(map(repr, FILLS))}, a number, or a table of these by column"
 
 
-def read_table(table: Any, columns: Columns, *, test: Any = None, name: str = "table") -> Source:
+def read_table(
+    table: Any, columns: Columns, *, test: Any = None, name: str = "table", shared: bool = False
+) -> Source:
     """Make a source from a table.
 
     Args:
@@ -99,9 +101,10 @@ def read_table(table: Any, columns: Columns, *, test: Any = None, name: str = "t
         columns: what is what in it.
         test: a table that is the test set of all clients.
         name: a name for the data.
+        shared: whether other machines read tables of their own: classes and categories must then be given.
 
     Raises:
-        ConfigError: when a setting names no column.
+        ConfigError: when a setting names no column, or is missing.
         DataError: when columns cannot be used.
     """
     pool = _Table(_arrow(table), columns.client, name)
@@ -113,6 +116,8 @@ def read_table(table: Any, columns: Columns, *, test: Any = None, name: str = "t
             other.require(needed)
     names = () if pool.owners is None else pool.names
     read = [_read_column(tables, feature, columns) for feature in chosen]
+    if shared:
+        _require_given(read, tables, columns)
     flat, codes = [one for one in read if not one.codes], [one for one in read if one.codes]
     placed, start = [], 0
     for one in (*flat, *codes):
@@ -372,6 +377,22 @@ def _read_target(tables: Sequence[_Table], columns: Columns) -> tuple[list[torch
     if not whole and any(bool((one != one.round()).any()) for one in flat):
         raise DataError(f"target {names[0]!r} has fractions; expected whole numbers as classes, or classes = 0")
     return [one.long() for one in flat], tuple(columns.class_names), classes
+
+
+def _require_given(read: Sequence[_Read], tables: Sequence[_Table], columns: Columns) -> None:
+    """What text means must not depend on the rows that one machine has."""
+    open_ones = [one.name for one in read if not one.numeric and one.name not in columns.categories]
+    if open_ones:
+        raise ConfigError(
+            f"the categories of {open_ones[0]!r} are missing; every machine must name the same: "
+            f"categories = {{ {open_ones[0]} = [...] }}"
+        )
+    kinds = [tables[0].require(name).type for name in columns.targets]
+    text, whole = any(map(_is_text, kinds)), not any(map(pa.types.is_floating, kinds))
+    if text and not columns.class_names:
+        raise ConfigError(f"the classes of {columns.targets[0]!r} are missing; every machine must name the same: class_names")
+    if not text and whole and len(kinds) == 1 and columns.classes is None:
+        raise ConfigError(f"classes is missing; every machine must say how many {columns.targets[0]!r} has (0: regression)")
 
 
 def _require_full(table: _Table, name: str, empty: np.ndarray) -> None:
