@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from coterie._util.settings import parse
 from coterie.data.build import DataConfig, build_from_sources
@@ -224,7 +224,7 @@ def from_folder(
 
 
 def from_dataset(
-    dataset: Dataset[Any],
+    dataset: Any,
     clients: Any,
     *,
     transform: Callable[[Any], Any] | None = None,
@@ -259,7 +259,7 @@ def from_dataset(
 
 
 def from_datasets(
-    datasets: Sequence[Dataset[Any]] | Mapping[str, Dataset[Any]],
+    datasets: Sequence[Any] | Mapping[str, Any],
     *,
     transform: Callable[[Any], Any] | None = None,
     test: tuple[Any, Any] | None = None,

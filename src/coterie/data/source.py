@@ -262,7 +262,7 @@ def as_samples(x: Any, y: Any, classes: int | None, columns: Mapping[str, Tensor
     return Samples(x, _targets(y, classes), columns or {})
 
 
-def _targets(y: Shaped[Tensor, "samples *targets"], classes: int | None) -> Shaped[Tensor, "samples *targets"]:
+def _targets(y: Shaped[Tensor, "samples *targets"], classes: int | None) -> Shaped[Tensor, "samples *kept"]:
     """Targets as they are kept: integers as int64, floats as float32."""
     if y.is_floating_point():
         if not classes:
@@ -394,7 +394,8 @@ def numbered_clients(
     owners = np.asarray(clients)
     if owners.ndim != 1 or len(owners) != samples:
         raise DataError(f"clients has shape {owners.shape}; expected one value for each of the {samples} samples")
-    missing = [place for place, one in enumerate(owners.tolist()) if one is None or one != one]
+    given = clients if isinstance(clients, list | tuple) else owners.tolist()
+    missing = [place for place, one in enumerate(given) if one is None or one != one]
     if missing:
         raise DataError(f"clients has no value for sample {missing[0]}; fill it, or drop the sample")
     try:
@@ -430,6 +431,8 @@ def _array(value: Any, name: str) -> np.ndarray:
     """An array of what a caller gives; whole numbers or floats in place of objects that are."""
     try:
         array = np.asarray(value)
+        if array.dtype.kind == "U" and isinstance(value, list | tuple):  # numpy writes None and NaN as words
+            array = np.asarray(value, object)
         if array.dtype.kind == "O" and array.size and not any(isinstance(one, str) for one in array.flat):
             array = np.asarray(array.tolist())
     except ValueError as error:
