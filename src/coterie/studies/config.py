@@ -18,6 +18,7 @@ from typing import Any
 
 from coterie._util import settings as tables
 from coterie.data.build import DataConfig
+from coterie.data.datasets import OWN_KINDS
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, require, unknown
 from coterie.methods import METHODS, registry
@@ -187,7 +188,18 @@ def _read(file: Traversable, readers: Sequence[Path] = ()) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
-    return _whole(text, str(file), Path(str(file)).parent, (*readers, here))
+    content = _whole(text, str(file), Path(str(file)).parent, (*readers, here))
+    _lead(content.get("data"), here.parent)
+    return content
+
+
+def _lead(data: object, folder: Path) -> None:
+    """Lead a path of own data that is not found from here to what lies beside the study file, in place."""
+    options = data.get("options") if isinstance(data, dict) and data.get("dataset") in OWN_KINDS else None
+    for key in {"path", "test"} & set(options) if isinstance(options, dict) else ():
+        value = options[key]
+        if isinstance(value, str) and not Path(value).expanduser().exists() and (folder / value).exists():
+            options[key] = str(folder / value)
 
 
 def _whole(text: str, where: str, folder: Path = Path(), readers: Sequence[Path] = ()) -> dict[str, Any]:
