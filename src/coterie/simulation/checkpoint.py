@@ -47,8 +47,9 @@ def identity(method: Method, settings: "Settings", seed: int, federation: Federa
     kept = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _NOT_IDENTITY}
     if settings.precision == "full":  # younger than checkpoints that are about, as is the next
         del kept["precision"]
-    if not settings.local.persistent_client_optimizer:
-        kept["local"] = {k: v for k, v in kept["local"].items() if k != "persistent_client_optimizer"}
+    kept["local"] = settings.local.identity()
+    if settings.local.needs_rounds:
+        kept["rounds"] = settings.rounds
     what = [method.kind, dataclasses.asdict(method), kept, seed, federation.fingerprint(), str(task.layout.eval_module)]
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -240,6 +240,7 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
     once = local.epochs * samples if local.steps is None else local.steps * local.batch_size * len(federation)
     if knows and federation.truth is None:
         raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
+    local.verify()
     return Task(
         federation.host(federation.ids),
         method.model(source(model, federation.features, federation.outputs)),
@@ -254,6 +255,8 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         clusters=federation.truth.cluster if knows and federation.truth is not None else None,
         expected=once * (settings.rounds + 1),
         batch_size=local.batch_size,
+        own_optimizer=local.own,
+        rounds=settings.rounds,
     )
 
 
