@@ -66,7 +66,7 @@ class LocalTraining(Configurable):
         optimizer_options: arguments of an optimizer that is given by import path, beside `lr`.
         lr_schedule: a factor on `lr` for each round or step: a table such as `{ kind = "cosine", over = "rounds" }`, a
             list of tables, whose factors multiply, or the import path of a function (number, total) -> factor. Kinds
-            are "warmup", "linear", "cosine", "exponential" and "step"; see `engine.schedules`. None for a constant rate.
+            are "warmup", "linear", "cosine", "exponential" and "step"; see `engine.schedules`. None: a constant rate.
     """
 
     epochs: NonNegativeInt = 1
@@ -89,7 +89,7 @@ class LocalTraining(Configurable):
     lr_decay: NonNegativeFloat = 0.0
     initial_accumulator_value: NonNegativeFloat = 0.0
     optimizer_options: Mapping[str, Any] | None = None
-    lr_schedule: None | str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = None
+    lr_schedule: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         """Keep what Python can name, and a file cannot, by its import path or as a table."""

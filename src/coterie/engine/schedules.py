@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie._util.importing import imported, path_of
-from coterie._util.settings import Configurable, NonNegativeFloat, PositiveInt, parse, plain
+from coterie._util.settings import NONE, Configurable, NonNegativeFloat, PositiveInt, parse, plain
 from coterie.errors import ConfigError, unknown
 
 
@@ -267,6 +267,8 @@ def stored_schedules(given: Any) -> Any:
         >>> stored_schedules(Exponential(gamma=0.5))
         {'kind': 'exponential', 'over': 'rounds', 'gamma': 0.5}
     """
+    if given == NONE:  # which is a text, as a name is
+        return None
     if isinstance(given, list | tuple):
         return tuple(stored_schedules(one) for one in given)
     if isinstance(given, Own):
@@ -300,7 +302,9 @@ def rates(
     for schedule in schedules:
         if schedule.over == "rounds":
             if schedule.needs_total and rounds is None:
-                raise ConfigError(f"lr_schedule {schedule} runs over all rounds; expected Task(rounds=...), their number")
+                raise ConfigError(
+                    f"lr_schedule {schedule} runs over all rounds; expected Task(rounds=...), their number"
+                )
             found *= schedule.factor(max(0, round), rounds or 0)
             continue
         for total in own.unique().tolist():

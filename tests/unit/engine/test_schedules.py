@@ -78,7 +78,11 @@ def test_after_its_length_a_schedule_stays():
 @pytest.mark.option("LrSchedule.over", "rounds", "steps")
 def test_a_schedule_counts_rounds_or_steps_and_several_multiply():
     """Rate 1 in round 2 of 4, three steps and one: 1/2 ** 2; 1, 1/2, 1/4; and both."""
-    length, by_round, by_step = torch.tensor([[4, 4, 1], [2, 0, 0]]), Exponential(gamma=0.5), Exponential(gamma=0.5, over="steps")
+    length, by_round, by_step = (
+        torch.tensor([[4, 4, 1], [2, 0, 0]]),
+        Exponential(gamma=0.5),
+        Exponential(gamma=0.5, over="steps"),
+    )
     assert rates([by_round], 1.0, length, 2, 4)[0].tolist() == [0.25] * 3
     assert rates([by_step], 1.0, length, 2, 4).tolist() == [[1.0, 0.5, 0.25], [1.0, 0.0, 0.0]]
     assert rates([by_round, by_step], 1.0, length, 2, 4)[0].tolist() == [0.25, 0.125, 0.0625]
