@@ -48,8 +48,9 @@ def identity(method: Method, settings: "Settings", seed: int, federation: Federa
     if settings.precision == "full":  # younger than checkpoints that are about, as is the next
         del kept["precision"]
     kept = {name: value for name, value in kept.items() if name not in ("loss", "metrics") or value}
-    if not settings.local.persistent_client_optimizer:
-        kept["local"] = {k: v for k, v in kept["local"].items() if k != "persistent_client_optimizer"}
+    kept["local"] = settings.local.identity()
+    if settings.local.needs_rounds:
+        kept["rounds"] = settings.rounds
     what = [method.kind, dataclasses.asdict(method), kept, seed, federation.fingerprint(), str(task.layout.eval_module)]
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

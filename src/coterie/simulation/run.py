@@ -260,6 +260,7 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
     once = local.epochs * samples if local.steps is None else local.steps * local.batch_size * len(federation)
     if knows and federation.truth is None:
         raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
+    local.verify()
     loss = settings.objective or usual_loss(federation.y.flatten(0, 1), federation.classes)
     task = Task(
         federation.host(federation.ids),
@@ -277,6 +278,8 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         batch_size=local.batch_size,
         loss=loss,
         metrics=[read_metric(one) for one in settings.metrics],
+        own_optimizer=local.own,
+        rounds=settings.rounds,
     )
     task.check_batches(local)
     return task

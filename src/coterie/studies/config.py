@@ -19,7 +19,7 @@ from typing import Any
 from coterie._util import settings as tables
 from coterie.data.build import DataConfig
 from coterie.data.datasets import OWN_KINDS
-from coterie.engine.optim import LocalTraining
+from coterie.engine.optim import YOUNGER, LocalTraining
 from coterie.errors import ConfigError, require, unknown
 from coterie.methods import METHODS, registry
 from coterie.simulation.settings import Settings
@@ -139,6 +139,8 @@ def identity(study: StudyConfig) -> dict[str, Any]:
         del content["precision"]
     if not content.get("metrics"):
         content.pop("metrics", None)
+    if not study.settings.local.own:  # said or not, it is the same
+        content["local"]["weight_decay"] = study.settings.local.arguments["weight_decay"]
     for entry in content["methods"]:
         entry.pop("paper", None)
         entry.pop("package", None)
@@ -366,6 +368,7 @@ def _method(entry: object, settings: Settings, where: str, to_run: bool) -> Meth
 def _unknown_keys(entry: Mapping[str, Any]) -> set[str]:
     """The keys of a [[methods]] table that may be a method's own: neither [local] nor the study has such a setting."""
     known = {key: kind for kind in (LocalTraining, Settings) for key in (f.name for f in fields(kind))}
+    known = {key: kind for key, kind in known.items() if key not in YOUNGER}
     own = set(entry) - set(known) - {"local", *_HEAD}
     for key in set(entry) & set(known) - {"local"}:
         try:
