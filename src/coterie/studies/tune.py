@@ -215,7 +215,7 @@ class _Work:
             raise ConfigError("tuning needs validation data of every client; give data.validation")
         entry = _with_point(study, label, point).scaled(label)
         settings = replace(entry.settings, eval_every=0)
-        run = simulate(blind(federation), entry.method, model=study.model.kind, settings=settings, seed=seed)
+        run = simulate(blind(federation), entry.method, model=study.model.source, settings=settings, seed=seed)
         metric, values = _validation(run.metrics, "best" if settings.evaluate == "best_val" else "current")
         return Trial(label, point, seed, metric, float(values.mean(skipna=False)))
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from coterie.data.federation import Federation, TestSet, Truth
+from coterie.data.source import Samples, Source
 from coterie.engine.task import LocalTraining
 from coterie.rng import Rng
 from coterie.simulation.run import Settings
@@ -54,6 +55,18 @@ def tiny_federation(
         truth=Truth(cluster, names, tuple(names[int(c)] for c in cluster)),
         name="tiny",
     )
+
+
+def tiny_source(samples: int = 240, *, side: int = 6, classes: int = 3, seed: int = 0) -> Source:
+    """Make a small dataset of gray images, with a column "writer" of 12 values; the test set is half as large."""
+    stream = Rng(seed).generator("testing.source")
+
+    def draw(number: int) -> Samples:
+        x = torch.from_numpy(stream.integers(256, size=(number, 1, side, side), dtype=np.uint8))
+        y, writer = (torch.from_numpy(stream.permutation(number) % count) for count in (classes, 12))
+        return Samples(x, y, {"writer": writer})
+
+    return Source("tiny", draw(samples), draw(samples // 2), classes)
 
 
 def tiny_settings(**changes: Any) -> Settings:
