@@ -38,6 +38,8 @@ def same(a: Any, b: Any) -> bool:
         return a.dtype == b.dtype and np.array_equal(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
     if dataclasses.is_dataclass(a) and type(a) is type(b):
         return all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
     return type(a) is type(b) and bool(a == b)

@@ -1,7 +1,6 @@
 """Contract tests of shifts and partitions."""
 
 import copy
-import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -37,9 +36,8 @@ def check_shift(shift: Shift, *, source: Source | None = None, num_clients: int 
     """
     source = source or tiny_source()
     cls = type(shift)
-    assert dataclasses.is_dataclass(cls) and getattr(cls, "__dataclass_params__").frozen, (  # noqa: B009
-        "a shift is a frozen dataclass: its fields are the keys of its table"
-    )
+    frozen = getattr(cls, "__dataclass_params__").frozen  # noqa: B009
+    assert frozen, "a shift is a frozen dataclass: its fields are the keys of its table"
     known = getattr(cls, "__dataclass_fields__")  # noqa: B009
     plain = [name for name in inspect.get_annotations(cls) if name not in known]
     assert not plain, f"{plain[0]} is no field: write @dataclass(frozen=True) above the class"
@@ -49,10 +47,11 @@ def check_shift(shift: Shift, *, source: Source | None = None, num_clients: int 
     assert again == shift, f"read from its own table {table} it is another shift"
     before = copy.deepcopy(source)
     first, second = (_plan(one, source, num_clients) for one in (shift, again))
-    assert same(before.train, source.train) and same(before.test, source.test), "apply changed the dataset"
+    kept = same((before.train, before.test), (source.train, source.test))
+    assert kept, "apply changed the dataset: copy what you change in place"
     assert first == second, (
-        "apply gave two plans for the same random streams: draw from `streams` alone, and let transforms be dataclasses "
-        "that compare by value"
+        "apply gave two plans for the same random streams: draw from `streams` alone, and make transforms dataclasses, "
+        "which compare by value"
     )
     x = source.train.x[:8]
     for transform in dict.fromkeys(one for client in first for one in client.recipe.transforms):

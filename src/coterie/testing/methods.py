@@ -27,6 +27,7 @@ from coterie.rng import EVERYONE, Rng
 from coterie.simulation.loop import Loop, Undeclared
 from coterie.simulation.record import Record
 from coterie.simulation.run import Settings, simulate
+from coterie.testing._promises import promised
 from coterie.testing.tiny import tiny_federation, tiny_settings
 
 
@@ -60,7 +61,8 @@ def check_method(
     settings = settings or tiny_settings()
     make = _Maker(federation, method, model, settings)
     _check_description(method)
-    whole = _check_arguments(make)
+    with promised("its functions return what they promise"):
+        whole = _check_arguments(make)
     _check_hidden(make, whole)
     _check_repeats(make, whole)
     _check_grouping(make, whole)
@@ -211,8 +213,8 @@ def _check_hidden(make: _Maker, whole: Tensor) -> None:
         one.step()
         other.step()
     assert torch.equal(one.state.params, whole), (
-        "a run beside another one gave another result: something is kept outside the State (in the object, its class or "
-        "its module), or is drawn from another generator than rnd.rng"
+        "a run beside another one gave another result: something is kept outside the State (in the object, its class "
+        "or its module), or is drawn from another generator than rnd.rng"
     )
 
 

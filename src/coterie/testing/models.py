@@ -59,13 +59,13 @@ def check_model(
         whole = _trained(model, federation, settings)
         again = _trained(model, federation, settings)
     assert torch.equal(whole, again), (
-        "trained again with the same seed it is another model: it draws random numbers by itself; nn.Dropout's draws are "
-        "keyed"
+        "trained again with the same seed it is another model: it draws random numbers by itself; draw by nn.Dropout, "
+        "whose draws are keyed"
     )
     alone = run_grouped(federation, Local(), [[i] for i in range(len(federation))], model=model, settings=settings)
     assert torch.equal(whole, alone), (
-        "trained beside other clients it is another model: it keeps something outside its parameters and floating-point "
-        "buffers (register_buffer)"
+        "trained beside other clients it is another model: it keeps something outside its parameters and "
+        "floating-point buffers (register_buffer)"
     )
     said, scale = {}, float(whole.abs().max())
     limit = (1e-10 if settings.dtype == "float64" else 1e-4) * max(scale, 1.0)

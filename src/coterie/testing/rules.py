@@ -17,16 +17,17 @@ from coterie.testing._promises import found_again, promised, unchanged
 from coterie.testing.methods import check_method
 
 
-def check_aggregation(rule: str | Callable[..., Any], *, relabel: bool = True) -> None:
+def check_aggregation(rule: str | Callable[..., Any], *, similarity: bool = False, relabel: bool = True) -> None:
     """Check the guarantees that every aggregation rule must give.
 
     It is found by its import path, returns a finite model of the form of those that it is given, for one model and for
-    several, of either precision, with and without similarities, changes no argument, and gives the same result again.
-    The order of the peers changes nothing. In a peer-to-peer method and on a server it keeps the promises of methods:
-    hosting, silence and resume among them.
+    several, of either precision, changes no argument, and gives the same result again. The order of the peers changes
+    nothing. In a peer-to-peer method and on a server it keeps the promises of methods: hosting, silence and resume
+    among them.
 
     Args:
         rule: the function, or its import path.
+        similarity: whether the rule needs similarities; then it is for DAC, and tried with it alone.
         relabel: whether the order of the peers must not matter.
 
     Raises:
@@ -38,20 +39,27 @@ def check_aggregation(rule: str | Callable[..., Any], *, relabel: bool = True) -
         models = torch.from_numpy(stream.normal(size=(count, 7))).to(dtype)
         samples = torch.from_numpy(stream.integers(1, 50, size=count)).to(dtype)
         alike = torch.from_numpy(stream.random(count)).to(dtype)
-        for similarity, before in ((None, models[0]), (alike, models[0]), (None, torch.zeros_like(models[0]))):
-            received = Received(models.clone(), samples.clone(), similarity, before.clone())
+        cases = ((alike, models[0]),) if similarity else ((None, models[0]), (None, torch.zeros_like(models[0])))
+        for known, before in cases:
+            received = Received(
+                models.clone(), samples.clone(), None if known is None else known.clone(), before.clone()
+            )
             with promised("it returns the merged model"):
                 merged = unchanged(lambda r: aggregation.merged_by(function, r, "it"), received, "the rule")
             assert bool(torch.isfinite(merged).all()), f"merged from {count} finite models, the model is not finite"
             order = torch.from_numpy(np.array([0, *(1 + stream.permutation(count - 1))]))
-            told = None if similarity is None else similarity[order]
+            told = None if known is None else known[order]
             turned = function(Received(models[order], samples[order], told, before))
-            close = torch.allclose(turned, merged, rtol=1e-5 if dtype == torch.float32 else 1e-10, atol=1e-6)
-            assert close or not relabel, (
-                "the order of the peers changes the result: it is that of ids, which mean nothing"
-            )
-    check_method(Random(num_peers=3, aggregation=path), relabel=relabel)
-    check_method(FedAvg(aggregation=path), relabel=relabel)
+            limit = 1e-5 if dtype == torch.float32 else 1e-10
+            close = torch.allclose(turned, merged, rtol=limit, atol=limit)
+            assert close or not relabel, "the order of the peers changes the result; it is that of their ids"
+    methods = (
+        (Dac(num_peers=3, aggregation=path),)
+        if similarity
+        else (Random(num_peers=3, aggregation=path), FedAvg(aggregation=path))
+    )
+    for method in methods:
+        check_method(method, relabel=relabel)
 
 
 def check_selection(rule: str | Callable[..., Any], *, relabel: bool = True) -> None:
