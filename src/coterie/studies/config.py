@@ -116,7 +116,7 @@ def table(study: StudyConfig, *, decided: bool = True) -> dict[str, Any]:
         **{key: value for key, value in parts.items() if key not in ("data", "model", "methods")},
         **{key: settings[key] for key in _RUN_KEYS if key in settings},
         "data": parts["data"],
-        "model": parts["model"],
+        "model": {key: value for key, value in parts["model"].items() if value != {}},
         "local": settings["local"],
         "stopping": {} if patience is None else {"patience": patience},
         "methods": [_entry(entry, study.settings, decided) for entry in study.methods],

@@ -142,7 +142,7 @@ class _Jobs:
         """The model of the clients."""
         if self.model is None and self.config.model.kind == OWN:
             raise ConfigError("this study has a module of your own; give it from Python: run_study(..., model=...)")
-        return self.config.model.kind if self.model is None else self.model
+        return self.config.model.source if self.model is None else self.model
 
     def check(self, federation: Federation) -> None:
         """Find what is impossible before anything is written: one training step of each method's model, no more."""

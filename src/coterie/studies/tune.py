@@ -228,7 +228,8 @@ class _Work:
             )
         entry = _with_point(study, label, point).scaled(label)
         settings = replace(entry.settings, eval_every=0)
-        run = simulate(blind(federation), entry.method, model=self.model or study.model.kind, settings=settings, seed=seed)
+        model = self.model or study.model.source
+        run = simulate(blind(federation), entry.method, model=model, settings=settings, seed=seed)
         metric, values = _validation(run.metrics, "best" if settings.evaluate == "best_val" else "current")
         return Trial(label, point, seed, metric, float(values.mean(skipna=False)))
 

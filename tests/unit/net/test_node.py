@@ -127,6 +127,23 @@ PARITY = [(kind, SMALL.get(kind, {})) for kind in sorted(METHODS)]
 PARITY += [("dac", {"num_peers": 2, "loss_direction": "push"}), ("dac", {"num_peers": 2, "similarity": "cos_grad"})]
 
 
+def median(received):
+    """An aggregation rule."""
+    return received.models.median(0).values
+
+
+def curious(known):
+    """A selection rule."""
+    return known.noise + 5 * known.similarity - known.count + 0.1 * known.age
+
+
+PARITY += [
+    ("random", {"num_peers": 2, "selection": curious, "aggregation": median}),
+    ("dac", {"num_peers": 2, "selection": curious, "aggregation": median}),
+    ("fedavg", {"aggregation": median}),
+]
+
+
 @pytest.mark.parametrize(("kind", "options"), PARITY, ids=[" ".join([k, *map(str, o.values())]) for k, o in PARITY])
 def test_nodes_end_with_the_same_bits_as_the_simulation(networks, kind, options):
     """The same peers in every round, the same metrics, the same models, whoever hosts whom."""
