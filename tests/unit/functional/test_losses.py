@@ -35,10 +35,10 @@ def numbers(*shape):
 
 
 def with_gaps(targets, ignored=-100):
-    """Some positions do not count; of the second sample, none does."""
-    targets = torch.where(numbers(*targets.shape[1:]) < -0.5, ignored, targets)
-    targets[1] = ignored
-    return targets
+    """Some positions do not count, of the first sample the first; of the second sample, none does."""
+    found = torch.where(numbers(*targets.shape[1:]) < -0.5, ignored, targets)
+    found[0], found[0, 0], found[1] = targets[0], ignored, ignored
+    return found
 
 
 def survival():
@@ -314,7 +314,7 @@ def test_what_fits_is_accepted(name):
 @pytest.mark.parametrize(
     ("loss", "outputs", "targets", "said"),
     [
-        ("cross-entropy", (5, 4), (5,), r"loss 'cross-entropy' takes outputs .* found \(samples, 5, 4\) and \(samples, 5\)"),
+        ("cross-entropy", (5, 4), (5,), r"'cross-entropy' takes outputs .* found \(samples, 5, 4\) and \(samples, 5\)"),
         ("binary", (2,), (), "one yes or no a sample; found"),
         ("multi-label", (2,), (3,), r"found \(samples, 2\) and \(samples, 3\): the module needs one output a label"),
         ("tokens", (64,), (32,), r"takes outputs \(samples, positions, classes\) and targets \(samples, positions\)"),
