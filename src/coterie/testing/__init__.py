@@ -1,4 +1,4 @@
-"""Contract tests for methods and exchanges, your own included, and tiny federations to run them on.
+"""Contract tests for methods, exchanges, losses and metrics, your own included, and tiny federations to run them on.
 
     from coterie.testing import check_method
     check_method(MyMethod())
@@ -7,7 +7,17 @@ Each check raises AssertionError with a sentence that names the broken guarantee
 """
 
 from coterie.testing.exchanges import check_exchange
+from coterie.testing.losses import check_loss, check_metric
 from coterie.testing.methods import check_method, follow, run_grouped
 from coterie.testing.tiny import tiny_federation, tiny_settings
 
-__all__ = ["check_exchange", "check_method", "follow", "run_grouped", "tiny_federation", "tiny_settings"]
+__all__ = [
+    "check_exchange",
+    "check_loss",
+    "check_method",
+    "check_metric",
+    "follow",
+    "run_grouped",
+    "tiny_federation",
+    "tiny_settings",
+]
