@@ -36,7 +36,7 @@ class LoopEngine(Engine):
         self, layout: Layout, objective: Objective, precision: str = "full", channels_last: bool = False
     ) -> None:
         super().__init__(layout, objective, precision)
-        self.channels_last, self._plain = channels_last, objective is cross_entropy
+        self.channels_last, self._plain = channels_last, objective == cross_entropy
         self._room = threading.local()  # a model and its optimizers in each thread
         model = self._model(next(layout.train_module.parameters()).device)
         self.modules = (model.train_module, model.eval_module)

@@ -2,18 +2,20 @@
 
 import copy
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 from coterie._util import pages
 from coterie.data.federation import SPLITS, Federation
+from coterie.data.source import is_images
 from coterie.engine._augment import CropFlip
-from coterie.engine._base import Objective, cross_entropy, squared_error
+from coterie.engine._base import measured
 from coterie.engine._batches import last_epoch_mean, plan, steps
 from coterie.engine._choice import default_block, make
 from coterie.engine._work import Pairs, RawSamples, Training, distinct
@@ -24,7 +26,9 @@ from coterie.engine.precision import check as check_precision
 from coterie.errors import ModelError, require
 from coterie.exchange.base import Inbox
 from coterie.functional import metrics
-from coterie.models.layout import BUFFER_POLICIES, Layout, ModelSource, initial, source, template
+from coterie.functional.losses import Loss, loss_targets, usual_loss
+from coterie.functional.metrics import SampleMetric, Undefined
+from coterie.models.layout import BUFFER_POLICIES, Inputs, Layout, ModelSource, initial, source, template
 from coterie.rng import EVERYONE, Rng
 
 
@@ -61,6 +65,25 @@ def positions(split: Int[Tensor, "clients samples"], wanted: int) -> Positions:
     order = torch.argsort((~chosen).to(torch.int8), dim=1, stable=True)[:, : max(1, int(count.max()))]
     inside = torch.arange(order.shape[1]) < count[:, None]
     return Positions(torch.where(inside, order, 0), count)
+
+
+def _arguments(module: nn.Module, federation: Federation, dtype: torch.dtype) -> Inputs:
+    """Return what becomes of an input before the module takes it.
+
+    Whole numbers stay whole for a module that can take them (an embedding needs them), and are numbers of `dtype` for
+    others, such as a linear layer.
+    """
+    x = federation.x[0, :2]
+    whole = not (federation.parts or x.is_floating_point() or is_images(x[0]))
+    if not whole:
+        return Inputs(federation.parts)
+    layout = Layout(module, dtype, Inputs(whole=True))
+    try:
+        with torch.no_grad():
+            layout.eval_module(x)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError):
+        return Inputs()
+    return layout.arguments
 
 
 @dataclass
@@ -113,7 +136,8 @@ class Task:
         device: where models and data live; ids, counts, losses and other reports are on the CPU.
         precision: of the products in training and measuring: "full", "tf32" or "bf16"; see `engine.precision`.
         cuda_graphs: capture the steps of the vmap engine and replay them, on a CUDA device.
-        objective: (outputs, targets) -> one loss a sample; cross-entropy for classes and squared error else.
+        loss: what is minimized; cross-entropy for classes and squared error for numbers when None.
+        metrics: what `evaluate` measures beside the loss and the metric that goes with it.
         clusters: planted cluster of each hosted client, for methods that declare that they need it.
         expected: number of training samples in all, so that "auto" compiles only where that pays.
         batch_size: samples of a client's step, so that "auto" batches clients only where that pays.
@@ -121,6 +145,8 @@ class Task:
     Attributes:
         ids: the hosted clients, in the order of all rows.
         samples: training samples of each, as floats: the $n_i$ of the papers.
+        objective: the loss of each sample.
+        metrics: what `evaluate` measures further.
         layout: how the model's tensors lie in a row.
     """
 
@@ -137,7 +163,8 @@ class Task:
         device: str = "cpu",
         precision: str = "full",
         cuda_graphs: bool = False,
-        objective: Objective | None = None,
+        loss: Loss | None = None,
+        metrics: Sequence[SampleMetric] = (),
         clusters: Int[Tensor, " clients"] | None = None,
         expected: float | None = None,
         batch_size: int | None = None,
@@ -150,14 +177,16 @@ class Task:
         federation.validate()
         self.model = source(model, federation.features, federation.outputs)
         module = template(self.model)
-        self.layout = Layout(module, dtype).to(device)
+        self.objective = loss or usual_loss(federation.y.flatten(0, 1), federation.classes)
+        self.layout = Layout(module, dtype, _arguments(module, federation, dtype)).to(device)
         self.init_mode, self.buffers, self.device, self.dtype = init, buffers, device, dtype
         self.ids, self.population, self.classes = federation.ids, federation.population, federation.classes
         self.clusters = clusters
         where = {name: positions(federation.split, number) for name, number in SPLITS.items()}
 
         def samples(x: Tensor, y: Tensor) -> RawSamples:
-            return RawSamples(x.to(device), y.to(device), self.classes, dtype, federation.mean, federation.std)
+            targets = loss_targets(self.objective, y, dtype).to(device)
+            return RawSamples(x.to(device), targets, dtype, federation.mean, federation.std)
 
         everything = samples(federation.x.flatten(0, 1), federation.y.flatten(0, 1))
         tests = tuple(samples(test.x, test.y) for test in federation.tests)
@@ -167,14 +196,16 @@ class Task:
         self._rng = Rng(0)
         self._fixed = False  # first models are the module's own values
         self.samples = where["train"].count.to(dtype)
-        objective = objective or (cross_entropy if self.classes else squared_error)
         probe = torch.arange(8) % max(1, len(everything))
         x, y = everything.inputs(probe), everything.targets(probe)
-        self._check_outputs(x)
+        self._check_outputs(x, y)
+        self.metrics = tuple(one for one in metrics if one.name not in measured(self.objective))
+        for metric in self.metrics:
+            self.objective.require(metric, y)
         self.engine = make(
             engine,
             self.layout,
-            objective,
+            self.objective,
             x,
             y,
             expected,
@@ -187,15 +218,16 @@ class Task:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def _check_outputs(self, x: Tensor) -> None:
-        """Refuse a module with fewer outputs than classes; one that fails on such inputs is left to the engines."""
+    def _check_outputs(self, x: Tensor, y: Tensor) -> None:
+        """Refuse outputs that the loss does not take; a module that fails on such inputs is left to the engines."""
         try:
             with torch.no_grad():
                 outputs = self.layout.eval_module(x)
         except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError):
             return
-        if self.classes and outputs.shape[-1] < self.classes:
+        if self.objective.targets == "class" and outputs.shape[-1] < self.classes:
             raise ModelError(f"the module has {outputs.shape[-1]} outputs; expected {self.classes}, one a class")
+        self.objective.fits(outputs, y)
 
     @property
     def train_seconds(self) -> float:
@@ -442,7 +474,7 @@ class Task:
     def measure(
         self, params: Float[Tensor, "clients params"], split: str, inputs: Mapping[str, Tensor] | None = None
     ) -> dict[str, Float[Tensor, " clients"]]:
-        """Return loss and (for classes) accuracy of each client's model on its own data. No random draw is made."""
+        """Return the loss of each client's model on its own data, and what it is judged by. No random draw is made."""
         return self._measure(params, torch.arange(len(self)), torch.arange(len(self)), split, inputs)
 
     def score(self, inbox: Inbox, split: str = "train", *, keep: bool = False) -> Float[Tensor, "clients peers"]:
@@ -487,7 +519,8 @@ class Task:
         noise = self._noise(self._rng, "noise")
         pairs = Pairs(self._shared.samples, self._places(split), self.counts(split), models, clients, noise)
         values = self._run(table, pairs, inputs)
-        return values if self.classes else {metrics.LOSS.name: values[metrics.LOSS.name]}
+        repeats = self.objective.kind == self.objective.metric  # then the metric says what the loss says
+        return {metrics.LOSS.name: values[metrics.LOSS.name]} if repeats else values
 
     def _run(self, table: Tensor, pairs: Pairs, inputs: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         extra = self.layout.zero_inputs(len(table)) if inputs is None else inputs
@@ -498,10 +531,15 @@ class Task:
     ) -> dict[str, Float[Tensor, " clients"]]:
         """Return each client's metrics on the test set that serves it; equal models are measured once on each.
 
-        "loss", and "accuracy" for classes; for regression "mse", the mean squared error. No random draw is made.
+        The loss, what it is judged by ("accuracy" for classes, "mse" for squared errors), and `metrics`. No random draw
+        is made.
         """
-        names = metrics.measured(self.classes > 0)
-        out = {name: torch.full((len(self),), torch.nan, dtype=self.dtype) for name in names}
+        return {**self._evaluate(params, inputs), **self.judged(params, self.metrics, inputs)}
+
+    def _evaluate(
+        self, params: Float[Tensor, "clients params"], inputs: Mapping[str, Tensor] | None
+    ) -> dict[str, Float[Tensor, " clients"]]:
+        out = {name: torch.full((len(self),), torch.nan, dtype=self.dtype) for name in self.engine.metrics}
         serves = self._shared.federation.test_of[self._at]
         same = distinct(params) if inputs is None else torch.arange(len(params))
         for number in range(len(self._shared.tests)):
@@ -510,6 +548,44 @@ class Task:
             for name, value in self._run(params, self._whole_test(number, models), inputs).items():
                 out[name][rows] = value[which]
         return out
+
+    def judged(
+        self,
+        params: Float[Tensor, "clients params"],
+        wanted: Sequence[SampleMetric],
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Float[Tensor, " clients"]]:
+        """Return metrics of each client's outputs for all samples of the test set that serves it.
+
+        Args:
+            params: the models.
+            wanted: the metrics; NaN where one is not defined, and for a test set without samples.
+            inputs: values of the layout's input buffers.
+        """
+        out = {metric.name: torch.full((len(self),), torch.nan, dtype=self.dtype) for metric in wanted}
+        serves = self._shared.federation.test_of[self._at]
+        same = distinct(params) if inputs is None else torch.arange(len(params))
+        for number, test in enumerate(self._shared.tests if wanted else ()):
+            rows = (serves == number).nonzero().flatten()
+            models, which = same[rows].unique(return_inverse=True)
+            pairs = self._whole_test(number, models)
+            values = {metric.name: torch.full((len(models),), torch.nan, dtype=self.dtype) for metric in wanted}
+            extra = self.layout.zero_inputs(len(params)) if inputs is None else inputs
+            targets = test.targets(torch.arange(len(test)))
+            for _, part, outputs in self.engine.outputs(params, pairs, extra, self.block):
+                for pair, own in zip(part.tolist(), outputs, strict=True):
+                    for metric in wanted:
+                        values[metric.name][pair] = self._judge(metric, own, targets)
+            for name, value in values.items():
+                out[name][rows] = value[which]
+        return out
+
+    def _judge(self, metric: SampleMetric, outputs: Tensor, targets: Tensor) -> float:
+        """Return a metric of one model's outputs."""
+        seen = self.objective.seen_by(metric, outputs, targets)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Undefined)  # a NaN says it, and the run says why
+            return metric(*(seen if metric.each else (each.cpu() for each in seen)))
 
     def _whole_test(self, number: int, models: Int[Tensor, " models"]) -> Pairs:
         test = self._shared.tests[number]
@@ -533,7 +609,7 @@ class Task:
         With it the recall of each class on the test set that serves each client, NaN for a class without samples, and
         how many samples it has.
         """
-        values = {name: torch.full((len(self),), torch.nan, dtype=self.dtype) for name in metrics.measured(True)}
+        values = {name: torch.full((len(self),), torch.nan, dtype=self.dtype) for name in self.engine.metrics}
         recall = torch.full((len(self), self.classes), torch.nan, dtype=self.dtype)
         number = torch.zeros(len(self), self.classes, dtype=torch.int64)
         serves, same = self._shared.federation.test_of[self._at], distinct(params)

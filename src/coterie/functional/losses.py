@@ -739,6 +739,21 @@ def read_loss(given: str | Mapping[str, Any] | Loss | Callable[..., Any], where:
     return parse(Own, {"path": kind, **table}, where)
 
 
+def loss_table(given: Any, where: str = "loss") -> dict[str, Any] | None:
+    """Return what sets a loss as a plain table, `kind` first, that `read_loss` takes; None for None.
+
+    What has an import path is not imported.
+    """
+    table = {"kind": given} if isinstance(given, str) else given
+    if given is None or (isinstance(table, Mapping) and ":" in str(table.get("kind"))):
+        return None if table is None else dict(table)
+    if not (isinstance(table, Loss | Mapping) or callable(table)):
+        raise ConfigError(
+            f"{where} is {given!r}; expected one of {', '.join(LOSSES)}, package.module:function, or a table"
+        )
+    return stored_loss(read_loss(table, where))
+
+
 def stored_loss(loss: Loss) -> dict[str, Any]:
     """Return a loss as the table from which `read_loss` makes it again."""
     if isinstance(loss, Own):

@@ -531,10 +531,14 @@ ExtraMetric = Literal[
 """What `Settings.extra_metrics` may ask for: metrics, and groups of them."""
 
 
-def measured(classes: bool) -> tuple[str, ...]:
-    """Return what models are measured by on samples: the loss, and accuracy for classes or squared error else."""
-    kind = "classes" if classes else "regression"
-    return tuple(one.name for one in (LOSS, ACCURACY, MSE) if one.needs in (None, kind))
+def metric_name(given: Any) -> str:
+    """Return the name or import path under which a metric is found again: of a name, a metric or a function.
+
+    What has an import path is not imported.
+    """
+    if isinstance(given, str) and ":" in given:
+        return given
+    return stored_metric(read_metric(given))
 
 
 # ---------------------------------------------------------------- the federation

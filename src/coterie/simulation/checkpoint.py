@@ -47,6 +47,7 @@ def identity(method: Method, settings: "Settings", seed: int, federation: Federa
     kept = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _NOT_IDENTITY}
     if settings.precision == "full":  # younger than checkpoints that are about, as is the next
         del kept["precision"]
+    kept = {name: value for name, value in kept.items() if name not in ("loss", "metrics") or value}
     if not settings.local.persistent_client_optimizer:
         kept["local"] = {k: v for k, v in kept["local"].items() if k != "persistent_client_optimizer"}
     what = [method.kind, dataclasses.asdict(method), kept, seed, federation.fingerprint(), str(task.layout.eval_module)]

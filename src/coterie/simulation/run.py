@@ -24,7 +24,8 @@ from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
 from coterie.exchange.base import Exchange
 from coterie.exchange.in_memory import InMemory
-from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics
+from coterie.functional.losses import usual_loss
+from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics, read_metric
 from coterie.methods.base import Method
 from coterie.methods.cost import Setting
 from coterie.models.layout import ModelSource, source
@@ -240,9 +241,10 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
     once = local.epochs * samples if local.steps is None else local.steps * local.batch_size * len(federation)
     if knows and federation.truth is None:
         raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
+    loss = settings.objective or usual_loss(federation.y.flatten(0, 1), federation.classes)
     return Task(
         federation.host(federation.ids),
-        method.model(source(model, federation.features, federation.outputs)),
+        method.model(source(model, federation.features, loss.width(federation.y.flatten(0, 1), federation.classes))),
         init=settings.init,
         buffers=settings.buffers,
         engine=settings.engine,
@@ -254,6 +256,8 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         clusters=federation.truth.cluster if knows and federation.truth is not None else None,
         expected=once * (settings.rounds + 1),
         batch_size=local.batch_size,
+        loss=loss,
+        metrics=[read_metric(one) for one in settings.metrics],
     )
 
 

@@ -130,6 +130,8 @@ def identity(study: StudyConfig) -> dict[str, Any]:
         content.pop(key, None)
     if content.get("precision") == "full":  # so that studies from before it was a setting are the same
         del content["precision"]
+    if not content.get("metrics"):
+        content.pop("metrics", None)
     for entry in content["methods"]:
         entry.pop("paper", None)
         entry.pop("package", None)

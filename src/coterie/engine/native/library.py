@@ -105,15 +105,15 @@ def noise_of(noise: Noise | None) -> tuple[NoiseJob, tuple[Tensor, ...]]:
 def stored(samples: RawSamples, dtype: torch.dtype) -> Kept:
     """Return samples in the form that programs read."""
     values = None
-    if samples.x.dtype == torch.uint8:
+    if samples.is_images:
         x, channels = samples.x.contiguous(), samples.features[0]
         every = torch.arange(256, dtype=torch.uint8).reshape(256, *(1 for _ in samples.features))
-        levels = RawSamples(every.expand(256, channels, *every.shape[2:]), every, 0, dtype, samples.mean, samples.std)
+        levels = RawSamples(every.expand(256, channels, *every.shape[2:]), every, dtype, samples.mean, samples.std)
         values = levels.inputs(torch.arange(256)).reshape(256, channels).T.contiguous()
     else:
         x = samples.x.to(dtype).contiguous()
-    classes = whole(samples.y) if samples.classes else None
-    targets = None if samples.classes else samples.y.to(dtype).contiguous()
+    numbers = samples.y.is_floating_point()
+    classes, targets = None if numbers else whole(samples.y), samples.y.to(dtype).contiguous() if numbers else None
     store = Store(at(x), at(values), at(classes), at(targets), int(values is not None))
     return Kept(store, (None if x is samples.x else x, values, classes, targets))
 
@@ -207,8 +207,8 @@ class NativeProgram:
 
     def measure(
         self, table: Float[Tensor, "models params"], pairs: Pairs, inputs: Mapping[str, Tensor]
-    ) -> dict[str, Float[Tensor, " pairs"]]:
-        """Return the mean of each metric for each pair; see `Engine.measure`."""
+    ) -> Float[Tensor, "values pairs"]:
+        """Return the mean loss and score of each pair; see `Engine.measure`."""
         values = torch.empty(2, len(pairs.models), dtype=torch.float64)
         table, alpha = rows_of(table), self._mixtures(inputs, len(table))
         places, count, models, sets = (whole(t) for t in (pairs.places, pairs.count, pairs.models, pairs.sets))
@@ -218,4 +218,4 @@ class NativeProgram:
             at(values[0]), at(values[1]), table.stride(0), places.shape[1],
         )  # fmt: skip
         on_threads(self._library.measure, job, len(pairs.models))
-        return dict(zip(pairs.metrics, values.to(self.layout.dtype), strict=True))
+        return values.to(self.layout.dtype)

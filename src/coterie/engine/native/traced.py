@@ -314,8 +314,8 @@ class TracedProgram:
 
     def measure(
         self, table: Float[Tensor, "models params"], pairs: Pairs, inputs: Mapping[str, Tensor]
-    ) -> dict[str, Float[Tensor, " pairs"]]:
-        """Return the mean of each metric for each pair; see `Engine.measure`."""
+    ) -> Float[Tensor, "values pairs"]:
+        """Return the mean loss and score of each pair; see `Engine.measure`."""
         values = torch.empty(2, len(pairs.models), dtype=torch.float64)
         table = rows_of(table)
         given, _values = self._values(inputs, len(table))
@@ -329,4 +329,4 @@ class TracedProgram:
             at(sets), at(values[0]), at(values[1]), table.stride(0), places.shape[1],
         )  # fmt: skip
         on_threads(self._library.measure, job, len(pairs.models))
-        return dict(zip(pairs.metrics, values.to(self.layout.dtype), strict=True))
+        return values.to(self.layout.dtype)
