@@ -169,8 +169,12 @@ def run_commands(block, bundled):
 
 @pytest.mark.parametrize("path", [page for page in pages_with("python", "sh") if page.values[0] != README])
 def test_the_code_of_a_page_runs_from_top_to_bottom(path, bundled, tmp_path, monkeypatch):
-    """As a reader would go through it, in an empty folder with the page's titled files. (README has its own test.)"""
+    """As a reader would go through it, in an empty folder with the page's titled files. (README has its own test.)
+
+    The folder is in PYTHONPATH, so that study files find the page's modules.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     module = types.ModuleType(f"docs_{path.stem.replace('-', '_')}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in blocks(path):

@@ -428,10 +428,16 @@ def read_run(folder: Path) -> StoredRun | Problem:
 def main_metric(runs: Sequence[StoredRun]) -> str:
     """The metric by which methods are compared: accuracy where there is one, else the loss.
 
-    Validation data have no squared error, so regression is compared by its loss.
+    One that validation data lack does not count, such as the squared error of regression, or what was asked for of the
+    test sets alone.
     """
-    names = {str(name) for run in runs for name in run.metrics["metric"].unique()} - {metrics.MSE.name}
-    return metrics.REGISTRY.main([*sorted(names), metrics.LOSS.name])
+    tables = [run.metrics for run in runs]
+    names = {str(name) for table in tables for name in table["metric"].unique()}
+    chosen = [table.loc[(table["split"] == "validation").to_numpy(), "metric"] for table in tables]
+    validated = {str(name) for column in chosen for name in column.unique()}
+    if validated:
+        names = {name for name in names if name in validated or not metrics.REGISTRY[name].on_samples}
+    return metrics.REGISTRY.main([*sorted(names - {metrics.MSE.name}), metrics.LOSS.name])
 
 
 def metrics_of(runs: Iterable[StoredRun]) -> Metrics:

@@ -159,7 +159,7 @@ PLACES = {
     "engine/native/traced.py": "fields of a C struct",
     "engine/native/trace.py": "names of PyTorch's operations",
 }
-WORDS = {"label": "also the name of a method in a study"}
+WORDS = {"label": "also the name of a method in a study", "loss": "also a setting of a run"}
 
 
 def literals(path: Path) -> set[str]:
@@ -247,7 +247,7 @@ OTHER_ACCURACY = metrics.SampleMetric("accuracy", function=spread)
 def test_a_function_is_a_metric_of_its_name():
     own = metrics.read_metric(spread)
     assert own == metrics.read_metric(f"{__name__}:spread")
-    assert (own.name, own.text, own.sign, own.shown) == ("spread", "How far apart outputs are.", 0, "result")
+    assert (own.name, own.text, own.sign, own.shown) == ("spread", "How far apart outputs are.", 0, "further")
     assert own(torch.tensor([[1.0], [3.0]]), torch.zeros(2)) == pytest.approx(math.sqrt(2))
     assert metrics.stored_metric(own) == f"{__name__}:spread"
     stored = metrics.stored([own])
@@ -298,12 +298,7 @@ def test_what_a_function_returns_must_be_a_number():
         metrics.SampleMetric("every", function=spread, each=True)(outputs, targets)
 
 
-def test_a_metric_says_why_it_has_no_value():
-    one = metrics.MEASURES["auroc"]
-    value, why = one.explained(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))
-    assert math.isnan(value)
-    assert why == "AUROC is undefined: there is no class that only some samples have"
-    assert one.explained(torch.zeros(2, 2), torch.tensor([0, 1])) == (0.5, "")
+def test_a_set_without_samples_has_no_value():
     with pytest.warns(metrics.Undefined, match="the mean squared error is undefined: there are no samples"):
         assert math.isnan(metrics.MEASURES["mse"](torch.zeros(0), torch.zeros(0)))
 
