@@ -81,6 +81,15 @@ def test_gain_of_a_loss_is_turned_round(tmp_path, write_run, final_rows):
     assert (gain["mean"], gain["lost"], gain["mean_low"]) == (2.0, 0.0, None)
 
 
+@pytest.mark.parametrize(("validated", "main"), [(["loss"], "loss"), (["loss", "mae"], "mae"), ([], "mae")])
+def test_what_validation_data_lack_does_not_compare_methods(tmp_path, write_run, final_rows, validated, main):
+    """An absolute error of the test sets alone does not, unless there are no validation data at all."""
+    rows = [row for name in ("loss", "mae") for row in final_rows([3.0, 2.0], [0, 0], metric=name)]
+    rows += [(*row[:3], "validation", *row[4:]) for row in rows if row[5] in validated]
+    write_run(tmp_path / "s" / "L" / "seed-0", kind="local", label="L", seed=0, metrics=rows)
+    assert summary.gains(tmp_path / "s")["metric"] == main
+
+
 @pytest.mark.parametrize(
     ("clients", "expected"),
     [(1, 0.0), (10, 0.0), (11, 0.5), (15, 0.5), (20, 0.5), (21, 1.0), (25, 1.0)],
