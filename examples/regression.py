@@ -15,5 +15,5 @@ y = torch.einsum("sf,sfo->so", x, rules[clients % 2]) + 0.1 * torch.randn(800, 2
 federation = coterie.from_arrays(x, y, clients=clients, clusters=[0, 1] * 5)
 network = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 2))
 settings = coterie.Settings(rounds=10, loss="huber", metrics=["r2", "mae"])
-run = coterie.simulate(federation, coterie.METHODS["panm"](), model=network, settings=settings)
+run = coterie.simulate(federation, coterie.METHODS["panm-loss"](), model=network, settings=settings)
 print(run)

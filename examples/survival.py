@@ -15,6 +15,6 @@ y = torch.stack([torch.minimum(time, limit), (time <= limit).float()], 1)  # the
 
 # Coterie
 federation = coterie.from_arrays(x, y, clients=clients)
-settings = coterie.Settings(rounds=10, loss="cox", local=coterie.LocalTraining(batch_size=32, lr=0.01))
+settings = coterie.Settings(rounds=10, loss="cox", metrics=["concordance"], local=coterie.LocalTraining(batch_size=32, lr=0.01))
 run = coterie.simulate(federation, coterie.METHODS["fedavg"](), model=nn.Linear(8, 1), settings=settings)
 print(run)

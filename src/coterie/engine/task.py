@@ -16,7 +16,7 @@ from coterie.data.federation import SPLITS, Federation
 from coterie.data.source import is_images
 from coterie.engine._augment import CropFlip
 from coterie.engine._base import measured
-from coterie.engine._batches import last_epoch_mean, plan, steps
+from coterie.engine._batches import last_epoch_mean, plan, smallest, steps
 from coterie.engine._choice import default_block, make
 from coterie.engine._work import Pairs, RawSamples, Training, distinct
 from coterie.engine.device import check as check_device
@@ -93,12 +93,12 @@ class Carried:
     before: Moments
     after: Moments | None = None  # a copy, made when the first training ends
 
-    def leave(self, rows: Tensor, track: int, moments: Tensor, taken: Tensor) -> None:
+    def leave(self, rows: Tensor, track: int, moments: Tensor, taken: Tensor, initial: float = 0.0) -> None:
         """Take the state of some clients' optimizers after a training; who diverged starts afresh."""
         if self.after is None:
             self.after = Moments(self.before.values.clone(), self.before.taken.clone())
         lost = not_finite(moments.flatten(1))
-        moments[lost] = 0
+        moments[lost] = initial
         self.after.values[rows, track] = moments
         self.after.taken[rows, track] = taken.masked_fill(lost, 0)
 
@@ -141,6 +141,8 @@ class Task:
         clusters: planted cluster of each hosted client, for methods that declare that they need it.
         expected: number of training samples in all, so that "auto" compiles only where that pays.
         batch_size: samples of a client's step, so that "auto" batches clients only where that pays.
+        own_optimizer: `LocalTraining.own`, which only the loop engine runs.
+        rounds: of the run, for learning-rate schedules that run over all of them.
 
     Attributes:
         ids: the hosted clients, in the order of all rows.
@@ -168,6 +170,8 @@ class Task:
         clusters: Int[Tensor, " clients"] | None = None,
         expected: float | None = None,
         batch_size: int | None = None,
+        own_optimizer: str | None = None,
+        rounds: int | None = None,
     ) -> None:
         require(init in ("shared", "per_client", "given"), "init", init, "'shared', 'per_client' or 'given'")
         require(buffers in BUFFER_POLICIES, "buffers", buffers, f"one of {', '.join(BUFFER_POLICIES)}")
@@ -212,7 +216,9 @@ class Task:
             batch_size=batch_size,
             precision=precision,
             cuda_graphs=cuda_graphs,
+            own_optimizer=own_optimizer,
         )
+        self.rounds = rounds
         self.block = block or (1 if self.engine.name == "loop" else default_block(self.layout, device))
 
     def __len__(self) -> int:
@@ -228,6 +234,41 @@ class Task:
         if self.objective.targets == "class" and outputs.shape[-1] < self.classes:
             raise ModelError(f"the module has {outputs.shape[-1]} outputs; expected {self.classes}, one a class")
         self.objective.fits(outputs, y)
+
+    def check_batches(self, local: LocalTraining) -> None:
+        """Refuse clients one of whose batches holds one sample, where the module normalizes over batches.
+
+        Raises:
+            ModelError: with the client, and what to do.
+        """
+        counts = self.counts("train").tolist()
+        alone = [row for row, samples in enumerate(counts) if smallest(local, samples) == 1]
+        if not alone or self._takes_one():
+            return
+        name, samples = self._shared.federation.name_of(int(self._at[alone[0]])), counts[alone[0]]
+        more = f" ({len(alone) - 1} more like it)" if len(alone) > 1 else ""
+        needs, other = "batch normalization needs two or more", "a model without it (nn.GroupNorm, nn.LayerNorm)"
+        if local.batch_size == 1:
+            raise ModelError(f"local.batch_size is 1, and {needs} samples a batch: choose a larger one, or {other}")
+        if samples == 1:
+            raise ModelError(
+                f"{name} has one training sample{more}, and {needs} a batch: leave it out, or take {other}"
+            )
+        raise ModelError(
+            f"{name} has {samples} training samples, so its last batch of local.batch_size = {local.batch_size} holds "
+            f"one{more}, and {needs}: set local.drop_last = true, choose another batch size, or take {other}"
+        )
+
+    def _takes_one(self) -> bool:
+        """Whether the module trains on a batch of one sample."""
+        try:
+            with torch.no_grad():
+                copy.deepcopy(self.layout.train_module)(self._shared.samples.inputs(torch.zeros(1, dtype=torch.int64)))
+        except ValueError as error:
+            return "more than one value a channel" not in str(error)
+        except (RuntimeError, TypeError, NotImplementedError, IndexError):  # left to the engines
+            return True
+        return True
 
     @property
     def train_seconds(self) -> float:
@@ -356,7 +397,7 @@ class Task:
             tracks: how many models each client trains in a round.
         """
         like = torch.empty(1, dtype=self.dtype, device=self.device).expand(len(self), self.layout.trainable)
-        return Moments.zeros(local, tracks, like)
+        return Moments.fresh(local, tracks, like)
 
     def steps(self, local: LocalTraining) -> int:
         """Return the most optimizer steps any hosted client takes in one local training."""
@@ -417,6 +458,7 @@ class Task:
             noise=None if noise is None else noise.to(self._shared.samples.device),
             moments=moments,
             taken=taken,
+            rates=local.rates(schedule.length, rng.round, self.rounds),
             foreign=lambda row: rng.torch_globals(f"{purpose}.torch", int(self.ids[row]), self.device),
         )
         out = params.detach() if in_place else pages.copy(params.detach())
@@ -431,7 +473,7 @@ class Task:
         }
         if self._carried is not None and moments is not None and taken is not None:
             carried, rows = self._carried
-            carried.leave(rows, track, moments, taken + stepped.sum(1))
+            carried.leave(rows, track, moments, taken + stepped.sum(1), local.initial_accumulator_value)
         self._shared.train_seconds += time.perf_counter() - started
         return out, info
 

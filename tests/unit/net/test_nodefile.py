@@ -142,3 +142,10 @@ def test_one_run_of_a_study_is_chosen():
         nodefile.choose(many, "dac")
     study, label, seed = nodefile.choose(many, "local", 1)
     assert (label, seed, len(study.methods), list(study.seeds)) == ("local", 1, 1, [1])
+
+
+def test_what_nodes_agree_on_names_the_model_with_its_arguments():
+    text = "seeds = [0]\ndata = { dataset = 'digits' }\nmethods = [{ kind = 'random' }]\nmodel = "
+    kinds = ("{ kind = 'linear' }", "{ kind = 'a.b:Net' }", "{ kind = 'a.b:Net', options = { width = 3 } }")
+    agreed = [nodefile.plan_of(config.loads(text + kind)).agreed(3)["model"] for kind in kinds]
+    assert agreed == ["linear", "a.b:Net", 'a.b:Net {"width": 3}']
