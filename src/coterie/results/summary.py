@@ -31,7 +31,7 @@ from coterie.results import coverage
 from coterie.results.coverage import Standing, State
 from coterie.simulation import checkpoint
 from coterie.simulation.checkpoint import PROVENANCE
-from coterie.simulation.final_metrics import final_tests
+from coterie.simulation.final_metrics import final_tests, with_value
 from coterie.simulation.record import EDGE_COLUMNS, EDGES, METRIC_COLUMNS, METRICS
 
 CONFIG, FEDERATION, SUMMARY = "config.toml", "federation.json", "summary.json"
@@ -570,11 +570,17 @@ def over_seeds(values: Float[np.ndarray, " seeds"]) -> tuple[float, float | None
 
 
 def cluster_means(run: StoredRun, metric: str) -> dict[int | str, float]:
-    """The final test value of a run: per planted cluster, over all clients, and over clusters."""
-    values, cluster = run.final(metric), run.clients
-    planted = cluster.reindex(values.index).to_numpy()
+    """The final test value of a run: per planted cluster, over all clients, and over clusters.
+
+    Clients whose test samples leave a metric undefined are left out; see `final_metrics.with_value`.
+    """
+    every, cluster = run.final(metric), run.clients
+    values = with_value(every, run.final(metrics.LOSS.name), run.known[metric])
+    planted, found = (cluster.reindex(one.index).to_numpy() for one in (every, values))
     out: dict[int | str, float] = {
-        int(c): float(values.to_numpy()[planted == c].mean()) for c in np.unique(planted) if c >= 0
+        int(c): float(values.to_numpy()[found == c].mean()) if (found == c).any() else math.nan
+        for c in np.unique(planted)
+        if c >= 0
     }
     over = float(np.mean(list(out.values()))) if out else None
     out["all"] = float(values.mean(skipna=False))
