@@ -38,7 +38,8 @@ def with_value(values: pd.Series, losses: pd.Series, metric: metrics.Metric) -> 
     of_outputs = metric.name in metrics.MEASURES or (metric.on_samples and metric.name not in metrics.REGISTRY)
     if not of_outputs or not bool(values.isna().any()):
         return values
-    return values[values.notna().to_numpy() | ~np.isfinite(losses.reindex(values.index).to_numpy(float))]
+    diverged = ~np.isfinite(losses.reindex(values.index).to_numpy(float))
+    return pd.Series(values.loc[values.notna().to_numpy() | diverged])
 
 
 def cluster_metrics(

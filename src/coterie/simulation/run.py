@@ -121,7 +121,7 @@ class Run(Described):
         losses = tests.loc[(tests["metric"] == LOSS.name).to_numpy(), "value"]
         for name, rows in tests.groupby("metric", sort=False, observed=True):
             metric = known[str(name)]
-            value = with_value(rows["value"], losses, metric).to_numpy(float)
+            value = with_value(pd.Series(rows["value"]), losses, metric).to_numpy(float)
             mean, away = (float(value.mean()), float(value.std())) if len(value) else (float("nan"),) * 2
             spread = f"{metric.show(mean)} ± {metric.show(away)}"
             final[metric.heading("test")] = f"{spread} (mean ± std over clients)"

@@ -14,7 +14,9 @@ from coterie.functional.losses import Loss, read_loss
 from coterie.functional.metrics import SampleMetric, Undefined, read_metric
 from coterie.rng import Rng
 
-_CLOSE = {"rtol": 1e-4, "atol": 1e-6}
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 def check_loss(
@@ -83,7 +85,7 @@ def _check_gradient(values: Tensor, leaf: Tensor) -> None:
 def _check_alone(loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor, values: Tensor) -> None:
     for i in range(len(outputs)):
         alone = loss(outputs[i : i + 1].clone(), targets[i : i + 1].clone())
-        same = torch.allclose(alone, values[i : i + 1], **_CLOSE)
+        same = _alike(alone, values[i : i + 1])
         assert same, (
             f"the loss of sample {i} is {float(values[i]):.6g} beside the others and {float(alone):.6g} alone: "
             "leave the mean over samples to Coterie, or make it a subclass of Loss with whole = True"
@@ -97,7 +99,7 @@ def _engines(loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets:
     except Exception as error:  # of whatever kind: the function is not ours
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return f"runs on the loop engine only, one client after another: {said}"
-    assert torch.allclose(found[1], values, **_CLOSE), (
+    assert _alike(found[1], values), (
         "the loss of many clients at once (torch.func.vmap) is not that of one after another: "
         "it may not keep values from one call to the next"
     )
