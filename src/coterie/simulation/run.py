@@ -33,7 +33,7 @@ from coterie.methods.cost import Setting
 from coterie.models.layout import ModelSource, own_name, source
 from coterie.rng import Rng
 from coterie.simulation import _memory, checkpoint
-from coterie.simulation.final_metrics import final_tests
+from coterie.simulation.final_metrics import final_tests, with_value
 from coterie.simulation.loop import Loop
 from coterie.simulation.record import Record
 from coterie.simulation.settings import DTYPES, Settings
@@ -117,9 +117,13 @@ class Run(Described):
         last = int(table["round"].to_numpy().max())
         known, final = Metrics({**REGISTRY, **self.method.recorded()}), {}
         known |= {one.name: one for one in map(read_metric, self.settings.metrics)}
-        for name, rows in final_tests(table).groupby("metric", sort=False, observed=True):
-            metric, value = known[str(name)], rows["value"].to_numpy(float)
-            spread = f"{metric.show(float(value.mean()))} ± {metric.show(float(value.std()))}"
+        tests = final_tests(table).set_index("client")
+        losses = tests.loc[(tests["metric"] == LOSS.name).to_numpy(), "value"]
+        for name, rows in tests.groupby("metric", sort=False, observed=True):
+            metric = known[str(name)]
+            value = with_value(pd.Series(rows["value"]), losses, metric).to_numpy(float)
+            mean, away = (float(value.mean()), float(value.std())) if len(value) else (float("nan"),) * 2
+            spread = f"{metric.show(mean)} ± {metric.show(away)}"
             final[metric.heading("test")] = f"{spread} (mean ± std over clients)"
         lost = f"{len(self.diverged)} of {len(self.params)} clients" if self.diverged else "no client"
         lost += f" ({few(self.names, self.diverged)})" if self.diverged and self.names else ""

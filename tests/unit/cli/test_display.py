@@ -62,6 +62,19 @@ def test_compiling_is_told_before_the_first_round(lively, clock, monkeypatch):
     assert "engine:" not in after
 
 
+def test_further_metrics_are_those_beside_the_main_one():
+    """Of a segmentation: the overlap is in the first table, the share of right pixels in the further one."""
+    text = io.StringIO()
+    rows = [
+        {"label": "Local", "cluster": "all", "metric": name, "mean": 0.5, "seeds": 2}
+        for name in ("iou", "pixel_accuracy", "loss")
+    ]
+    _display.further(rows, Console(file=text, width=80))
+    head = next(line for line in lines(text) if "pixel" in line)
+    assert head.split() == ["n", "pixel", "accuracy,", "%"]
+    _display.further([], Console(file=text, width=80))
+
+
 def test_in_a_pipe_a_long_run_is_heard_of_every_ten_seconds(clock):
     """Ten rounds of four seconds each: at 12, 24 and 36 s, and at the end."""
     text = io.StringIO()
