@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
-from annotated_types import MinLen
+from annotated_types import Gt, Le, MinLen
 
-from coterie._util.settings import Configurable, NonNegativeInt, PositiveFloat
+from coterie._util.settings import Configurable, NonNegativeInt
 from coterie.data.build import DataConfig
 from coterie.errors import ConfigError, require
 from coterie.methods import registry
@@ -111,7 +111,7 @@ class StudyConfig(Configurable):
     settings: Settings = field(default_factory=Settings)
     description: str = ""
     paper: str | None = None
-    scale: PositiveFloat = 1.0
+    scale: Annotated[float, Gt(0), Le(1000)] = 1.0
     sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     tune: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
