@@ -128,9 +128,11 @@ def _line(note: Note) -> str:
 
 
 def _quality(step: Step) -> str:
-    """The validation accuracy or loss, if this round was evaluated."""
-    if not np.isnan(step.accuracy):
-        return f"val. acc. {ACCURACY.show(step.accuracy, brief=True)} {ACCURACY.unit}"
+    """The validation metric or loss, if this round was evaluated."""
+    if not np.isnan(step.score):
+        metric = REGISTRY[step.metric]
+        title = "acc." if metric == ACCURACY else metric.short
+        return f"val. {title} {metric.show(step.score, brief=True)} {metric.unit}".rstrip()
     return "" if np.isnan(step.loss) else f"val. loss {step.loss:.4g}"
 
 
@@ -149,7 +151,9 @@ def results(study: Study, console: Console) -> None:
         if gains["rows"]:
             console.print(_gain_table(gains, known[gains["metric"]], labels))
     for job, clients in study.diverged.items():
-        lost = f"{job}: {len(clients)} clients diverged (their loss became NaN or infinite): {few(study.names, clients)}"
+        lost = (
+            f"{job}: {len(clients)} clients diverged (their loss became NaN or infinite): {few(study.names, clients)}"
+        )
         console.print(lost, highlight=False, markup=False, style="bold red")
     if study.config.scale != 1:
         console.print(f"Rounds were scaled by {study.config.scale:g}: a quick look, not the study as it is meant.")

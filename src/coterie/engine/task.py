@@ -2,7 +2,8 @@
 
 import copy
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,6 +15,7 @@ from coterie._util import pages
 from coterie.data.federation import SPLITS, Federation
 from coterie.data.source import is_images
 from coterie.engine._augment import CropFlip
+from coterie.engine._base import measured
 from coterie.engine._batches import last_epoch_mean, plan, smallest, steps
 from coterie.engine._choice import default_block, make
 from coterie.engine._work import Pairs, RawSamples, Training, distinct
@@ -25,6 +27,7 @@ from coterie.errors import ModelError, require
 from coterie.exchange.base import Inbox
 from coterie.functional import metrics
 from coterie.functional.losses import Loss, loss_targets, usual_loss
+from coterie.functional.metrics import SampleMetric, Undefined
 from coterie.models.layout import BUFFER_POLICIES, Inputs, Layout, ModelSource, initial, source, template
 from coterie.rng import EVERYONE, Rng
 
@@ -134,6 +137,7 @@ class Task:
         precision: of the products in training and measuring: "full", "tf32" or "bf16"; see `engine.precision`.
         cuda_graphs: capture the steps of the vmap engine and replay them, on a CUDA device.
         loss: what is minimized; cross-entropy for classes and squared error for numbers when None.
+        metrics: what `evaluate` measures beside the loss and the metric that goes with it.
         clusters: planted cluster of each hosted client, for methods that declare that they need it.
         expected: number of training samples in all, so that "auto" compiles only where that pays.
         batch_size: samples of a client's step, so that "auto" batches clients only where that pays.
@@ -142,6 +146,7 @@ class Task:
         ids: the hosted clients, in the order of all rows.
         samples: training samples of each, as floats: the $n_i$ of the papers.
         objective: the loss of each sample.
+        metrics: what `evaluate` measures further.
         layout: how the model's tensors lie in a row.
     """
 
@@ -159,6 +164,7 @@ class Task:
         precision: str = "full",
         cuda_graphs: bool = False,
         loss: Loss | None = None,
+        metrics: Sequence[SampleMetric] = (),
         clusters: Int[Tensor, " clients"] | None = None,
         expected: float | None = None,
         batch_size: int | None = None,
@@ -192,7 +198,10 @@ class Task:
         self.samples = where["train"].count.to(dtype)
         probe = torch.arange(8) % max(1, len(everything))
         x, y = everything.inputs(probe), everything.targets(probe)
-        self._check_outputs(x)
+        self._check_outputs(x, y)
+        self.metrics = tuple(one for one in metrics if one.name not in measured(self.objective))
+        for metric in self.metrics:
+            self.objective.require(metric, y)
         self.engine = make(
             engine,
             self.layout,
@@ -209,8 +218,8 @@ class Task:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def _check_outputs(self, x: Tensor) -> None:
-        """Refuse a module with fewer outputs than classes; one that fails on such inputs is left to the engines."""
+    def _check_outputs(self, x: Tensor, y: Tensor) -> None:
+        """Refuse outputs that the loss does not take; a module that fails on such inputs is left to the engines."""
         try:
             with torch.no_grad():
                 outputs = self.layout.eval_module(x)
@@ -218,6 +227,7 @@ class Task:
             return
         if self.objective.targets == "class" and outputs.shape[-1] < self.classes:
             raise ModelError(f"the module has {outputs.shape[-1]} outputs; expected {self.classes}, one a class")
+        self.objective.fits(outputs, y)
 
     def check_batches(self, local: LocalTraining) -> None:
         """Refuse clients one of whose batches holds one sample, where the module normalizes over batches.
@@ -235,7 +245,9 @@ class Task:
         if local.batch_size == 1:
             raise ModelError(f"local.batch_size is 1, and {needs} samples a batch: choose a larger one, or {other}")
         if samples == 1:
-            raise ModelError(f"{name} has one training sample{more}, and {needs} a batch: leave it out, or take {other}")
+            raise ModelError(
+                f"{name} has one training sample{more}, and {needs} a batch: leave it out, or take {other}"
+            )
         raise ModelError(
             f"{name} has {samples} training samples, so its last batch of local.batch_size = {local.batch_size} holds "
             f"one{more}, and {needs}: set local.drop_last = true, choose another batch size, or take {other}"
@@ -554,8 +566,14 @@ class Task:
     ) -> dict[str, Float[Tensor, " clients"]]:
         """Return each client's metrics on the test set that serves it; equal models are measured once on each.
 
-        The loss, and what it is judged by: "accuracy" for classes, "mse" for squared errors. No random draw is made.
+        The loss, what it is judged by ("accuracy" for classes, "mse" for squared errors), and `metrics`. No random draw
+        is made.
         """
+        return {**self._evaluate(params, inputs), **self.judged(params, self.metrics, inputs)}
+
+    def _evaluate(
+        self, params: Float[Tensor, "clients params"], inputs: Mapping[str, Tensor] | None
+    ) -> dict[str, Float[Tensor, " clients"]]:
         out = {name: torch.full((len(self),), torch.nan, dtype=self.dtype) for name in self.engine.metrics}
         serves = self._shared.federation.test_of[self._at]
         same = distinct(params) if inputs is None else torch.arange(len(params))
@@ -565,6 +583,44 @@ class Task:
             for name, value in self._run(params, self._whole_test(number, models), inputs).items():
                 out[name][rows] = value[which]
         return out
+
+    def judged(
+        self,
+        params: Float[Tensor, "clients params"],
+        wanted: Sequence[SampleMetric],
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Float[Tensor, " clients"]]:
+        """Return metrics of each client's outputs for all samples of the test set that serves it.
+
+        Args:
+            params: the models.
+            wanted: the metrics; NaN where one is not defined, and for a test set without samples.
+            inputs: values of the layout's input buffers.
+        """
+        out = {metric.name: torch.full((len(self),), torch.nan, dtype=self.dtype) for metric in wanted}
+        serves = self._shared.federation.test_of[self._at]
+        same = distinct(params) if inputs is None else torch.arange(len(params))
+        for number, test in enumerate(self._shared.tests if wanted else ()):
+            rows = (serves == number).nonzero().flatten()
+            models, which = same[rows].unique(return_inverse=True)
+            pairs = self._whole_test(number, models)
+            values = {metric.name: torch.full((len(models),), torch.nan, dtype=self.dtype) for metric in wanted}
+            extra = self.layout.zero_inputs(len(params)) if inputs is None else inputs
+            targets = test.targets(torch.arange(len(test)))
+            for _, part, outputs in self.engine.outputs(params, pairs, extra, self.block):
+                for pair, own in zip(part.tolist(), outputs, strict=True):
+                    for metric in wanted:
+                        values[metric.name][pair] = self._judge(metric, own, targets)
+            for name, value in values.items():
+                out[name][rows] = value[which]
+        return out
+
+    def _judge(self, metric: SampleMetric, outputs: Tensor, targets: Tensor) -> float:
+        """Return a metric of one model's outputs."""
+        seen = self.objective.seen_by(metric, outputs, targets)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Undefined)  # a NaN says it, and the run says why
+            return metric(*(seen if metric.each else (each.cpu() for each in seen)))
 
     def _whole_test(self, number: int, models: Int[Tensor, " models"]) -> Pairs:
         test = self._shared.tests[number]

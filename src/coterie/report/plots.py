@@ -280,7 +280,9 @@ def labels(runs: Named) -> Drawn:
 def _with_names(table: pd.DataFrame, names: Mapping[int, str]) -> pd.DataFrame:
     """The table behind a figure with the names of its clients, where they have any, in columns at its end."""
     columns = [column for column in ("client", "reader", "read") if names and column in table]
-    return table.assign(**{f"{column}_name": [called(names, one) for one in table[column].tolist()] for column in columns})
+    return table.assign(
+        **{f"{column}_name": [called(names, one) for one in table[column].tolist()] for column in columns}
+    )
 
 
 def content_of(run: StoredRun, by: str) -> tuple[list[str], np.ndarray]:

@@ -212,6 +212,7 @@ def _engine(loop: "Loop") -> dict[str, Any]:
 
 def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, Any]:
     """Return the provenance of a run: code, command, versions, hardware, hash of the settings, time."""
+    own = stored([*loop.recorded.values(), *(one.entry for one in loop.task.metrics)])
     return {
         "seed": loop.rng.seed,
         "round": loop.next_round,
@@ -233,7 +234,7 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "threads": torch.get_num_threads(),
         "timing": timing,
         "undefined": loop.undefined,
-        **({"metrics": own} if (own := stored(loop.recorded.values())) else {}),
+        **({"metrics": own} if own else {}),
         **({"client_names": names} if (names := loop.record.client_names) else {}),
     }
 

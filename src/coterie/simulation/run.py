@@ -25,7 +25,8 @@ from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
 from coterie.exchange.base import Exchange
 from coterie.exchange.in_memory import InMemory
-from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics
+from coterie.functional.losses import usual_loss
+from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics, read_metric
 from coterie.methods.base import Method
 from coterie.methods.cost import Setting
 from coterie.models.layout import ModelSource, source
@@ -43,7 +44,9 @@ __all__ = ["Note", "Observer", "Progress", "Run", "Settings", "simulate"]
 class Progress:
     """What an observer hears after each round.
 
-    `reported` has means over clients of what the method reported; `engine` says which engine trains, and why.
+    `score` is the mean over clients of the validation metric that goes with the loss, and `metric` its name; NaN where
+    there is none. `reported` has means over clients of what the method reported; `engine` says which engine trains, and
+    why.
     """
 
     label: str
@@ -51,10 +54,16 @@ class Progress:
     round: int
     rounds: int
     loss: float
-    accuracy: float
+    score: float
     seconds: float
     reported: Mapping[str, float] = field(default_factory=dict)
     engine: str = ""
+    metric: str = ACCURACY.name
+
+    @property
+    def accuracy(self) -> float:
+        """The mean validation accuracy; NaN where another metric goes with the loss."""
+        return self.score if self.metric == ACCURACY.name else float("nan")
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,7 @@ class Run(Described):
         table = self.metrics
         last = int(table["round"].to_numpy().max())
         known, final = Metrics({**REGISTRY, **self.method.recorded()}), {}
+        known |= {one.name: one for one in map(read_metric, self.settings.metrics)}
         for name, rows in final_tests(table).groupby("metric", sort=False, observed=True):
             metric, value = known[str(name)], rows["value"].to_numpy(float)
             spread = f"{metric.show(float(value.mean()))} ± {metric.show(float(value.std()))}"
@@ -250,9 +260,10 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
     once = local.epochs * samples if local.steps is None else local.steps * local.batch_size * len(federation)
     if knows and federation.truth is None:
         raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
+    loss = settings.objective or usual_loss(federation.y.flatten(0, 1), federation.classes)
     task = Task(
         federation.host(federation.ids),
-        method.model(source(model, federation.features, federation.outputs)),
+        method.model(source(model, federation.features, loss.width(federation.y.flatten(0, 1), federation.classes))),
         init=settings.init,
         buffers=settings.buffers,
         engine=settings.engine,
@@ -264,7 +275,8 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         clusters=federation.truth.cluster if knows and federation.truth is not None else None,
         expected=once * (settings.rounds + 1),
         batch_size=local.batch_size,
-        loss=settings.objective,
+        loss=loss,
+        metrics=[read_metric(one) for one in settings.metrics],
     )
     task.check_batches(local)
     return task
@@ -325,14 +337,16 @@ def _progress(loop: Loop, label: str, seed: int, started: float) -> Progress:
         value = loop.validation.get(name)
         return float("nan") if value is None else float(value.nanmean())
 
+    metric = loop.task.engine.metrics[-1]
     return Progress(
         label=label,
         seed=seed,
         round=loop.next_round - 1,
         rounds=loop.settings.rounds,
         loss=mean(LOSS.name),
-        accuracy=mean(ACCURACY.name),
+        score=float("nan") if metric == LOSS.name else mean(metric),
         seconds=time.perf_counter() - started,
         reported=dict(loop.reported),
         engine=loop.task.engine.reason,
+        metric=metric,
     )

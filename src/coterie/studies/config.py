@@ -81,7 +81,9 @@ def parse(content: Mapping[str, Any], overrides: Iterable[str] = (), *, to_run: 
             raise ConfigError(unknown("setting", key, known))
     free = {key: content[key] for key in _FREE if key in content}
     if isinstance(number := free.get("seeds"), int) and not isinstance(number, bool):
-        require(1 <= number <= _MOST_SEEDS, "seeds", number, f"a number of seeds, 1 to {_MOST_SEEDS}, or a list of seeds")
+        require(
+            1 <= number <= _MOST_SEEDS, "seeds", number, f"a number of seeds, 1 to {_MOST_SEEDS}, or a list of seeds"
+        )
         free["seeds"] = list(range(number))
     for grid in {"sweep", "tune"} & set(free):
         free[grid] = _flat(grid, free[grid])
@@ -405,7 +407,9 @@ def assign(content: dict[str, Any], assignment: str) -> None:
         raise ConfigError(f"--set got {assignment!r}; expected path=value, such as methods.dac.tau=30")
     text, bare = json.dumps(value.strip(), ensure_ascii=False), path.strip()
     if bare.startswith("methods.") and '"' not in bare:  # labels may have spaces and letters of any script
-        bare = ".".join(part if _BARE.fullmatch(part) else json.dumps(part, ensure_ascii=False) for part in bare.split("."))
+        bare = ".".join(
+            part if _BARE.fullmatch(part) else json.dumps(part, ensure_ascii=False) for part in bare.split(".")
+        )
     for line in (assignment, f"{path} = {text}", f"{bare} = {value}", f"{bare} = {text}"):
         try:
             nested = tomllib.loads(line)

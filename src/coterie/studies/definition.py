@@ -118,7 +118,9 @@ class StudyConfig(Configurable):
     def check(self) -> None:
         """Names can be folders; methods and seeds are there, each once."""
         object.__setattr__(self, "name", written(self.name))
-        require(all(map(is_label, self.name.split("/"))), "name", self.name, f"parts with '/' between them, each of {LABEL}")
+        require(
+            all(map(is_label, self.name.split("/"))), "name", self.name, f"parts with '/' between them, each of {LABEL}"
+        )
         require(len(set(self.seeds)) == len(self.seeds), "seeds", list(self.seeds), "each seed once")
         require(bool(self.methods), "methods", [], 'at least one, such as [[methods]] kind = "dac"')
         seen: set[str] = set()

@@ -8,6 +8,6 @@ Each check raises AssertionError with a sentence that names the broken guarantee
 
 from coterie.testing.exchanges import check_exchange
 from coterie.testing.methods import check_method, follow, run_grouped
-from coterie.testing.tiny import tiny_federation, tiny_settings
+from coterie.testing.tiny import TinyTokens, tiny_federation, tiny_settings
 
-__all__ = ["check_exchange", "check_method", "follow", "run_grouped", "tiny_federation", "tiny_settings"]
+__all__ = ["TinyTokens", "check_exchange", "check_method", "follow", "run_grouped", "tiny_federation", "tiny_settings"]
