@@ -157,7 +157,7 @@ def make_study(
     methods: Sequence[Method] | Mapping[str, Method],
     *,
     name: str = "mine",
-    seeds: Sequence[int] = (0, 1, 2),
+    seeds: Sequence[int] | int = (0, 1, 2),
     settings: Settings | None = None,
     data: DataConfig | None = None,
     model: str = OWN,
@@ -167,7 +167,7 @@ def make_study(
     Args:
         methods: the methods by label, or a sequence of methods with their kinds as labels.
         name: name of the study and of its folder.
-        seeds: seeds; there is one run of every method for each.
+        seeds: seeds, or their number; there is one run of every method for each.
         settings: the settings of the methods; the defaults when None.
         data: the data of the clients; None when the federation is passed to `run_study`.
         model: a name of `models.NETS`; needed unless the model is passed to `run_study`.
@@ -178,6 +178,9 @@ def make_study(
         'random'
     """
     settings = settings or Settings()
+    for method in methods.values() if isinstance(methods, Mapping) else methods:
+        if not isinstance(method, Method):
+            raise ConfigError(f"a method is {method!r}; expected a method, such as METHODS['dac'](num_peers=5)")
     labeled = methods if isinstance(methods, Mapping) else {method.kind: method for method in methods}
     if len(labeled) < len(methods):
         raise ConfigError("two methods are of one kind; give each a label: {label: method, ...}")
@@ -186,7 +189,7 @@ def make_study(
         name=name,
         data=data or DataConfig(dataset=OWN),
         methods=entries,
-        seeds=tuple(seeds),
+        seeds=tuple(range(seeds) if isinstance(seeds, int) else seeds),
         model=ModelConfig(model),
         settings=settings,
     )

@@ -4,6 +4,7 @@ import errno
 import functools
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -544,3 +545,14 @@ def test_a_label_of_any_script_is_set_on_the_command_line(coterie, tmp_path):
     assert (status, err) == (0, "")
     assert "Größe zwei" in out
     assert "num_peers = 1\n" in (tmp_path / "runs/tiny/Größe zwei/seed-0/config.toml").read_text("utf-8")
+
+
+def test_names_that_a_terminal_cannot_write_are_spelled_out(coterie, tmp_path):
+    """With ASCII for an encoding: other letters are written by their numbers, and nothing fails."""
+    assert run(coterie, "--quiet", "--set", "methods.gossip.label=Größe")[0] == 0
+    done = subprocess.run(
+        [sys.executable, "-c", "from coterie.cli.app import main; main()", "show", "runs/tiny"], cwd=tmp_path,
+        capture_output=True, check=False, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"Gr\xf6\xdfe" in done.stdout

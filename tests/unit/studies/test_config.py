@@ -353,6 +353,7 @@ def test_labels_that_differ_in_case_or_in_how_an_accent_was_typed_are_the_same()
 def test_a_study_made_in_python_obeys_the_same_rules():
     with pytest.raises(ConfigError, match=r"label is '\.\./up'"):
         make_study({"../up": METHODS["local"]()})
+    assert make_study([METHODS["local"]()], seeds=2).seeds == (0, 1)
 
 
 @pytest.mark.parametrize("change", ["seeds=99999999999999999999", "seeds=20000", "seeds=0", "seeds=-3"])
