@@ -289,7 +289,12 @@ def _check_given(federation: object, method: object, model: object, settings: ob
     for name, found, fits, words in (
         ("federation", federation, isinstance(federation, Federation), "a Federation, as `from_arrays` makes one"),
         ("method", method, isinstance(method, Method), "a method, such as METHODS['dac'](num_peers=5)"),
-        ("model", model, isinstance(model, str) or callable(model), "a name, an nn.Module, or a function that makes one"),
+        (
+            "model",
+            model,
+            isinstance(model, str) or callable(model),
+            "a name, an nn.Module, or a function that makes one",
+        ),
         ("settings", settings, isinstance(settings, Settings), "Settings(...)"),
     ):
         if not fits:

@@ -414,12 +414,14 @@ def test_a_batch_of_one_sample_is_refused_with_the_client_where_the_module_norma
     """12, 11, 7, 5, 3 and 2 samples: in batches of four, 5 leaves one; in batches of two, 11, 7, 5 and 3 do."""
     hosted, names = ragged(), ("Oslo", "Lima", "Rio", "مستشفى", "Bonn", "Kyiv")
     made = task("loop", federation=replace(hosted, client_names=names))
-    said = r"مستشفى has 5 training samples, so its last batch of local.batch_size = 4 holds one, .* local.drop_last = true"
+    said = (
+        r"مستشفى has 5 training samples, so its last batch of local.batch_size = 4 holds one, .* local.drop_last = true"
+    )
     with pytest.raises(ModelError, match=said):
         made.check_batches(LocalTraining(batch_size=4))
     with pytest.raises(ModelError, match=r"Lima has 11 training samples.* holds one \(3 more like it\)"):
         made.check_batches(LocalTraining(batch_size=2))
-    with pytest.raises(ModelError, match="local.batch_size is 1, and batch normalization needs two or more"):
+    with pytest.raises(ModelError, match=r"local.batch_size is 1, and batch normalization needs two or more"):
         made.check_batches(LocalTraining(batch_size=1))
     for fine in (LocalTraining(batch_size=2, drop_last=True), LocalTraining(batch_size=3, drop_last=True),
                  LocalTraining(batch_size=8), LocalTraining(batch_size=4, steps=1)):  # fmt: skip

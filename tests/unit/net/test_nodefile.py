@@ -151,6 +151,8 @@ def test_a_node_with_arrays_is_called_as_the_roster_says(tmp_path):
 
 
 def test_the_names_of_a_federation_that_a_node_reads_are_kept(tmp_path):
-    named = replace(from_arrays(X, Y, clients=np.repeat([0, 1, 2], 10), classes=3), client_names=("Oslo", "Lima", "Rio"))
+    named = replace(
+        from_arrays(X, Y, clients=np.repeat([0, 1, 2], 10), classes=3), client_names=("Oslo", "Lima", "Rio")
+    )
     named.save(tmp_path / "all.safetensors")
     assert rows(tmp_path, 'federation = "all.safetensors"').names == {1: "Lima"}

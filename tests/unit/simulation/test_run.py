@@ -84,7 +84,7 @@ def test_a_run_tells_that_it_compiles(monkeypatch, tmp_path):
     assert said == [Note("local", 4, "compiling the model (once for this machine)")]
 
 
-NAMES = ("Oslo", "مستشفى الملك", "<script>", "🏥", "O'Hara \"B\"", "Lima")
+NAMES = ("Oslo", "مستشفى الملك", "<script>", "🏥", 'O\'Hara "B"', "Lima")
 
 
 def test_names_of_clients_reach_the_run_and_its_files_and_tables_keep_ids(tmp_path):
@@ -98,7 +98,7 @@ def test_names_of_clients_reach_the_run_and_its_files_and_tables_keep_ids(tmp_pa
     stored = json.loads((tmp_path / "provenance.json").read_text("utf-8"))
     assert stored["client_names"] == {str(client): name for client, name in enumerate(NAMES)}
     lost = dataclasses.replace(named, diverged=(1, 4))
-    assert lost.facts()[1]["diverged"] == "2 of 6 clients (مستشفى الملك, O'Hara \"B\")"
+    assert lost.facts()[1]["diverged"] == '2 of 6 clients (مستشفى الملك, O\'Hara "B")'
 
 
 def test_names_do_not_change_a_run(run, tmp_path):
