@@ -13,10 +13,20 @@ import numpy as np
 from annotated_types import Ge, Le, MinLen
 from jaxtyping import Float, Int
 
-from coterie._util.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, parse
+from coterie._util.importing import imported_class, imported_function, path_of
+from coterie._util.settings import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    OwnFunction,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    parse,
+    plain,
+)
 from coterie.data._partition import share
 from coterie.data.plan import Assign, Client, Clients, Linear, Shift, Streams, members, spread
-from coterie.data.source import Source
+from coterie.data.source import Samples, Source
 from coterie.data.transforms import MID_GRAY, Blur, Rotate, Transform
 from coterie.errors import ConfigError, DataError, require, unknown
 from coterie.rng import EVERYONE
@@ -225,6 +235,7 @@ class KFold(Shift):
         _require_free(clients, self.kind)
         _require_whole_pool(clients, self.kind)
         for source in sources:
+            _require_classes(source)
             require(self.folds <= source.classes, "folds", self.folds, f"at most the {source.classes} classes")
         require(self.folds <= len(clients), "folds", self.folds, f"at most the {len(clients)} clients")
         next_primary, next_rest = [0] * (self.folds * len(sources)), [0] * len(sources)
@@ -287,6 +298,7 @@ def require_label(label: int, source: Source) -> None:
     Raises:
         ConfigError: when it does not.
     """
+    _require_classes(source)
     if not 0 <= label < source.classes:
         raise ConfigError(f"label {label} is not in {source.name}; expected 0 to {source.classes - 1}")
 
@@ -306,8 +318,16 @@ def _require_whole_pool(clients: Clients, kind: str) -> None:
 
 
 def _present(source: Source) -> Int[np.ndarray, " classes"]:
-    require(source.classes > 0, "dataset", source.name, "one with classes, for a shift of labels")
+    _require_classes(source)
     return np.bincount(source.train.y.numpy(), minlength=source.classes)
+
+
+def _require_classes(source: Source) -> None:
+    if not source.classes:
+        raise DataError(
+            f"the targets of {source.name} are not one class a sample, which a shift of labels needs: leave that shift "
+            "out (rotation, visual, quantity and natural groups work without classes)"
+        )
 
 
 def _prior(client: Client, sources: Sequence[Source]) -> Float[np.ndarray, " classes"]:
@@ -491,8 +511,10 @@ class RegressionTargets(Shift):
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Give each cluster its coefficients."""
         for source in sources:
-            if source.classes or source.train.x.ndim != 2:
-                raise DataError(f"{source.name} is not a regression problem; {self.kind} needs one with flat features")
+            if source.classes or source.train.x.ndim != 2 or source.train.y.ndim != 1 or source.parts:
+                raise DataError(
+                    f"{source.name} is not a regression problem of one number; {self.kind} needs one with flat features"
+                )
         clusters = len(self.sizes) if self.sizes is not None else self.clusters
         place = members(clusters, len(clients), self.sizes, self.assign, streams(EVERYONE))
         dim = sources[0].train.x.shape[1]
@@ -569,13 +591,19 @@ class Natural(Shift):
                 f"{len(clients)} clients ask for that: lower num_clients, train or validation"
             )
         chosen = np.sort(streams(EVERYONE).permutation(enough)[: len(clients)])
+        numbers = groups[chosen].tolist()
+        unnamed = numbers == list(range(len(numbers)))
         return tuple(
-            self._of_group(replace(c, samples=c.samples or int(sizes[g])), int(groups[g]), values, sources[0])
+            self._of_group(replace(c, samples=c.samples or int(sizes[g])), int(groups[g]), values, sources[0], unnamed)
             for c, g in zip(clients, chosen, strict=True)
         )
 
-    def _of_group(self, client: Client, group: int, values: Int[np.ndarray, " samples"], source: Source) -> Client:
-        client = replace(client, group=(self.column, group)).note(f"{self.column} {group}")
+    def _of_group(
+        self, client: Client, group: int, values: Int[np.ndarray, " samples"], source: Source, unnamed: bool
+    ) -> Client:
+        named = source.client_names if self.column == source.clients else ()
+        name = named[group] if named else "" if unnamed else str(group)
+        client = replace(client, group=(self.column, group), name=name).note(f"{self.column} {name or group}")
         if self.cluster is None:
             return client
         clusters = np.unique(source.train.columns[self.cluster].numpy()[values == group])
@@ -583,6 +611,70 @@ class Natural(Shift):
             raise DataError(f"{self.column} {group} has {len(clusters)} values of {self.cluster!r}; expected one")
         cluster = int(clusters[0])
         return client.plant(cluster, f"{self.cluster} {cluster}", where=(self.cluster, cluster))
+
+
+@final
+@dataclass(frozen=True)
+class Partition(Shift):
+    """A partition of yours: a function says which client has each sample of the pool.
+
+    Where the study gives `train`, each client draws that many of its samples; else it has all of them.
+
+    Args:
+        function: import path of a function (samples, num_clients, generator) that returns a number for each sample: the
+            client that has it, from 0 to num_clients - 1, or -1 for none. It sees `samples.x`, `samples.y` and
+            `samples.columns`; the generator is keyed by the seed of the data.
+    """
+
+    kind: ClassVar[str] = "partition"
+    chooses_pool: ClassVar[bool] = True
+    function: OwnFunction
+
+    def owners(self, samples: Samples, num_clients: int, generator: np.random.Generator) -> Int[np.ndarray, " samples"]:
+        """Return the client of each sample; -1 for none.
+
+        Raises:
+            ConfigError: when the function returns something else.
+            DataError: when a client gets nothing.
+        """
+        what = f"partition {self.function!r}"
+        found = imported_function(str(self.function), what)(samples, num_clients, generator)
+        if found is None:
+            raise ConfigError(f"{what} returned None; expected the client of each sample: is a `return` missing?")
+        owners = np.asarray(found)
+        if owners.shape != (len(samples),) or owners.dtype.kind not in "iu":
+            raise ConfigError(
+                f"{what} returned {owners.dtype} of shape {owners.shape}; expected {len(samples)} whole numbers, the "
+                "client of each sample"
+            )
+        if len(owners) and not -1 <= owners.min() <= owners.max() < num_clients:
+            raise ConfigError(
+                f"{what} returned clients from {owners.min()} to {owners.max()}; expected 0 to {num_clients - 1}, or "
+                "-1 for a sample that nobody gets"
+            )
+        without = np.flatnonzero(np.bincount(owners[owners >= 0], minlength=num_clients) == 0)
+        if len(without):
+            raise DataError(
+                f"{what} gives client {without[0]} no sample ({len(without)} of {num_clients} clients); every client "
+                "needs some: lower num_clients, or spread the samples"
+            )
+        return owners.astype(np.int64)
+
+    def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
+        """Give each client its samples."""
+        require(len(sources) == 1, "dataset", tuple(s.name for s in sources), "one dataset for a partition")
+        owners = self.owners(sources[0].train, len(clients), streams(EVERYONE))
+        out = []
+        for row, client in enumerate(clients):
+            own = tuple(np.flatnonzero(owners == row).tolist())
+            if client.samples is not None and len(own) < client.samples:
+                raise DataError(
+                    f"partition {self.function!r} gives client {row} {len(own)} samples; {client.samples} are asked "
+                    "for: lower train or validation, or leave them out"
+                )
+            new = replace(client, group=(self.kind, row), rows=own, samples=client.samples or len(own))
+            out.append(new.note(f"{len(own)} samples by {self.function}"))
+        return tuple(out)
 
 
 SHIFTS: dict[str, type[Shift]] = {
@@ -600,6 +692,7 @@ SHIFTS: dict[str, type[Shift]] = {
         KFold,
         Quantity,
         Natural,
+        Partition,
     )
 }
 """Every kind of shift by the name that a study file uses."""
@@ -609,7 +702,7 @@ def read_shift(table: Mapping[str, Any], where: str = "shift") -> Shift:
     """Make a shift from a table such as `{"kind": "rotation", "degrees": [0, 90]}`.
 
     Args:
-        table: `kind` and the fields of that kind.
+        table: `kind`, a name of SHIFTS or the import path of a subclass of `Shift`, and the fields of that kind.
         where: how the user finds it.
 
     Raises:
@@ -619,12 +712,30 @@ def read_shift(table: Mapping[str, Any], where: str = "shift") -> Shift:
     kind = rest.pop("kind", None)
     if kind is None:
         raise ConfigError(f"{where}: kind is missing; valid: {', '.join(sorted(SHIFTS))}")
+    if isinstance(kind, str) and ":" in kind:
+        return parse(imported_class(kind, f"{where} {kind!r}", Shift, "coterie.data.plan.Shift"), rest, where)
     if kind not in SHIFTS:
         raise ConfigError(f"{where}: {unknown('shift', str(kind), SHIFTS)}")
     if kind.startswith("dirichlet") and "alpha" in rest:
         names = ", ".join(field.name for field in fields(SHIFTS[kind]) if field.name.startswith("concentration"))
         raise ConfigError(f"{where}: alpha means different things in different papers; use one of: {names}")
     return parse(SHIFTS[kind], rest, where)
+
+
+def stored_shift(shift: Shift | Mapping[str, Any], where: str = "shift") -> dict[str, Any]:
+    """Return a shift as a study keeps it: the table from which `read_shift` makes it, with every field.
+
+    A table that names an import path stays as it is, so that nothing is imported to read a study's results.
+
+    Args:
+        shift: the shift, or a table of it.
+        where: how the user finds it.
+    """
+    if isinstance(shift, Mapping) and ":" in str(shift.get("kind")):
+        return plain(shift)
+    made = shift if isinstance(shift, Shift) else read_shift(shift, where)
+    known = SHIFTS.get(getattr(made, "kind", "")) is type(made)
+    return {**plain(made), "kind": made.kind if known else path_of(type(made), where)}
 
 
 def _require_images(sources: Sequence[Source], kind: str) -> None:

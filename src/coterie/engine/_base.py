@@ -136,6 +136,7 @@ class Engine(ABC):
         trainable = self.layout.trainable
         optimizer = RowOptimizer(work.local, rows[:, :trainable], work.moments, work.taken)
         losses = rows.new_full(work.length.shape, torch.nan)
+        rates = None if work.rates is None else work.rates.to(rows.device)
         for step in range(work.steps):
             for size, members in work.groups(step):
                 whole = len(members) == len(rows)
@@ -144,7 +145,7 @@ class Engine(ABC):
                 if work.anchor is not None and work.prox:
                     away = part[:, :trainable] - work.anchor[members, :trainable]
                     grads = grads.add_(away, alpha=work.prox)
-                state.step(part[:, :trainable], grads, step + 1)
+                state.step(part[:, :trainable], grads, step + 1, None if rates is None else rates[members, step, None])
                 if self.layout.size > trainable:
                     part[:, trainable:] = buffers
                 losses[members, step] = loss.to(losses)

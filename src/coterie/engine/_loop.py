@@ -79,14 +79,16 @@ class LoopEngine(Engine):
             model.take(anchor, work.anchor[number, : self.layout.trainable])
         moments = None if work.moments is None else work.moments[number]
         taken = None if work.taken is None else work.taken[number]
-        losses = []
+        rates = None if work.rates is None else work.rates[number].tolist()
+        losses: list[Tensor] = []
         model.load(row)
         with optimizer.state(moments, taken):
             for x, y, inputs in work.batches(number):
+                rate = None if rates is None else rates[len(losses)]
                 losses.append(self._backward(model, x, y, inputs))
                 if away is not None and anchor is not None:
                     model.gradient.add_(torch.sub(model.trained, anchor, out=away), alpha=work.prox)
-                optimizer.step()
+                optimizer.step(rate)
         model.store(row)
         return losses
 

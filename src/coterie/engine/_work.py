@@ -111,6 +111,7 @@ class Training:
         noise: added after augmentation.
         moments: the state of each client's optimizer, changed in place; a fresh one when None.
         taken: with `moments`: steps that each client took before.
+        rates: the learning rate of each step of each client, in float64 on the CPU; that of `local` when None.
         foreign: (client's row) -> a context in which PyTorch's own generator is that client's, for foreign modules.
     """
 
@@ -126,6 +127,7 @@ class Training:
     noise: Noise | None = None
     moments: Float[Tensor, "clients moments trainable"] | None = None
     taken: Int[Tensor, " clients"] | None = None
+    rates: Float[Tensor, "clients steps"] | None = None
     foreign: Callable[[int], AbstractContextManager[None]] = lambda _row: nullcontext()
 
     @property
@@ -146,6 +148,7 @@ class Training:
             noise=None if self.noise is None else self.noise.part(rows),
             moments=None if self.moments is None else self.moments[rows],
             taken=None if self.taken is None else self.taken[rows],
+            rates=None if self.rates is None else self.rates[rows],
             foreign=lambda row: self.foreign((rows.start or 0) + row),
         )
 

@@ -93,12 +93,12 @@ class Carried:
     before: Moments
     after: Moments | None = None  # a copy, made when the first training ends
 
-    def leave(self, rows: Tensor, track: int, moments: Tensor, taken: Tensor) -> None:
+    def leave(self, rows: Tensor, track: int, moments: Tensor, taken: Tensor, initial: float = 0.0) -> None:
         """Take the state of some clients' optimizers after a training; who diverged starts afresh."""
         if self.after is None:
             self.after = Moments(self.before.values.clone(), self.before.taken.clone())
         lost = not_finite(moments.flatten(1))
-        moments[lost] = 0
+        moments[lost] = initial
         self.after.values[rows, track] = moments
         self.after.taken[rows, track] = taken.masked_fill(lost, 0)
 
@@ -141,6 +141,8 @@ class Task:
         clusters: planted cluster of each hosted client, for methods that declare that they need it.
         expected: number of training samples in all, so that "auto" compiles only where that pays.
         batch_size: samples of a client's step, so that "auto" batches clients only where that pays.
+        own_optimizer: `LocalTraining.own`, which only the loop engine runs.
+        rounds: of the run, for learning-rate schedules that run over all of them.
 
     Attributes:
         ids: the hosted clients, in the order of all rows.
@@ -168,6 +170,8 @@ class Task:
         clusters: Int[Tensor, " clients"] | None = None,
         expected: float | None = None,
         batch_size: int | None = None,
+        own_optimizer: str | None = None,
+        rounds: int | None = None,
     ) -> None:
         require(init in ("shared", "per_client", "given"), "init", init, "'shared', 'per_client' or 'given'")
         require(buffers in BUFFER_POLICIES, "buffers", buffers, f"one of {', '.join(BUFFER_POLICIES)}")
@@ -212,7 +216,9 @@ class Task:
             batch_size=batch_size,
             precision=precision,
             cuda_graphs=cuda_graphs,
+            own_optimizer=own_optimizer,
         )
+        self.rounds = rounds
         self.block = block or (1 if self.engine.name == "loop" else default_block(self.layout, device))
 
     def __len__(self) -> int:
@@ -391,7 +397,7 @@ class Task:
             tracks: how many models each client trains in a round.
         """
         like = torch.empty(1, dtype=self.dtype, device=self.device).expand(len(self), self.layout.trainable)
-        return Moments.zeros(local, tracks, like)
+        return Moments.fresh(local, tracks, like)
 
     def steps(self, local: LocalTraining) -> int:
         """Return the most optimizer steps any hosted client takes in one local training."""
@@ -452,6 +458,7 @@ class Task:
             noise=None if noise is None else noise.to(self._shared.samples.device),
             moments=moments,
             taken=taken,
+            rates=local.rates(schedule.length, rng.round, self.rounds),
             foreign=lambda row: rng.torch_globals(f"{purpose}.torch", int(self.ids[row]), self.device),
         )
         out = params.detach() if in_place else pages.copy(params.detach())
@@ -466,7 +473,7 @@ class Task:
         }
         if self._carried is not None and moments is not None and taken is not None:
             carried, rows = self._carried
-            carried.leave(rows, track, moments, taken + stepped.sum(1))
+            carried.leave(rows, track, moments, taken + stepped.sum(1), local.initial_accumulator_value)
         self._shared.train_seconds += time.perf_counter() - started
         return out, info
 

@@ -10,9 +10,11 @@ from a counter-based stream whose key is an input. Both compute what the origina
 """
 
 import copy
+import inspect
+import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,13 +23,34 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from coterie._util.importing import imported
 from coterie.data.source import Part
 from coterie.errors import ConfigError, ModelError, unknown
 from coterie.models import networks
 from coterie.rng import EVERYONE, Rng
 
 ModelFactory = Callable[[], nn.Module] | nn.Module
-ModelSource = str | ModelFactory
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model by name, with arguments.
+
+    Args:
+        kind: a name of `NETS`, or the import path, "package.module:Net", of a subclass of nn.Module or of a function
+            that returns a module.
+        options: arguments of what the import path names. `features` (the shape of one input) and `outputs` (classes,
+            or numbers of a target) are added where it takes them and they are not given.
+    """
+
+    kind: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {json.dumps(self.options, sort_keys=True, default=str)}" if self.options else self.kind
+
+
+ModelSource = str | NamedModel | ModelFactory
 BUFFER_POLICIES = ("average", "local", "reset")
 
 
@@ -387,20 +410,25 @@ NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
 }
 
 
-def build(kind: str, features: tuple[int, ...], outputs: int) -> nn.Module:
-    """Build a reference network for inputs of a shape.
+def build(kind: str, features: tuple[int, ...], outputs: int, options: Mapping[str, Any] | None = None) -> nn.Module:
+    """Build a network by name for inputs of a shape.
 
     Args:
-        kind: a name of `NETS`.
+        kind: a name of `NETS`, or an import path; see `NamedModel`.
         features: the shape of one input.
         outputs: classes, or regression targets.
+        options: arguments, for an import path.
 
     Raises:
-        ConfigError: for an unknown name.
-        ModelError: when the network cannot take inputs of that shape.
+        ConfigError: for an unknown name, or arguments that it does not take.
+        ModelError: when the network cannot take inputs of that shape, or cannot be made.
     """
+    if ":" in kind:
+        return _own(kind, {"features": features, "outputs": outputs}, options or {})
     if kind not in NETS:
         raise ConfigError(unknown("model", kind, NETS))
+    if options:
+        raise ConfigError(f"model.options has {', '.join(options)}; {kind} takes none, import paths do")
     if kind not in ("mlp-c", "linear") and len(features) != 3:
         raise ModelError(f"{kind} takes images (channels, height, width); found inputs of shape {features}")
     try:
@@ -409,13 +437,56 @@ def build(kind: str, features: tuple[int, ...], outputs: int) -> nn.Module:
         raise ModelError(f"{kind} cannot take inputs of shape {features}: {error}") from error
 
 
+def _own(kind: str, known: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
+    """Make the model that an import path leads to."""
+    what = f"model {kind!r}"
+    found = imported(kind, what)
+    if not callable(found) or isinstance(found, nn.Module):
+        raise ConfigError(
+            f"{what} is a {type(found).__name__}; expected a subclass of torch.nn.Module, or a function that makes one"
+        )
+    try:
+        takes = inspect.signature(found).parameters
+    except (TypeError, ValueError):  # of some functions written in C
+        takes = {}
+    named = {name: one for name, one in takes.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+    if takes and not any(one.kind == one.VAR_KEYWORD for one in takes.values()):
+        for name in options:
+            if name not in named:
+                raise ConfigError(f"model.options: {unknown(f'argument of {kind}', name, named)}")
+    arguments = {**{name: value for name, value in known.items() if name in named}, **copy.deepcopy(dict(options))}
+    for name, one in named.items():
+        if one.default is one.empty and name not in arguments:
+            raise ConfigError(f"{what} takes {name!r}, which is not given; set model.options.{name}")
+    try:
+        made = found(**arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        said = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        raise ModelError(f"{what} cannot be made with ({said}): {error}") from error
+    if not isinstance(made, nn.Module):
+        raise ModelError(
+            f"{what} returned {type(made).__name__}; expected a torch.nn.Module" + _FORGOTTEN * (made is None)
+        )
+    return made
+
+
+_FORGOTTEN = ": is a `return` missing?"
+
+
 def source(model: ModelSource, features: tuple[int, ...], outputs: int) -> Callable[[], nn.Module] | nn.Module:
     """Return the module or factory of a model given by name, module or factory."""
-    if isinstance(model, str):
+    named = NamedModel(model) if isinstance(model, str) else model
+    if isinstance(named, NamedModel):
         with Rng(0).torch_globals("template"):  # a trial that must not draw from anybody's stream
-            build(model, features, outputs)
-        return lambda: build(model, features, outputs)
-    return model
+            build(named.kind, features, outputs, named.options)
+        return lambda: build(named.kind, features, outputs, named.options)
+    return named
+
+
+def own_name(model: ModelSource) -> str:
+    """Return a model's import path and arguments, which its modules need not show; "" for one that is not so named."""
+    named = NamedModel(model) if isinstance(model, str) else model
+    return str(named) if isinstance(named, NamedModel) and ":" in named.kind else ""
 
 
 def template(model: Callable[[], nn.Module] | nn.Module) -> nn.Module:

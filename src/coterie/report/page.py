@@ -187,8 +187,15 @@ def _training(config: Mapping[str, Any], local: Mapping[str, Any]) -> str:
     if local.get("epochs"):
         parts.append(f"{local['epochs']} local epoch{'s' if local['epochs'] != 1 else ''} a round")
     if local.get("optimizer"):
-        parts.append(f"{local['optimizer']}, learning rate {local.get('lr')}, batches of {local.get('batch_size')}")
+        parts.append(f"{local['optimizer']}, {_rate(local)}, batches of {local.get('batch_size')}")
     return ", ".join(parts)
+
+
+def _rate(local: Mapping[str, Any]) -> str:
+    given = local.get("lr_schedule") or []
+    each = given if isinstance(given, list) else [given]
+    kinds = ", ".join(str(one.get("kind")) if isinstance(one, Mapping) else str(one) for one in each)
+    return f"learning rate {local.get('lr')}" + (f" ({kinds})" if kinds else "")
 
 
 def _evaluated(config: Mapping[str, Any]) -> str:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 FILE, BEFORE = "checkpoint.safetensors", "checkpoint-before.safetensors"
 PROVENANCE = "provenance.json"
 _NOT_IDENTITY = ("rounds", "checkpoint_seconds", "block", "engine", "cuda_graphs")
+_YOUNG = ("aggregation", "selection")
+"""Settings of methods that are younger than checkpoints that are about; those have them unset."""
 
 
 def exists(folder: Path) -> bool:
@@ -42,15 +44,29 @@ def exists(folder: Path) -> bool:
     return any((folder / name).exists() for name in (FILE, BEFORE, METRICS))
 
 
-def identity(method: Method, settings: "Settings", seed: int, federation: Federation, task: Task) -> str:
-    """Return a hash of everything in which a checkpoint must agree with the run that continues from it."""
+def identity(
+    method: Method, settings: "Settings", seed: int, federation: Federation, task: Task, model: str = ""
+) -> str:
+    """Return a hash of everything in which a checkpoint must agree with the run that continues from it.
+
+    Args:
+        method: of the run.
+        settings: of the run.
+        seed: of the run.
+        federation: the data.
+        task: the model with the data.
+        model: what `own_name` says of the model.
+    """
     kept = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _NOT_IDENTITY}
     if settings.precision == "full":  # younger than checkpoints that are about, as is the next
         del kept["precision"]
     kept = {name: value for name, value in kept.items() if name not in ("loss", "metrics") or value}
-    if not settings.local.persistent_client_optimizer:
-        kept["local"] = {k: v for k, v in kept["local"].items() if k != "persistent_client_optimizer"}
-    what = [method.kind, dataclasses.asdict(method), kept, seed, federation.fingerprint(), str(task.layout.eval_module)]
+    kept["local"] = settings.local.identity()
+    if settings.local.needs_rounds:
+        kept["rounds"] = settings.rounds
+    own = {k: v for k, v in dataclasses.asdict(method).items() if v is not None or k not in _YOUNG}
+    what = [method.kind, own, kept, seed, federation.fingerprint(), str(task.layout.eval_module)]
+    what += [model] if model else []
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

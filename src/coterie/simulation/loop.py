@@ -16,7 +16,7 @@ from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.exchange.base import Exchange, Message
 from coterie.functional import metrics
-from coterie.methods.base import NOTES, Info, Method, Order, PeerMethod, Round
+from coterie.methods.base import NOTES, Info, Method, Order, PeerMethod, Round, returned_round, returned_state
 from coterie.rng import Rng
 from coterie.simulation import final_metrics
 from coterie.simulation._sequential import sequential_round
@@ -92,7 +92,7 @@ class Loop:
         self.task, self.rng = task.at(rng), rng
         self.method, self.exchange, self.settings, self.record = method, exchange, settings, record
         self.order: Order = settings.order or method.order
-        self.state = method.init(task, self.rng)
+        self.state = returned_state(method, "init", method.init(task, self.rng), task)
         if settings.local.persistent_client_optimizer:
             moments = task.fresh_moments(settings.local, method.tracks)
             self.state = dataclasses.replace(self.state, moments=moments)
@@ -160,7 +160,7 @@ class Loop:
         self.exchange.begin(rng)
         self.exchange.enter(self.task.ids)
         whole = self._context(-1, everybody, torch.arange(self.task.population))
-        self.state = self.method.enroll(whole, self.state)
+        self.state = returned_state(self.method, "enroll", self.method.enroll(whole, self.state), self.task)
         self._after(-1, everybody, info)
 
     def _round(self, index: int) -> None:
@@ -179,7 +179,7 @@ class Loop:
         whole = len(rows) == len(self.task)
         part = self.state if whole else self.state.take(rows)
         if self.settings.schedule == "synchronous":
-            new, info = self.method.round(rnd, part)
+            new, info = returned_round(self.method, "round", self.method.round(rnd, part), rnd.task)
         else:
             assert isinstance(self.method, PeerMethod)
             new, info = sequential_round(self.method, rnd, part, self.settings.schedule, self._standing())

@@ -17,8 +17,14 @@ from torch import Tensor
 from coterie._util import pages
 from coterie._util.claims import claimed
 from coterie._util.facts import Described
+<<<<<<< HEAD
 from coterie._util.names import called, few, short
 from coterie._util.settings import brief
+=======
+from coterie._util.importing import imported_function
+from coterie._util.names import called, few
+from coterie._util.settings import brief, own_functions
+>>>>>>> main
 from coterie.data.federation import Federation
 from coterie.engine.device import check as check_device
 from coterie.engine.native.compiler import heard
@@ -30,7 +36,7 @@ from coterie.functional.losses import usual_loss
 from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics, read_metric
 from coterie.methods.base import Method
 from coterie.methods.cost import Setting
-from coterie.models.layout import ModelSource, source
+from coterie.models.layout import ModelSource, own_name, source
 from coterie.rng import Rng
 from coterie.simulation import _memory, checkpoint
 from coterie.simulation.final_metrics import final_tests
@@ -152,7 +158,7 @@ def simulate(
     Args:
         federation: the data.
         method: a method of METHODS, or your own.
-        model: a name of `models.NETS`, an nn.Module, or a factory of modules.
+        model: a name of `models.NETS`, an import path, an nn.Module, or a factory of modules.
         settings: the settings of the run.
         seed: the seed of all random streams of the run, 0 or larger.
         label: name of the method in results; its kind when None.
@@ -184,7 +190,7 @@ def simulate(
         wanted = _forecast(task, federation, method, settings, stored=folder is not None)
         _memory.check(wanted, settings.device, _memory.available(settings.device))
         loop = _loop(task, federation, method, settings, seed, exchange)
-        identity = checkpoint.identity(method, settings, seed, federation, task)
+        identity = checkpoint.identity(method, settings, seed, federation, task, own_name(model))
         earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
         written, pause = time.perf_counter(), settings.checkpoint_seconds
         with pages.kept():
@@ -232,7 +238,7 @@ def reopen(
         raise CheckpointError(f"{folder} has no {checkpoint.FILE}; expected the folder of a run that has begun")
     task = make_task(federation, method, model, dataclasses.replace(settings, **checkpoint.engine(Path(folder))))
     loop = _loop(task, federation, method, settings, seed, None)
-    checkpoint.load(Path(folder), loop, checkpoint.identity(method, settings, seed, federation, task))
+    checkpoint.load(Path(folder), loop, checkpoint.identity(method, settings, seed, federation, task, own_name(model)))
     return loop
 
 
@@ -250,7 +256,7 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
     Args:
         federation: the data; the task has its planted clusters only if the method declares that it needs them.
         method: a method.
-        model: a name of `models.NETS`, an nn.Module, or a factory of modules.
+        model: a name of `models.NETS`, an import path, an nn.Module, or a factory of modules.
         settings: the settings of the run.
 
     Raises:
@@ -260,8 +266,11 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
     knows = "truth" in method.needs
     local, samples = settings.local, int(federation.counts("train").sum())
     once = local.epochs * samples if local.steps is None else local.steps * local.batch_size * len(federation)
+    for name, path in own_functions(method).items():
+        imported_function(path, f"{method.kind}: {name} {path!r}")
     if knows and federation.truth is None:
         raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
+    local.verify()
     loss = settings.objective or usual_loss(federation.y.flatten(0, 1), federation.classes)
     task = Task(
         federation.host(federation.ids),
@@ -279,6 +288,8 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         batch_size=local.batch_size,
         loss=loss,
         metrics=[read_metric(one) for one in settings.metrics],
+        own_optimizer=local.own,
+        rounds=settings.rounds,
     )
     task.check_batches(local)
     return task

@@ -18,7 +18,8 @@ from typing import Any
 
 from coterie._util import settings as tables
 from coterie.data.build import DataConfig
-from coterie.engine.optim import LocalTraining
+from coterie.data.datasets import OWN_KINDS
+from coterie.engine.optim import YOUNGER, LocalTraining
 from coterie.errors import ConfigError, require, unknown
 from coterie.methods import METHODS, registry
 from coterie.simulation.settings import Settings
@@ -115,7 +116,7 @@ def table(study: StudyConfig, *, decided: bool = True) -> dict[str, Any]:
         **{key: value for key, value in parts.items() if key not in ("data", "model", "methods")},
         **{key: settings[key] for key in _RUN_KEYS if key in settings},
         "data": parts["data"],
-        "model": parts["model"],
+        "model": {key: value for key, value in parts["model"].items() if value != {}},
         "local": settings["local"],
         "stopping": {} if patience is None else {"patience": patience},
         "methods": [_entry(entry, study.settings, decided) for entry in study.methods],
@@ -138,6 +139,8 @@ def identity(study: StudyConfig) -> dict[str, Any]:
         del content["precision"]
     if not content.get("metrics"):
         content.pop("metrics", None)
+    if not study.settings.local.own:  # said or not, it is the same
+        content["local"]["weight_decay"] = study.settings.local.arguments["weight_decay"]
     for entry in content["methods"]:
         entry.pop("paper", None)
         entry.pop("package", None)
@@ -187,7 +190,18 @@ def _read(file: Traversable, readers: Sequence[Path] = ()) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
-    return _whole(text, str(file), Path(str(file)).parent, (*readers, here))
+    content = _whole(text, str(file), Path(str(file)).parent, (*readers, here))
+    _lead(content.get("data"), here.parent)
+    return content
+
+
+def _lead(data: object, folder: Path) -> None:
+    """Lead a path of own data that is not found from here to what lies beside the study file, in place."""
+    options = data.get("options") if isinstance(data, dict) and data.get("dataset") in OWN_KINDS else None
+    for key in {"path", "test"} & set(options) if isinstance(options, dict) else ():
+        value = options[key]
+        if isinstance(value, str) and not Path(value).expanduser().exists() and (folder / value).exists():
+            options[key] = str(folder / value)
 
 
 def _whole(text: str, where: str, folder: Path = Path(), readers: Sequence[Path] = ()) -> dict[str, Any]:
@@ -354,6 +368,7 @@ def _method(entry: object, settings: Settings, where: str, to_run: bool) -> Meth
 def _unknown_keys(entry: Mapping[str, Any]) -> set[str]:
     """The keys of a [[methods]] table that may be a method's own: neither [local] nor the study has such a setting."""
     known = {key: kind for kind in (LocalTraining, Settings) for key in (f.name for f in fields(kind))}
+    known = {key: kind for key, kind in known.items() if key not in YOUNGER}
     own = set(entry) - set(known) - {"local", *_HEAD}
     for key in set(entry) & set(known) - {"local"}:
         try:

@@ -12,6 +12,7 @@ from coterie.data.build import DataConfig
 from coterie.errors import ConfigError, require
 from coterie.methods import registry
 from coterie.methods.base import Method
+from coterie.models.layout import NamedModel
 from coterie.simulation.settings import Settings
 
 OWN = "own"
@@ -50,10 +51,18 @@ class ModelConfig(Configurable):
     """The model that the clients train.
 
     Args:
-        kind: a name of `models.NETS`. A module of your own is passed in Python, never named in a file.
+        kind: a name of `models.NETS`; or the import path of your own, "package.module:Net": a subclass of nn.Module, or
+            a function that returns a module.
+        options: arguments of your own; `features` (the shape of one input) and `outputs` are given where it takes them.
     """
 
     kind: str = "cnn-b"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def source(self) -> NamedModel:
+        """The model as runs take it."""
+        return NamedModel(self.kind, self.options)
 
 
 @dataclass(frozen=True)
@@ -160,7 +169,7 @@ def make_study(
     seeds: Sequence[int] | int = (0, 1, 2),
     settings: Settings | None = None,
     data: DataConfig | None = None,
-    model: str = OWN,
+    model: str | ModelConfig = OWN,
 ) -> StudyConfig:
     """Return a study made in Python, equal to that of a study file.
 
@@ -170,7 +179,8 @@ def make_study(
         seeds: seeds, or their number; there is one run of every method for each.
         settings: the settings of the methods; the defaults when None.
         data: the data of the clients; None when the federation is passed to `run_study`.
-        model: a name of `models.NETS`; needed unless the model is passed to `run_study`.
+        model: a name of `models.NETS` or an import path, or a `ModelConfig`; needed unless the model is passed to
+            `run_study`.
 
     Example:
         >>> from coterie.methods import METHODS
@@ -189,7 +199,12 @@ def make_study(
         name=name,
         data=data or DataConfig(dataset=OWN),
         methods=entries,
+<<<<<<< HEAD
         seeds=tuple(range(seeds) if isinstance(seeds, int) else seeds),
         model=ModelConfig(model),
+=======
+        seeds=tuple(seeds),
+        model=model if isinstance(model, ModelConfig) else ModelConfig(model),
+>>>>>>> main
         settings=settings,
     )

@@ -142,7 +142,7 @@ class _Jobs:
         """The model of the clients."""
         if self.model is None and self.config.model.kind == OWN:
             raise ConfigError("this study has a module of your own; give it from Python: run_study(..., model=...)")
-        return self.config.model.kind if self.model is None else self.model
+        return self.config.model.source if self.model is None else self.model
 
     def check(self, federation: Federation) -> None:
         """Find what is impossible before anything is written: one training step of each method's model, no more."""
@@ -215,7 +215,10 @@ def run_study(
     folder = Path(out) / study.name
     plan = _Jobs(study, folder, None if data_dir is None else Path(data_dir), federation, model)
     _check_folder(study, folder, resume, overwrite)
+    _federation.cache_clear()  # the file that it was read from may have changed
     first = plan.data(study.seeds[0])
+    if resume:
+        _check_data(study, folder, first)
     plan.check(first)
     _prepare(study, folder, first, resume=resume, overwrite=overwrite and not resume)
 
@@ -418,6 +421,25 @@ def _check_same(study: StudyConfig, folder: Path) -> None:
                 )
 
 
+def _describes(study: StudyConfig, folder: Path) -> bool:
+    """Whether a folder has the description of the data of a study's first seed, whole."""
+    if any(manifest.fault(folder, name) for name in (CONFIG, summary.FEDERATION)):
+        return False
+    return stored(folder)[0].seeds[0] == study.seeds[0]
+
+
+def _check_data(study: StudyConfig, folder: Path, first: Federation) -> None:
+    """The data must be those that the study began with: the settings cannot tell, where data come from a file."""
+    if not _describes(study, folder):
+        return
+    described = json.loads((folder / summary.FEDERATION).read_text(encoding="utf-8"))["fingerprint"]
+    if described != first.fingerprint():
+        raise CheckpointError(
+            f"{folder} was run with other data (their fingerprint is {described} there and {first.fingerprint()} "
+            "here); --overwrite starts again, --out keeps both"
+        )
+
+
 def _with_stored_seeds(study: StudyConfig, folder: Path) -> StudyConfig:
     """The study with the seeds that are there already: going on with other seeds adds to them."""
     if manifest.fault(folder, CONFIG):  # there is none, or it is damaged: it is written again
@@ -435,5 +457,7 @@ def _prepare(study: StudyConfig, folder: Path, federation: Federation, *, resume
             shutil.rmtree(folder)
     described = json.dumps(describe(federation)) + "\n"
     with claimed(folder, wait=summary.STUDY_WAIT):  # the seeds that are there are read and written as one
+        other = resume and (folder / summary.FEDERATION).exists() and not _describes(study, folder)
+        kept = {} if other and not manifest.fault(folder, summary.FEDERATION) else {summary.FEDERATION: described}
         content = config.dumps(_with_stored_seeds(study, folder) if resume else study)
-        summary.write_files(folder, {CONFIG: content, summary.FEDERATION: described})
+        summary.write_files(folder, {CONFIG: content, **kept})

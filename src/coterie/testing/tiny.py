@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from coterie.data.federation import Federation, TestSet, Truth
+from coterie.data.source import Samples, Source
 from coterie.engine.task import LocalTraining
 from coterie.rng import Rng
 from coterie.simulation.run import Settings
@@ -95,6 +96,18 @@ class TinyTokens(nn.Module):
         seen = self.embedding(tokens)
         before = functional.pad(seen, (0, 0, 1, 0))[:, :-1]
         return self.scores(torch.tanh(seen + self.before(before)))
+
+
+def tiny_source(samples: int = 240, *, side: int = 6, classes: int = 3, seed: int = 0) -> Source:
+    """Make a small dataset of gray images, with a column "writer" of 12 values; the test set is half as large."""
+    stream = Rng(seed).generator("testing.source")
+
+    def draw(number: int) -> Samples:
+        x = torch.from_numpy(stream.integers(256, size=(number, 1, side, side), dtype=np.uint8))
+        y, writer = (torch.from_numpy(stream.permutation(number) % count) for count in (classes, 12))
+        return Samples(x, y, {"writer": writer})
+
+    return Source("tiny", draw(samples), draw(samples // 2), classes)
 
 
 def tiny_settings(**changes: Any) -> Settings:

@@ -156,3 +156,10 @@ def test_the_names_of_a_federation_that_a_node_reads_are_kept(tmp_path):
     )
     named.save(tmp_path / "all.safetensors")
     assert rows(tmp_path, 'federation = "all.safetensors"').names == {1: "Lima"}
+
+
+def test_what_nodes_agree_on_names_the_model_with_its_arguments():
+    text = "seeds = [0]\ndata = { dataset = 'digits' }\nmethods = [{ kind = 'random' }]\nmodel = "
+    kinds = ("{ kind = 'linear' }", "{ kind = 'a.b:Net' }", "{ kind = 'a.b:Net', options = { width = 3 } }")
+    agreed = [nodefile.plan_of(config.loads(text + kind)).agreed(3)["model"] for kind in kinds]
+    assert agreed == ["linear", "a.b:Net", 'a.b:Net {"width": 3}']

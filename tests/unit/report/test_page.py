@@ -205,6 +205,8 @@ def test_the_study_is_described_in_words(small, write_run, final_rows):
         "each client&#x27;s best model on its validation set",
     ):
         assert said in text
+    config["local"]["lr_schedule"] = [{"kind": "warmup", "length": 3}, "cosine"]
+    assert "adam, learning rate 0.001 (warmup, cosine), batches of 8" in page.words(config, data)
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):

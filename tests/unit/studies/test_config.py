@@ -373,3 +373,35 @@ def test_numbers_that_no_machine_counts_to_are_refused(change):
 
 def test_a_text_in_a_setting_may_be_of_any_script():
     assert config.loads(STUDY, overrides=["description=🏥 größer als"]).description == "🏥 größer als"
+OWN = """
+data = { dataset = "digits", num_clients = 4, shift = [{ kind = "nowhere.data:Salt", amount = 0.1 }] }
+model = { kind = "nowhere.nets:Net", options = { width = 3 } }
+
+[[methods]]
+kind = "random"
+aggregation = "nowhere.rules:median"
+
+[[methods]]
+kind = "dac"
+selection = "nowhere.rules:curious"
+"""
+
+
+def test_what_is_named_by_import_path_is_not_imported_to_be_read():
+    """It reads back as itself, and is part of what decides the results."""
+    study = config.loads(OWN, to_run=False)
+    assert config.loads(config.dumps(study)) == study
+    named = {key: value for key, value in config.identity(study).items() if "nowhere" in str(value)}
+    assert named == {
+        "data.shift": [{"kind": "nowhere.data:Salt", "amount": 0.1}],
+        "methods.random.aggregation": "nowhere.rules:median",
+        "methods.dac.selection": "nowhere.rules:curious",
+        "model.kind": "nowhere.nets:Net",
+    }
+    assert config.identity(study)["model.options.width"] == 3
+    with pytest.raises(ConfigError, match="there is no module 'nowhere'"):
+        study.data.shifts()
+
+
+def test_a_model_without_arguments_is_written_without_them():
+    assert "options" not in config.table(read())["model"]

@@ -19,6 +19,7 @@ from torch import Tensor
 from coterie.engine._work import Pairs, RawSamples, Training
 from coterie.engine.native import compiler, program, stack
 from coterie.engine.noise import Noise
+from coterie.engine.optim import OPTIMIZERS
 from coterie.models.layout import Layout
 
 _threads = 0
@@ -52,14 +53,23 @@ class NoiseJob(ctypes.Structure):
     _fields_ = (("keys", _POINTER), ("sigma", _POINTER), ("width", _LONG))
 
 
+class Rule(ctypes.Structure):
+    """The optimizer; see `engine.optim`."""
+
+    _fields_ = (
+        ("rates", _POINTER), ("kind", _LONG), ("moments", _LONG), ("nesterov", _LONG), ("centered", _LONG),
+        ("lr", _DOUBLE), ("momentum", _DOUBLE), ("decay", _DOUBLE), ("dampening", _DOUBLE), ("beta1", _DOUBLE),
+        ("beta2", _DOUBLE), ("eps", _DOUBLE), ("alpha", _DOUBLE), ("lr_decay", _DOUBLE), ("initial", _DOUBLE),
+    )  # fmt: skip
+
+
 class _Training(ctypes.Structure):
     _fields_ = (
         ("store", Store), ("augment", CropFlip), ("noise", NoiseJob), ("rows", _POINTER), ("anchor", _POINTER),
         ("alpha", _POINTER),
         ("places", _POINTER), ("length", _POINTER), ("keys", _POINTER), ("losses", _POINTER), ("moments", _POINTER),
-        ("taken", _POINTER), ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG),
-        ("trained", _LONG), ("adam", _LONG), ("lr", _DOUBLE), ("momentum", _DOUBLE), ("decay", _DOUBLE),
-        ("prox", _DOUBLE),
+        ("taken", _POINTER), ("rule", Rule), ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG),
+        ("trained", _LONG), ("prox", _DOUBLE),
     )  # fmt: skip
 
 
@@ -100,6 +110,20 @@ def noise_of(noise: Noise | None) -> tuple[NoiseJob, tuple[Tensor, ...]]:
         return NoiseJob(None, None, 1), ()
     owners = (whole(noise.keys), noise.sigma.to(torch.float64).contiguous())
     return NoiseJob(at(owners[0]), at(owners[1]), noise.width), owners
+
+
+def rule_of(work: Training) -> tuple[Rule, Tensor | None]:
+    """Return the optimizer in the form the program reads, and the tensor that owns the memory of its rates."""
+    local, given = work.local, work.local.arguments
+    rates = None if work.rates is None else work.rates.to(torch.float64).contiguous()
+    beta1, beta2 = given.get("betas", (0.0, 0.0))
+    rule = Rule(
+        at(rates), list(OPTIMIZERS).index(local.optimizer), local.moments, given.get("nesterov", False),
+        given.get("centered", False), local.lr, given.get("momentum", 0.0), given["weight_decay"],
+        given.get("dampening", 0.0), beta1, beta2, given.get("eps", 0.0), given.get("alpha", 0.0),
+        given.get("lr_decay", 0.0), local.initial_accumulator_value,
+    )  # fmt: skip
+    return rule, rates
 
 
 def stored(samples: RawSamples, dtype: torch.dtype) -> Kept:
@@ -182,7 +206,6 @@ class NativeProgram:
 
     def train(self, rows: Float[Tensor, "clients params"], work: Training) -> Float[Tensor, "clients steps"]:
         """Train clients in place; see `Engine.train`."""
-        local = work.local
         losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
         places, length = whole(work.places), whole(work.length)
         keys = None if work.keys is None else whole(work.keys[0])
@@ -196,11 +219,11 @@ class NativeProgram:
         assert work.moments is None or work.moments.is_contiguous()
         augment = CropFlip(at(draws), at(fill), work.augment.padding if work.augment else 0)
         noise, _draws = noise_of(work.noise)
+        rule, _rates = rule_of(work)
         job = _Training(
             self._store(work.samples), augment, noise, at(rows), at(anchor), at(alpha), at(places), at(length),
-            at(keys), at(losses), at(work.moments), at(taken), rows.stride(0),
-            0 if anchor is None else anchor.stride(0), work.steps, places.shape[2], self.layout.trainable,
-            int(local.optimizer == "adam"), local.lr, local.momentum, local.weight_decay, work.prox,
+            at(keys), at(losses), at(work.moments), at(taken), rule, rows.stride(0),
+            0 if anchor is None else anchor.stride(0), work.steps, places.shape[2], self.layout.trainable, work.prox,
         )  # fmt: skip
         on_threads(self._library.train, job, len(rows))
         return losses
