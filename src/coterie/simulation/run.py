@@ -17,14 +17,9 @@ from torch import Tensor
 from coterie._util import pages
 from coterie._util.claims import claimed
 from coterie._util.facts import Described
-<<<<<<< HEAD
-from coterie._util.names import called, few, short
-from coterie._util.settings import brief
-=======
 from coterie._util.importing import imported_function
-from coterie._util.names import called, few
+from coterie._util.names import called, few, short
 from coterie._util.settings import brief, own_functions
->>>>>>> main
 from coterie.data.federation import Federation
 from coterie.engine.device import check as check_device
 from coterie.engine.native.compiler import heard

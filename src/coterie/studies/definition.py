@@ -199,12 +199,7 @@ def make_study(
         name=name,
         data=data or DataConfig(dataset=OWN),
         methods=entries,
-<<<<<<< HEAD
         seeds=tuple(range(seeds) if isinstance(seeds, int) else seeds),
-        model=ModelConfig(model),
-=======
-        seeds=tuple(seeds),
         model=model if isinstance(model, ModelConfig) else ModelConfig(model),
->>>>>>> main
         settings=settings,
     )
