@@ -31,7 +31,7 @@ from coterie.functional.losses import usual_loss
 from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics, read_metric
 from coterie.methods.base import Method
 from coterie.methods.cost import Setting
-from coterie.models.layout import ModelSource, own_name, source
+from coterie.models.layout import ModelSource, NamedModel, own_name, source
 from coterie.rng import Rng
 from coterie.simulation import _memory, checkpoint
 from coterie.simulation.final_metrics import final_tests
@@ -292,15 +292,11 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
 
 def _check_given(federation: object, method: object, model: object, settings: object) -> None:
     """Refuse what is of another kind: it would fail somewhere inside."""
+    named = isinstance(model, str | NamedModel)
     for name, found, fits, words in (
         ("federation", federation, isinstance(federation, Federation), "a Federation, as `from_arrays` makes one"),
         ("method", method, isinstance(method, Method), "a method, such as METHODS['dac'](num_peers=5)"),
-        (
-            "model",
-            model,
-            isinstance(model, str) or callable(model),
-            "a name, an nn.Module, or a function that makes one",
-        ),
+        ("model", model, named or callable(model), "a name, an nn.Module, or a function that makes one"),
         ("settings", settings, isinstance(settings, Settings), "Settings(...)"),
     ):
         if not fits:
