@@ -109,8 +109,9 @@ class Run(Described):
     @property
     def metrics_by_name(self) -> pd.DataFrame:
         """The metrics with the name of each client in place of its id."""
-        known = {client: called(self.names, client) for client in self.metrics["client"].unique().tolist()}
-        return self.metrics.assign(client=self.metrics["client"].map(known))
+        ids = self.metrics["client"].to_numpy()
+        known = {client: called(self.names, client) for client in sorted({*ids.tolist()})}
+        return self.metrics.assign(client=pd.Series(known, dtype=object).loc[ids].to_numpy())
 
     def facts(self) -> tuple[str, dict[str, Any]]:
         """Return a title, and what the run came to in a few words; `print` and notebooks show it."""
