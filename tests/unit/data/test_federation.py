@@ -140,7 +140,7 @@ def test_an_error_about_a_client_calls_it_by_its_name():
     broken[1, 0] = float("nan")
     with pytest.raises(DataError, match="the inputs of client 'مستشفى الملك' contain NaN or infinity"):
         replace(federation, x=broken).validate()
-    with pytest.raises(DataError, match="^client 'Oslo' has no training samples"):
+    with pytest.raises(DataError, match=r"^client 'Oslo' has no training samples"):
         replace(federation, split=torch.where(federation.ids[:, None] == 0, 1, federation.split)).validate()
 
 

@@ -144,6 +144,20 @@ def test_one_run_of_a_study_is_chosen():
     assert (label, seed, len(study.methods), list(study.seeds)) == ("local", 1, 1, [1])
 
 
+def test_a_node_with_arrays_is_called_as_the_roster_says(tmp_path):
+    """Its federation of one client has no name for it: that of all members comes from the roster."""
+    np.savez(tmp_path / "own.npz", x=X, y=Y)
+    assert rows(tmp_path, 'arrays = "own.npz"\nclasses = 3').names == {}
+
+
+def test_the_names_of_a_federation_that_a_node_reads_are_kept(tmp_path):
+    named = replace(
+        from_arrays(X, Y, clients=np.repeat([0, 1, 2], 10), classes=3), client_names=("Oslo", "Lima", "Rio")
+    )
+    named.save(tmp_path / "all.safetensors")
+    assert rows(tmp_path, 'federation = "all.safetensors"').names == {1: "Lima"}
+
+
 def test_what_nodes_agree_on_names_the_model_with_its_arguments():
     text = "seeds = [0]\ndata = { dataset = 'digits' }\nmethods = [{ kind = 'random' }]\nmodel = "
     kinds = ("{ kind = 'linear' }", "{ kind = 'a.b:Net' }", "{ kind = 'a.b:Net', options = { width = 3 } }")
