@@ -171,6 +171,7 @@ def run_commands(block, bundled):
 def test_the_code_of_a_page_runs_from_top_to_bottom(path, bundled, tmp_path, monkeypatch):
     """As a reader would go through it, in an empty folder with the page's titled files. (README has its own test.)"""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # as PYTHONPATH=. does
     module = types.ModuleType(f"docs_{path.stem.replace('-', '_')}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in blocks(path):
