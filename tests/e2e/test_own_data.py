@@ -32,7 +32,8 @@ def patients() -> pd.DataFrame:
     sizes = {"Åre": 3, "Zürich": 40, "東京": 120, "São Paulo": 60}
     draw = np.random.default_rng(0)
     site = np.repeat(list(sizes), list(sizes.values()))
-    table = pd.DataFrame({"site": site, "age": draw.normal(50, 9, len(site)), "sex": draw.choice(["f", "m"], len(site))})
+    sex = draw.choice(["f", "m"], len(site))
+    table = pd.DataFrame({"site": site, "age": draw.normal(50, 9, len(site)), "sex": sex})
     table["ill"] = np.where(table["age"] > 50, "yes", "no")
     table.loc[draw.random(len(site)) < 0.1, "age"] = None
     table.loc[(draw.random(len(site)) < 0.1) & (site != "Åre"), "sex"] = None
@@ -45,13 +46,16 @@ def test_a_table_runs_resumes_tunes_and_is_reported(suffix, here):
     table = patients()
     table.to_csv("patients.csv", index=False) if suffix == "csv" else table.to_parquet("patients.parquet")
     options = f'path = "patients.{suffix}"\ntarget = "ill"\nclient = "site"\nimpute = "median"\nscale = "standard"\n'
-    (here / "mine.toml").write_text(f'model.kind = "linear"\n{HEAD}\n[data]\ndataset = "table"\n[data.options]\n{options}')
+    data = f'[data]\ndataset = "table"\n[data.options]\n{options}'
+    (here / "mine.toml").write_text(f'model.kind = "linear"\n{HEAD}\n{data}')
     command("run", "mine.toml")
     found = read_study("runs/mine").rows.set_index(["cluster", "metric"])["mean"]
     assert 0 <= found["all", "accuracy"] <= 1
     before = (here / "runs/mine/random/seed-0/metrics.parquet").read_bytes()
     command("resume", "runs/mine")
     assert (here / "runs/mine/random/seed-0/metrics.parquet").read_bytes() == before
+    command("report", "runs/mine")
+    assert (here / "runs/mine/report.html").exists()
     command("tune", "mine.toml", "--grid", "lr=0.01,0.1", "--widenings", "0")
     assert (here / "tuned/mine-tuned.toml").exists()
 

@@ -241,11 +241,11 @@ def from_dataset(
     seed: int = 0,
     name: str = "arrays",
 ) -> Federation:
-    """Make a federation from a PyTorch dataset of (input, target) pairs, map-style or iterable, read once and in order.
+    """Make a federation from a PyTorch dataset of (input, target) pairs, read once and in order.
 
-    An input is an array, a picture of Pillow, or a tuple or table of several. `transform` is applied to each input while
-    it is read, as to make pictures one size. `clients` has the client id of each sample; the other arguments are those
-    of `from_arrays`.
+    The dataset is map-style or iterable; an input is an array, a picture of Pillow, or a tuple or table of several.
+    `transform` is applied to each input while it is read, as to make pictures one size. `clients` has the client id of
+    each sample; the other arguments are those of `from_arrays`.
 
     Raises:
         DataError: when its items are not pairs, or differ in shape.
@@ -316,7 +316,8 @@ def _read(dataset: Any, what: str, transform: Callable[[Any], Any] | None) -> _I
             raise DataError(f"{what}: the input of item {place} has other parts than the first; make them equal")
         for key, value in values.items():
             inputs.setdefault(key, []).append(_as_tensor(value, f"{what}: the input of item {place}"))
-        targets.append(item[1] if isinstance(item[1], str) else torch.as_tensor(item[1]))
+        target = item[1]
+        targets.append(target if isinstance(target, str) else _as_tensor(target, f"{what}: the target of item {place}"))
     if not targets:
         raise DataError(f"{what} is empty; every client needs data")
     for key, values in inputs.items():
@@ -332,7 +333,8 @@ def _items(dataset: Any, what: str) -> Iterable[Any]:
         return (dataset[place] for place in range(len(dataset)))
     if isinstance(dataset, Iterable):
         return dataset
-    raise DataError(f"{what} is a {type(dataset).__name__}; expected a dataset: with __len__ and __getitem__, or __iter__")
+    found = type(dataset).__name__
+    raise DataError(f"{what} is a {found}; expected a dataset: with __len__ and __getitem__, or __iter__")
 
 
 def _require_one_shape(values: Sequence[Tensor], what: str, kind: str) -> None:
@@ -369,8 +371,8 @@ def _as_tensor(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if hasattr(value, "getbands"):  # a picture of Pillow
-        return torch.from_numpy(as_pixels(value, what))
+        return torch.from_numpy(as_pixels(value))
     array = np.array(value)
     if array.dtype.kind not in "buif":
-        raise DataError(f"{what} is {value!r:.60}; expected numbers or a picture: convert it with transform=")
+        raise DataError(f"{what} is {str(value)[:60]!r}; expected numbers or a picture: convert it, as with transform=")
     return torch.from_numpy(np.ascontiguousarray(array)) if array.ndim else torch.tensor(array.item())

@@ -358,7 +358,12 @@ def _allocate(
             place, stream = np.arange(len(pool)), rng.generator(f"{purpose}.{source}", EVERYONE)
         else:
             place, stream = np.flatnonzero(pool.columns[group[0]].numpy() == group[1]), rng.generator(purpose, rows[0])
-        parts = allocate([wishes[row] for row in rows], labels[place], stream)
+        try:
+            parts = allocate([wishes[row] for row in rows], labels[place], stream)
+        except DataError as error:
+            if group is None:
+                raise
+            raise DataError(f"client {clients[rows[0]].name or rows[0]!r}: {error}") from None
         for row, part in zip(rows, parts, strict=True):
             out[row] = place[part]
     return out

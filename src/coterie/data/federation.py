@@ -135,9 +135,9 @@ class Federation(Described):
         return f"Federation {self.name!r}", {
             "clients": hosted,
             "samples of a client": ", ".join([*samples, f"test {spread(tests)}"]),
-            "inputs": said(self.parts) if self.parts else (
-                f"{' x '.join(map(str, self.features))} of {str(self.x.dtype).removeprefix('torch.')}"
-            ),
+            "inputs": said(self.parts)
+            if self.parts
+            else (f"{' x '.join(map(str, self.features))} of {str(self.x.dtype).removeprefix('torch.')}"),
             "targets": what,
             "planted clusters": clusters,
         }

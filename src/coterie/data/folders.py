@@ -19,14 +19,15 @@ from coterie.errors import ConfigError, DataError
 _GRAY, _DEEP = ("1", "L", "LA"), ("I", "F")
 
 
-def as_pixels(image: Any, what: str) -> np.ndarray:
-    """Return a picture of Pillow as an array: gray with two axes, or color with channels first.
+def _deep(image: Any) -> bool:
+    """Whether a picture has more than 8 bits a pixel."""
+    return image.mode.partition(";")[0] in _DEEP
 
-    Raises:
-        DataError: when its pixels do not fit 8 bits.
-    """
-    if image.mode.partition(";")[0] in _DEEP:
-        raise DataError(f"{what} has pixels of more than 8 bits ({image.mode}); turn them into numbers with transform=")
+
+def as_pixels(image: Any) -> np.ndarray:
+    """Return a picture of Pillow as an array: gray with two axes, or color with channels first."""
+    if _deep(image):
+        return np.array(image)
     if image.mode in _GRAY:
         return np.array(image.convert("L"))
     color = image if image.mode == "RGBA" else image.convert("RGB")
@@ -110,7 +111,7 @@ def _input(file: Path, transform: Callable[[Any], Any] | None, size: int | Seque
     try:
         with Image.open(file) as image:
             image.load()
-            if image.mode.partition(";")[0] not in (*_GRAY, *_DEEP):
+            if image.mode not in _GRAY and not _deep(image):
                 image = image.convert("RGB")
     except (UnidentifiedImageError, OSError) as error:
         raise DataError(f"{file} cannot be read as a picture ({error}); replace or remove it") from error
@@ -121,7 +122,9 @@ def _input(file: Path, transform: Callable[[Any], Any] | None, size: int | Seque
         made = image if transform is None else transform(image)
     if isinstance(made, Tensor):
         return made
-    return as_pixels(made, str(file)) if hasattr(made, "getbands") else np.asarray(made)
+    if hasattr(made, "getbands") and _deep(made):
+        raise DataError(f"{file} has more than 8 bits a pixel ({made.mode}); make numbers of it with transform=")
+    return as_pixels(made) if hasattr(made, "getbands") else np.asarray(made)
 
 
 def _stacked(inputs: Sequence[Tensor | np.ndarray], folder: Path) -> Tensor:

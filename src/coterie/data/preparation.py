@@ -44,9 +44,7 @@ class Column:
     impute: str | float | None = None
     scale: bool = False
 
-    def fit(
-        self, x: Float[np.ndarray, "samples entries"]
-    ) -> tuple[Float[np.ndarray, " width"], float, float] | None:
+    def fit(self, x: Float[np.ndarray, "samples entries"]) -> tuple[Float[np.ndarray, " width"], float, float] | None:
         """Return what fills an empty entry, and what is subtracted from and divides each; None without any value."""
         own = x[:, self.start : self.start + self.width]
         known = own[~np.isnan(own[:, 0])]

@@ -147,7 +147,7 @@ class Source:
         if classes:
             require(len(names) in (0, classes), "class_names", names, f"{classes} names, one for each class")
         entries = int(np.prod(pool.x.shape[1:]))
-        if parts or feature_names and len(feature_names) != entries:
+        if parts or len(feature_names) != entries:
             feature_names = ()
         return Source(
             name, pool, kept, classes, names, clients="client" if columns else "", client_names=client_names,
@@ -225,8 +225,10 @@ class Source:
         if not self.clients or self.clients not in samples.columns:
             return f"in sample {place}"
         client = int(samples.columns[self.clients][place])
-        return f"in sample {place}, of client {self.named(client)!r}" if self.client_names else (
-            f"in sample {place}, of client {client}"
+        return (
+            f"in sample {place}, of client {self.named(client)!r}"
+            if self.client_names
+            else (f"in sample {place}, of client {client}")
         )
 
 

@@ -91,9 +91,7 @@ class Columns(Configurable):
 _FILLED = f"{', '.join(map(repr, FILLS))}, a number, or a table of these by column"
 
 
-def read_table(
-    table: Any, columns: Columns, *, test: Any = None, name: str = "table", shared: bool = False
-) -> Source:
+def read_table(table: Any, columns: Columns, *, test: Any = None, name: str = "table", shared: bool = False) -> Source:
     """Make a source from a table.
 
     Args:
@@ -159,7 +157,8 @@ def _arrow(table: Any) -> pa.Table:
             return table.to_arrow()
         return pa.table(dict(table) if isinstance(table, Mapping) else table)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-        raise DataError(f"a column cannot be read ({'; '.join(map(str, error.args))}); make its values of one kind") from None
+        said = "; ".join(map(str, error.args))
+        raise DataError(f"a column cannot be read ({said}); make its values of one kind") from None
     except (TypeError, ValueError) as error:
         raise DataError(
             f"the table is a {type(table).__name__} ({error}); expected one of pandas, polars or arrow, or the path of "
@@ -390,9 +389,13 @@ def _require_given(read: Sequence[_Read], tables: Sequence[_Table], columns: Col
     kinds = [tables[0].require(name).type for name in columns.targets]
     text, whole = any(map(_is_text, kinds)), not any(map(pa.types.is_floating, kinds))
     if text and not columns.class_names:
-        raise ConfigError(f"the classes of {columns.targets[0]!r} are missing; every machine must name the same: class_names")
+        raise ConfigError(
+            f"the classes of {columns.targets[0]!r} are missing; every machine must name the same: class_names = [...]"
+        )
     if not text and whole and len(kinds) == 1 and columns.classes is None:
-        raise ConfigError(f"classes is missing; every machine must say how many {columns.targets[0]!r} has (0: regression)")
+        raise ConfigError(
+            f"classes is missing; every machine must say how many {columns.targets[0]!r} has (0 for regression)"
+        )
 
 
 def _require_full(table: _Table, name: str, empty: np.ndarray) -> None:

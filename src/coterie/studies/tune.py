@@ -211,7 +211,8 @@ class _Work:
     def __call__(self, job: tuple[str, Point, int], emit: Callable[[object], None]) -> Trial:
         label, point, seed = job
         study = config.loads(self.study)
-        if OWN in (study.data.dataset if self.federation is None else "", study.model.kind if self.model is None else ""):
+        model = self.model or study.model.kind
+        if model == OWN or (self.federation is None and study.data.dataset == OWN):
             raise ConfigError(
                 "this study has data or a module of your own; give them from Python: tune(..., federation=..., "
                 "model=...), or name them by import path in the study file"
@@ -228,7 +229,7 @@ class _Work:
             )
         entry = _with_point(study, label, point).scaled(label)
         settings = replace(entry.settings, eval_every=0)
-        run = simulate(blind(federation), entry.method, model=self.model or study.model.kind, settings=settings, seed=seed)
+        run = simulate(blind(federation), entry.method, model=model, settings=settings, seed=seed)
         metric, values = _validation(run.metrics, "best" if settings.evaluate == "best_val" else "current")
         return Trial(label, point, seed, metric, float(values.mean(skipna=False)))
 

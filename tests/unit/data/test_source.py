@@ -17,7 +17,7 @@ def test_whole_numbers_stay_whole_up_to_what_floats_hold_exactly():
         assert as_samples(x, [0, 1], None).x.tolist() == x.tolist()
     assert as_samples(torch.tensor([[edge], [-edge]]), [0, 1], None).x.tolist() == [[edge], [-edge]]
     for far in (edge + 1, -edge - 1):
-        with pytest.raises(DataError, match=r"x has whole numbers up to 16,777,217; expected at most 16,777,216.* scale"):
+        with pytest.raises(DataError, match=r"whole numbers up to 16,777,217; expected at most 16,777,216.* scale"):
             as_samples([[0], [far]], [0, 1], None)
 
 

@@ -62,7 +62,7 @@ def test_every_kind_of_table_gives_the_same_federation(form, tmp_path):
     assert made.feature_names == ("age", "color=blue", "color=red", "smokes")
     assert [test.name for test in made.tests] == list(made.client_names)
     assert made.fingerprint() == from_table(table, target="ill", client="site").fingerprint()
-    assert sorted(sum(ages(made, 1).values(), [])) == [1, 4, 7, 10]
+    assert sorted(age for own in ages(made, 1).values() for age in own) == [1, 4, 7, 10]
     for row in made.x[made.split >= 0].tolist():
         age = int(row[0])
         assert row[1:] == [age % 2, 1 - age % 2, float(age % 3 == 0)]
@@ -89,7 +89,7 @@ def test_categories_are_those_of_the_whole_table_or_the_given_ones_in_their_orde
     assert "color=white" in from_table(patients(), target="ill", client="site", test=held).feature_names
     said = from_table(patients(), target="ill", client="site", categories={"color": ["white", "red", "blue"]})
     assert said.feature_names[1] == "color=white"
-    with pytest.raises(DataError, match="column 'color' is 'blue' in row 1, of client 'Åre'; expected one of .*: red"):
+    with pytest.raises(DataError, match=r"column 'color' is 'blue' in row 1, of client 'Åre'; expected one of .*: red"):
         from_table(patients(), target="ill", client="site", categories={"color": ["red"]})
 
 
@@ -116,7 +116,7 @@ def test_targets_are_classes_or_numbers(target, values, kind, classes):
 
 def test_whole_numbers_can_be_a_regression():
     table = pd.DataFrame({"a": range(12), "c": ["x"] * 12, "price": range(0, 120_000, 10_000)})
-    with pytest.raises(DataError, match="up to 110,000: as classes these are too many; classes = 0 makes it a regression"):
+    with pytest.raises(DataError, match="up to 110,000: as classes these are too many; classes = 0"):
         from_table(table, target="price", client="c")
     assert from_table(table, target="price", client="c", classes=0).y.dtype == torch.float32
 
@@ -176,7 +176,8 @@ def test_from_three_to_thousands_of_rows_a_client():
     sizes = {"tiny": 3, "one class": 9, "large": 2500}
     draw = np.random.default_rng(0)
     site = np.repeat(list(sizes), list(sizes.values()))
-    table = pd.DataFrame({"site": site, "age": draw.normal(50, 9, len(site)), "color": draw.choice(["r", "g"], len(site))})
+    color = draw.choice(["r", "g"], len(site))
+    table = pd.DataFrame({"site": site, "age": draw.normal(50, 9, len(site)), "color": color})
     table["ill"] = np.where((draw.random(len(site)) < 0.5) | (site == "one class"), "yes", "no")
     table.loc[(draw.random(len(site)) < 0.1) & (site == "large"), ["age", "color"]] = None
     made = from_table(table, target="ill", client="site", impute="median", scale="standard")
@@ -186,7 +187,7 @@ def test_from_three_to_thousands_of_rows_a_client():
     assert [len(test.x) for test in made.tests] == [500, 2, 1]
     assert set(made.y[1][made.split[1] >= 0].tolist()) == {1}
     two = table.groupby("site").head(2)
-    with pytest.raises(DataError, match="client 'large' has 2 samples, which leaves none for training .*: give it more"):
+    with pytest.raises(DataError, match="client 'large' has 2 samples, which leaves none for training"):
         from_table(two, target="ill", client="site", impute="median")
 
 
@@ -197,11 +198,11 @@ def bad(**columns):
 @pytest.mark.parametrize(
     ("table", "change", "error", "message"),
     [
-        (bad(age=[NAN, *range(11)]), {}, DataError, r"column 'age' has 1 empty entries \(the first in row 0, of client 'Zü"),
+        (bad(age=[NAN, *range(11)]), {}, DataError, r"'age' has 1 empty entries \(the first in row 0, of client 'Zü"),
         (bad(age=[NAN, *range(11)]), {"impute": {"color": "red"}}, DataError, 'impute = "mean", "median" or a number'),
         (bad(color=[None, *"abcdefghijk"]), {}, DataError, "column 'color' has 1 empty .* impute = \"most-frequent\""),
         (bad(color=[None, *"abcdefghijk"]), {"impute": 0}, DataError, "column 'color' has 1 empty"),
-        (bad(color=[None, *"abcdefghijk"]), {"impute": {"color": "mean"}}, ConfigError, "'most-frequent' or one of its"),
+        (bad(color=[None, *"abcdefghijk"]), {"impute": {"color": "mean"}}, ConfigError, "'most-frequent' or one of"),
         (bad(age=[float("inf"), *range(11)]), {}, DataError, "column 'age' is infinite in row 0, of client 'Zürich'"),
         (bad(ill=[None, *"abcdefghijk"]), {}, DataError, "target 'ill' is empty in 1 rows .* drop those rows"),
         (bad(ill=[NAN, *range(11)]), {}, DataError, "target 'ill' is empty in 1 rows"),
@@ -248,9 +249,9 @@ def test_options_of_a_study_file_are_checked(options, message):
 def test_a_file_that_is_no_table_is_refused(tmp_path):
     (tmp_path / "a.xlsx").write_bytes(b"x")
     (tmp_path / "a.parquet").write_bytes(b"x")
-    with pytest.raises(DataError, match="is no table; expected a file .csv, .tsv or .parquet"):
+    with pytest.raises(DataError, match=r"is no table; expected a file .csv, .tsv or .parquet"):
         from_table(tmp_path / "a.xlsx", target="y", client="c")
-    with pytest.raises(DataError, match="a.parquet cannot be read"):
+    with pytest.raises(DataError, match=r"a.parquet cannot be read"):
         from_table(tmp_path / "a.parquet", target="y", client="c")
 
 

@@ -181,7 +181,7 @@ def test_text_means_the_same_on_every_node_or_is_refused(tmp_path):
         table_rows(tmp_path, categories="")
     with pytest.raises(ConfigError, match="the classes of 'ill' are missing"):
         table_rows(tmp_path, class_names="")
-    with pytest.raises(ConfigError, match="data.dataset is 'mnist'; expected 'table', 'folder' or 'package.module:name'"):
+    with pytest.raises(ConfigError, match=r"dataset is 'mnist'; expected 'table', 'folder' or 'package.module:name'"):
         rows(tmp_path, 'dataset = "mnist"')
 
 

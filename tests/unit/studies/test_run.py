@@ -355,11 +355,11 @@ def test_a_diverged_client_is_named(tmp_path):
 
 
 def test_resuming_with_other_data_is_refused_even_when_the_settings_are_the_same(tmp_path):
-    """Finished runs would be kept beside new ones on other data. Another first seed has other data, and that is fine."""
+    """Finished runs would be kept beside new ones on other data. Another first seed has other data rightly."""
     one = small("seeds=[0]", "rounds=1")
     run_study(one, out=tmp_path, federation=tiny_federation(seed=0))
     described = (tmp_path / "tiny/federation.json").read_bytes()
-    with pytest.raises(CheckpointError, match="was run with other data .*--overwrite starts again, --out keeps both"):
+    with pytest.raises(CheckpointError, match=r"was run with other data .*--overwrite starts again, --out keeps both"):
         run_study(one, out=tmp_path, federation=tiny_federation(seed=1), resume=True)
     more = small("seeds=[3]", "rounds=1")
     run_study(more, out=tmp_path, federation=lambda seed: tiny_federation(seed=seed), resume=True)

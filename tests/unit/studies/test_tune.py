@@ -165,7 +165,7 @@ def test_data_and_modules_of_ones_own_can_be_tuned(study):
     own = replace(study, data=replace(study.data, dataset="own"), model=replace(study.model, kind="own"))
     given = tune.tune(own, grid, widenings=0, federation=build_federation(study.data, 0), model="linear")
     assert given.trials == named.trials
-    with pytest.raises(ConfigError, match=r"data or a module of your own; give them from Python: tune\(\.\.\., federation="):
+    with pytest.raises(ConfigError, match=r"of your own; give them from Python: tune\(\.\.\., federation="):
         tune.tune(own, grid, model="linear")
     with pytest.raises(ConfigError, match="data or a module of your own"):
         tune.tune(own, grid, federation=build_federation(study.data, 0))
@@ -191,5 +191,5 @@ def test_data_by_import_path_can_be_tuned_by_the_command(tmp_path):
 
 def test_the_client_without_validation_data_is_named(study):
     bare = from_arrays(torch.zeros(20, 3), torch.zeros(20), clients=["é", "b"] * 10, validation_fraction=0)
-    with pytest.raises(ConfigError, match="validation data of every client, and b has none; .*validation="):
+    with pytest.raises(ConfigError, match=r"validation data of every client, and b has none; .*validation="):
         tune.tune(study, {"lr": [0.1]}, federation=bare)
