@@ -95,7 +95,7 @@ def run(name: str, engine: str, rounds: int) -> Timing:
             ends.append(time.perf_counter())
             losses.append(progress.reported[LOSS.name])
 
-    simulate(data, entry.method, model=study.model.kind, settings=settings, observer=note)
+    simulate(data, entry.method, model=study.model.source, settings=settings, observer=note)
     return Timing(
         ends[1] - ends[0], tuple(later - earlier for earlier, later in itertools.pairwise(ends[1:])), losses[-1]
     )

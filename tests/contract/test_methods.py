@@ -1,9 +1,12 @@
 """Every method keeps the promises that every method makes."""
 
+import re
 import warnings
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal, final
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,6 +56,10 @@ def test_options_keep_the_contract(kind: str, settings: dict[str, Any]):
     check_method(METHODS[kind](**settings), relabel=False)
 
 
+KEPT: dict[int, int] = {}
+"""What a method must not use: it is outside the state."""
+
+
 @dataclass(frozen=True)
 class Count:
     """The memory of `Faithless`."""
@@ -71,10 +78,14 @@ class Faithless(PeerMethod):
 
     kind: ClassVar[str] = "faithless"
     summary: ClassVar[str] = "breaks one promise of methods"
-    breaks: Literal["params", "memory", "grouping", "order", "none"] = "none"
+    breaks: Literal[
+        "params", "memory", "grouping", "order", "none", "return", "pair", "shape", "type", "rows", "report", "hidden",
+        "draws", "resume", "silence", "finite",
+    ] = "none"  # fmt: skip
 
     def memory(self, task: Task, rng: Rng) -> Count:
-        return Count(torch.zeros(len(task)))
+        KEPT[rng.seed] = 0
+        return Count(torch.zeros(len(task) + (self.breaks == "rows")))
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Take the mean with a client drawn at random, or what is wrong."""
@@ -90,21 +101,74 @@ class Faithless(PeerMethod):
         mixed = inbox.mix(came / 2, own=state.params, own_weight=1 - came[:, 0] / 2)
         if self.breaks == "grouping":
             mixed = mixed * (1 - 0.01 * len(rnd.ids))
-        return replace(state, params=mixed), {}
+        if self.breaks == "hidden":  # told apart by nothing
+            KEPT[-1] = KEPT.get(-1, 0) + 1
+            mixed = mixed * (1 + 0.01 * KEPT[-1])
+        if self.breaks == "resume":  # told apart by the run, and lost with the process
+            KEPT[rnd.rng.seed] += 1
+            mixed = mixed * (1 + 0.01 * KEPT[rnd.rng.seed])
+        if self.breaks == "draws":
+            mixed = mixed * float(np.random.default_rng().random())
+        if self.breaks == "silence":
+            mixed = (state.params + inbox.table[inbox.index[:, 0]]) / 2
+        if self.breaks == "finite":
+            mixed = mixed / 0
+        wrong: Any = {
+            "return": None,
+            "pair": replace(state, params=mixed),
+            "shape": (replace(state, params=mixed[:, 1:]), {}),
+            "type": (replace(state, params=mixed.float()), {}),
+            "report": (replace(state, params=mixed), {"trust": torch.ones(())}),
+        }
+        return wrong.get(self.breaks, (replace(state, params=mixed), {}))
 
 
-@pytest.mark.parametrize(
-    ("breaks", "said"),
-    [
-        ("params", "round changed its argument state.params"),
-        ("memory", "round changed its argument state.memory"),
-        ("grouping", "changes the result"),
-        ("order", "relabeling the clients changes the result"),
-    ],
-)
-def test_a_method_that_breaks_a_promise_is_named_with_it(breaks: Any, said: str):
-    with pytest.raises(AssertionError, match=said):
+PARAMS = "a state whose params are {}; expected float64 of shape (6, 15), a row for each hosted client"
+BROKEN = {
+    "return": "exchange returned None; expected (state, info): is a `return` missing?",
+    "pair": "exchange returned a State; expected (state, info), the second {} where nothing is reported",
+    "shape": "exchange returned " + PARAMS.format("float64 of shape (6, 14)"),
+    "type": "exchange returned " + PARAMS.format("float32 of shape (6, 15)"),
+    "rows": "init returned memory.rounds as float32 of shape (7,); expected a tensor with a row for each of the 6",
+    "report": "exchange reported 'trust' as float32 of shape (); expected a tensor with a row for each of the 6 hosted",
+    "params": "round changed its argument state.params: return a new State",
+    "memory": "round changed its argument state.memory: return a new State",
+    "hidden": "a run beside another one gave another result: something is kept outside the State",
+    "draws": "a run beside another one gave another result",
+    "resume": "a resumed run has another checkpoint.safetensors: what a later round depends on is not in the State",
+    "grouping": "hosting one client a host (server at host 0) changes the result: a client's result depends on who",
+    "finite": "the models are not finite after the last round",
+    "silence": "a peer that never answers has influence: give slots whose inbox.mask is False no weight",
+    "order": "relabeling the clients changes the result by ",
+}
+
+
+def told(breaks: Any) -> str:
+    """Return what is said of a method that breaks a promise."""
+    with pytest.raises(AssertionError) as raised:
         check_method(Faithless(breaks))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("breaks", sorted(BROKEN))
+def test_a_method_that_breaks_a_promise_is_named_with_it(breaks: Any):
+    assert BROKEN[breaks] in told(breaks)
+
+
+def test_a_method_that_no_seed_changes_is_told_so():
+    """All start from the module's own values, and nobody trains."""
+    still = replace(tiny_settings().local, epochs=0)
+    with pytest.raises(AssertionError, match="another seed gave the same result: no client trains"):
+        check_method(METHODS["local"](), model=small(), settings=tiny_settings(init="given", local=still))
+
+
+def test_the_page_lists_what_is_said():
+    """Each message of its table is the beginning of one above, or said by the tests beside it."""
+    page = Path(__file__).resolve().parents[2] / "docs/how-to/own-method.md"
+    listed = re.findall(r"^\|[^|]*\| ([^|]*) \|$", page.read_text("utf-8"), re.MULTILINE)[1:]
+    beside = ["another seed gave the same result", "the same seed gave another result"]
+    assert len(listed) == 10
+    assert [row for row in listed if not any(row in said for said in [*BROKEN.values(), *beside])] == []
 
 
 def test_without_its_breach_the_same_method_keeps_the_contract():

@@ -119,6 +119,8 @@ def check(words):
     elif words[0] == "python":
         place = words[2].replace(".", "/") if words[1] == "-m" else words[1]
         assert (ROOT / place).exists(), words
+    elif words[0] == "export":
+        assert words[1:] == ["PYTHONPATH=."], words
     else:
         assert words[0] in ("coterie", "tensorboard", "sudo"), f"these tests know no program {words[0]!r}"
 
@@ -171,7 +173,7 @@ def run_commands(block, bundled):
 def test_the_code_of_a_page_runs_from_top_to_bottom(path, bundled, tmp_path, monkeypatch):
     """As a reader would go through it, in an empty folder with the page's titled files. (README has its own test.)"""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)  # as PYTHONPATH=. does
+    monkeypatch.syspath_prepend(str(tmp_path))  # of a program that is started there, or with PYTHONPATH=.
     module = types.ModuleType(f"docs_{path.stem.replace('-', '_')}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in blocks(path):
@@ -214,8 +216,12 @@ def test_commands_in_running_text_exist(path):
 
 
 @pytest.mark.parametrize("path", pages_with("toml"))
-def test_the_files_of_a_page_are_valid(path, tmp_path):
-    """Unknown keys and wrong values would be refused."""
+def test_the_files_of_a_page_are_valid(path, tmp_path, monkeypatch):
+    """Unknown keys and wrong values would be refused. What a file names by import path is on the page."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for block in blocks(path, "python"):
+        if block.title:
+            (tmp_path / block.title).write_text(block.text, encoding="utf-8")
     for block in blocks(path, "toml"):
         if block.title == "node.toml":
             (tmp_path / block.title).write_text(block.text, encoding="utf-8")

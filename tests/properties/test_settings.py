@@ -3,6 +3,7 @@
 import importlib
 import math
 import pkgutil
+import re
 import tomllib
 import types
 import typing
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import coterie
-from coterie._util.settings import Configurable, dumps, parse, plain, required, settable, words
+from coterie._util.settings import Configurable, Importable, dumps, parse, plain, required, settable, words
 from coterie.data.shifts import SHIFTS
 from coterie.errors import ConfigError
 from coterie.methods import METHODS
@@ -26,7 +27,7 @@ from coterie.methods.fedgwc import FedGwc
 from coterie.studies import config
 
 NEEDED = {"concentration_total": 1.0, "groups": [[0]], "swaps": [[]], "column": "a", "concentration_per_client": 1.0}
-NEEDED |= {"dataset": "digits", "name": "x"}
+NEEDED |= {"dataset": "digits", "name": "x", "function": "math:sqrt"}
 """What fields without a default are given, where another field is tried."""
 
 
@@ -52,6 +53,8 @@ def base(cls: type[Any], *leave: str) -> dict[str, Any]:
 def fits(value: Any, hint: Any) -> bool:
     """Say whether a declaration accepts a value: written once more, by what the declaration means."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated and Importable() in inner:
+        return isinstance(value, str) and re.fullmatch(r"[\w.]+:[\w.]+", value) is not None
     if origin is Annotated:
         return fits(value, inner[0]) and all(inside(value, bound) for bound in inner[1:])
     if origin in (types.UnionType, typing.Union):

@@ -45,8 +45,12 @@ ELSEWHERE = {
     # what keeps one contract is tested by it
     "net/local": "contract/test_exchanges.py",
     "net/zenoh_transport": "contract/test_exchanges.py",
+    "testing/_promises": "contract/test_pieces.py",
+    "testing/data": "contract/test_pieces.py",
     "testing/exchanges": "contract/test_exchanges.py",
     "testing/methods": "contract/test_methods.py",
+    "testing/models": "contract/test_pieces.py",
+    "testing/rules": "contract/test_pieces.py",
     "testing/tiny": "contract/test_methods.py",
     "methods/cost": "unit/results/test_traffic.py",
     # methods with a server are tested by what their papers claim

@@ -1,9 +1,12 @@
 """Import paths: what a study file names that is not built in, `package.module:name`, and how an object is named so."""
 
 import importlib
-from typing import Any
+import inspect
+from typing import Any, TypeVar
 
 from coterie.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def imported(path: str, what: str, package: str = "") -> Any:
@@ -31,6 +34,40 @@ def imported(path: str, what: str, package: str = "") -> Any:
         raise ConfigError(f"{what}: there is no module {error.name!r}; {advice}") from error
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{what}: {error}; expected package.module:name, importable from here") from error
+    return found
+
+
+def imported_class(path: str, what: str, base: type[T], known_as: str, package: str = "") -> type[T]:
+    """Return the class that an import path names, which can be made and has a `kind`; see `imported`.
+
+    Args:
+        path: "package.module:Name".
+        what: how messages call it.
+        base: what it extends.
+        known_as: how messages call the base.
+        package: what to install when the module is not there.
+
+    Raises:
+        ConfigError: when there is none, or it lacks something.
+    """
+    found = imported(path, what, package)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(f"{what} is {found!r}; expected a subclass of {known_as}")
+    if inspect.isabstract(found) or not hasattr(found, "kind"):
+        lacking = sorted(found.__abstractmethods__) or ["kind"]
+        raise ConfigError(f"{what} lacks {', '.join(lacking)}; a {base.__name__.lower()} defines them all")
+    return found
+
+
+def imported_function(path: str, what: str) -> Any:
+    """Return the function that an import path names; see `imported`.
+
+    Raises:
+        ConfigError: when there is none.
+    """
+    found = imported(path, what)
+    if not callable(found) or isinstance(found, type):
+        raise ConfigError(f"{what} is {found!r}; expected a function")
     return found
 
 

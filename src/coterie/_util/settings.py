@@ -9,16 +9,19 @@ import functools
 import inspect
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, InitVar, dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from types import FunctionType
+from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
+from coterie._util.importing import path_of
 from coterie.errors import ConfigError, unknown
 
 T = TypeVar("T")
@@ -28,6 +31,17 @@ NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
+
+
+@dataclass(frozen=True)
+class Importable:
+    """Marks a text that names a function of the user's, which is imported when it is needed and not before."""
+
+
+OwnFunction = Annotated[str | FunctionType, Importable()]
+"""A function by its import path, "package.module:name"; one that is given itself is kept as its path."""
+
+_IMPORT_PATH = re.compile(r"[\w.]+:[\w.]+")
 
 NONE = "none"
 """What stands for "not set" in a file and on a command line, where a setting may be unset: TOML has no null."""
@@ -39,6 +53,7 @@ _BOUNDS: dict[type, tuple[Callable[[Any, Any], bool], str]] = {
     Lt: (lambda value, bound: value < bound.lt, "below {0.lt}"),
     MinLen: (lambda value, bound: len(value) >= bound.min_length, "{0.min_length} or more of them"),
 }
+_LARGEST = 2**63  # what the libraries below hold as a whole number
 _WORDS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"), str: ("text", "texts")}
 
 
@@ -154,8 +169,13 @@ def _accepted(name: str, found: Any, hint: Any) -> Any:
     """Return a value as it is kept, or refuse it."""
     fits, value = _fit(found, hint)
     if not fits:
-        raise ConfigError(f"{name} is {found!r}; expected {words(hint)}")
+        large = any(isinstance(one, int) and abs(one) >= _LARGEST for one in (found if _is_list(found) else [found]))
+        raise ConfigError(f"{name} is {found!r}; expected {words(hint)}{' and below 2^63' if large else ''}")
     return value
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple)
 
 
 def _fit(value: Any, hint: Any) -> tuple[bool, Any]:
@@ -163,6 +183,10 @@ def _fit(value: Any, hint: Any) -> tuple[bool, Any]:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True, value
+    if is_importable(hint):
+        if callable(value):
+            return True, path_of(value, "the function")
+        return isinstance(value, str) and bool(_IMPORT_PATH.fullmatch(value)), value
     if origin is Annotated:
         fits, value = _fit(value, inner[0])
         return fits and all(_BOUNDS[type(bound)][0](value, bound) for bound in inner[1:]), value
@@ -178,15 +202,32 @@ def _fit(value: Any, hint: Any) -> tuple[bool, Any]:
         return number, float(value) if number else value
     if hint is int:
         number = isinstance(value, Integral) and not isinstance(value, bool)
-        return number, int(value) if number else value
+        return number and -_LARGEST <= int(value) < _LARGEST, int(value) if number else value
     if origin is not None and issubclass(origin, Mapping):
         return isinstance(value, Mapping), value
     if origin is not None and issubclass(origin, Sequence):
-        if not isinstance(value, list | tuple):
+        if not _is_list(value):
             return False, value
         items = [_fit(item, inner[0]) for item in value]
         return all(fits for fits, _ in items), tuple(item for _, item in items)
     return isinstance(value, hint), value
+
+
+def is_importable(hint: Any) -> bool:
+    """Whether an annotation is that of a function by its import path."""
+    return typing.get_origin(hint) is Annotated and Importable() in typing.get_args(hint)[1:]
+
+
+def own_functions(value: Configurable) -> dict[str, str]:
+    """Return the import paths of the user's functions among some settings, by the name of the setting."""
+    hints = {name: hint for name, hint in settable(type(value)).items() if _may_be_importable(hint)}
+    found = {name: getattr(value, name) for name in hints}
+    return {name: path for name, path in found.items() if isinstance(path, str) and _IMPORT_PATH.fullmatch(path)}
+
+
+def _may_be_importable(hint: Any) -> bool:
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return is_importable(hint) or (union and any(map(is_importable, typing.get_args(hint))))
 
 
 def words(hint: Any, *, many: bool = False) -> str:
@@ -197,6 +238,8 @@ def words(hint: Any, *, many: bool = False) -> str:
         ('a whole number, 1 or more', 'a list of numbers or "none"')
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if is_importable(hint):
+        return "import paths" if many else "an import path (package.module:name)"
     if origin is Annotated:
         size = any(isinstance(bound, MinLen) for bound in inner)
         return f"{words(inner[0], many=many)}, {'each ' if many and not size else ''}{_range(inner[1:])}"

@@ -1,6 +1,5 @@
 """The commands for nodes on real machines: `coterie net ...`, `node`, `doctor`, `up`. Heavy imports are inside them."""
 
-import importlib
 import importlib.util
 import tempfile
 import warnings
@@ -252,24 +251,12 @@ def _engine(model: str, features: str, outputs: int, batch_size: int, samples: f
     if not all(size.strip().isdigit() and int(size) for size in sizes):
         raise ConfigError(f"--features is {features!r}; expected the shape of one input, as 3,32,32")
     shape = tuple(map(int, sizes))
-    layout = Layout(template(source(_imported(model) if ":" in model else model, shape, outputs)))
+    layout = Layout(template(source(model, shape, outputs)))
     x, y = torch.zeros(2, *shape), torch.zeros(2, dtype=torch.int64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reason says the same
         found = engine.make("auto", layout, engine.cross_entropy, x, y, samples, batch_size=batch_size)
     return found.reason
-
-
-def _imported(path: str) -> Any:
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        advice = "expected package.module:Net, importable from here; PYTHONPATH may name its folder"
-        raise ConfigError(f"--model {path}: {error}; {advice}") from error
-    if not callable(found):
-        raise ConfigError(f"--model {path} is {type(found).__name__}; expected a module, or what makes one")
-    return found
 
 
 def up(

@@ -16,15 +16,15 @@ from annotated_types import Ge, Lt, MinLen
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from coterie._util.settings import Configurable, NonNegativeInt, PositiveInt, plain
+from coterie._util.settings import Configurable, NonNegativeInt, PositiveInt
 from coterie.data._partition import Wish, allocate, share
 from coterie.data.datasets import called, load
 from coterie.data.federation import PADDING, TRAIN, VALIDATION, Federation, TestSet, Truth
-from coterie.data.plan import Client, Clients, Recipe, Shift
+from coterie.data.plan import Client, Clients, Recipe, Shift, planned
 from coterie.data.preparation import Fitted
-from coterie.data.shifts import Natural, read_shift
+from coterie.data.shifts import Natural, read_shift, stored_shift
 from coterie.data.source import Constants, Samples, Source
-from coterie.data.transforms import noisy
+from coterie.data.transforms import Transform, noisy
 from coterie.errors import ConfigError, DataError
 from coterie.rng import EVERYONE, Rng
 
@@ -44,8 +44,8 @@ class DataConfig(Configurable):
         num_clients: number of clients; 20, or one for each natural group, when not given.
         train: training samples of each client; everything there is, shared evenly, when not given.
         validation: validation samples of each client.
-        shift: tables with `kind` and the fields of that kind (or `Shift` objects), applied in order; kept as tables
-            with every field.
+        shift: tables with `kind` (of your own: its import path) and the fields of that kind (or `Shift` objects),
+            applied in order; kept as tables with every field.
         normalize: of images: "half" (mean and deviation 0.5), "standard" (the dataset's own; the first one's when
             there are several) or "none" (only scaled to [0, 1]).
         test: "cluster": one test set for each planted cluster, transformed like it; "client": one for each client, as
@@ -81,9 +81,8 @@ class DataConfig(Configurable):
 
     def check(self) -> None:
         """Read the shifts; samples for validation and one's own tests are counted where those for training are."""
-        tables = [plain(one) if isinstance(one, Shift) else one for one in self.shift]
-        resolved = (plain(read_shift(table, f"shift[{i}]")) for i, table in enumerate(tables))
-        object.__setattr__(self, "shift", tuple(resolved))
+        kept = (stored_shift(one, f"shift[{i}]") for i, one in enumerate(self.shift))
+        object.__setattr__(self, "shift", tuple(kept))
         if self.validation is not None and self.train is None:
             raise ConfigError(
                 f"validation is {self.validation} but train is not given; give both, or validation_fraction"
@@ -105,7 +104,7 @@ class DataConfig(Configurable):
 
     def shifts(self) -> tuple[Shift, ...]:
         """Return the shifts, those that choose a client's pool first."""
-        shifts = [read_shift(table) for table in self.shift if isinstance(table, Mapping)]
+        shifts = [read_shift(table, f"shift[{i}]") for i, table in enumerate(self.shift) if isinstance(table, Mapping)]
         kinds = [shift.kind for shift in shifts]
         if len(self.names) > 1 and "domain" not in kinds:
             shifts.append(read_shift({"kind": "domain"}))
@@ -218,7 +217,7 @@ def _plan(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clients:
         def streams(client: int, purpose: str = f"data.shift.{place}.{shift.kind}") -> np.random.Generator:
             return rng.generator(purpose, client)
 
-        clients = shift.apply(clients, sources, streams)
+        clients = planned(shift, clients, sources, streams)
     return _settle_sizes(clients, sources)
 
 
@@ -354,7 +353,10 @@ def _allocate(
     for (source, group), rows in users.items():
         pool = pools[source]
         labels = pool.y.numpy() if sources[source].classes else np.zeros(len(pool), np.int64)
-        if group is None:
+        own = clients[rows[0]].rows
+        if group is not None and own:
+            place, stream = np.array(own), rng.generator(purpose, rows[0])
+        elif group is None:
             place, stream = np.arange(len(pool)), rng.generator(f"{purpose}.{source}", EVERYONE)
         else:
             place, stream = np.flatnonzero(pool.columns[group[0]].numpy() == group[1]), rng.generator(purpose, rows[0])
@@ -395,7 +397,7 @@ class Form:
         """Return the transformed inputs of some samples."""
         x = samples.x[torch.from_numpy(rows)]
         for transform in recipe.transforms:
-            x = transform(x)
+            x = _transformed(transform, x)
         if x.dtype == self.dtype or x.dtype != torch.uint8:
             return x
         x = x.float() / 255
@@ -418,6 +420,15 @@ class Form:
         if recipe.relabel is not None:
             y = torch.tensor(recipe.relabel)[y]
         return y + recipe.offset if recipe.offset else y
+
+
+def _transformed(transform: Transform, x: Shaped[Tensor, "samples *features"]) -> Shaped[Tensor, "samples *features"]:
+    """Apply a transform and check that it keeps what inputs are."""
+    found = transform(x)
+    if not isinstance(found, Tensor) or found.shape != x.shape or found.dtype != x.dtype:
+        said = f"{found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"{found!r:.60}"
+        raise DataError(f"the transform {transform!r} returned {said}; expected {x.dtype} of shape {tuple(x.shape)}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -478,7 +489,8 @@ class _Tests:
             wanted = size or max(1, round(len(own) * fraction / (1 - fraction)))
             wishes.append(Wish(wanted, client.recipe.labels, mixture))
         pools = [source.test for source in self.sources]
-        parts = _allocate(self.clients, wishes, pools, "data.test.pool", self.sources, self.rng)
+        whole = [replace(client, group=None) if client.rows else client for client in self.clients]
+        parts = _allocate(whole, wishes, pools, "data.test.pool", self.sources, self.rng)
         sets = [
             self._make(pools[client.recipe.source], rows, client.recipe, self._name(row), row)
             for row, (client, rows) in enumerate(zip(self.clients, parts, strict=True))

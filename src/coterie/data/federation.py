@@ -19,6 +19,7 @@ from torch import Tensor
 
 from coterie._util.facts import Described, spread
 from coterie._util.files import replacing
+from coterie._util.names import called, few, short
 from coterie.data.source import Part, all_finite, said
 from coterie.errors import DataError
 
@@ -119,7 +120,12 @@ class Federation(Described):
 
     def name_of(self, row: int) -> str:
         """Return how people call the client of a row: by its name, else "client 7"."""
-        return self.client_names[row] if self.client_names else f"client {int(self.ids[row])}"
+        return called(self.names, int(self.ids[row]))
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The name of each client here by its id; empty where clients are numbers."""
+        return dict(zip(self.ids.tolist(), self.client_names, strict=True)) if self.client_names else {}
 
     def facts(self) -> tuple[str, dict[str, Any]]:
         """Return a title, and what there is to know in a few words; `print` and notebooks show it."""
@@ -133,7 +139,7 @@ class Federation(Described):
             sizes = torch.bincount(self.truth.cluster, minlength=len(self.truth.names)).tolist()
             clusters = ", ".join(f"{name} ({size})" for name, size in zip(self.truth.names, sizes, strict=True))
         return f"Federation {self.name!r}", {
-            "clients": hosted,
+            "clients": f"{hosted} ({few(self.names, self.ids.tolist())})" if self.names else hosted,
             "samples of a client": ", ".join([*samples, f"test {spread(tests)}"]),
             "inputs": said(self.parts)
             if self.parts
@@ -228,16 +234,11 @@ class Federation(Described):
         Raises:
             DataError: with what was found, what was expected and what to do.
         """
+        self._check_names()
         if self.x.is_floating_point() and not all_finite(self.x):
             bad = int((~torch.isfinite(self.x)).reshape(len(self), -1).any(1).nonzero()[0])
             raise DataError(f"the inputs of {self._called(bad)} contain NaN or infinity; fill or drop them")
         used = self.split >= 0
-        for names, many, what in (
-            (self.client_names, len(self), "clients"),
-            (self.feature_names, int(torch.tensor(self.features).prod()), "entries of an input"),
-        ):
-            if len(names) not in (0, many):
-                raise DataError(f"there are {len(names)} names for {many} {what}; expected one for each, or none")
         if self.classes:
             labels = self.y[used]
             if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= self.classes):
@@ -262,6 +263,22 @@ class Federation(Described):
     def _called(self, row: int) -> str:
         """How messages call the client of a row."""
         return f"client {self.client_names[row]!r}" if self.client_names else self.name_of(row)
+
+    def _check_names(self) -> None:
+        """There is a name for all or for none; clients have names that can be told apart and written."""
+        for names, many, what in (
+            (self.client_names, len(self), "clients"),
+            (self.feature_names, int(torch.tensor(self.features).prod()), "entries of an input"),
+        ):
+            if len(names) not in (0, many):
+                raise DataError(f"there are {len(names)} names for {many} {what}; expected one for each, or none")
+        names = self.client_names
+        for name in names:
+            if not name.strip() or any("\ud800" <= sign <= "\udfff" for sign in name):
+                raise DataError(f"a client is called {name!r}; expected a text that is not empty and valid Unicode")
+        if len(set(names)) < len(names):
+            twice = next(name for place, name in enumerate(names) if name in names[:place])
+            raise DataError(f"two clients are called {short(twice, 80)!r}; give every client a name of its own")
 
     def save(self, path: str | Path) -> None:
         """Write the federation to one safetensors file, atomically."""

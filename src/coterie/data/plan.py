@@ -73,6 +73,7 @@ class Client:
         shares: shares for training, validation and testing; they add to 1.
         recipe: how its samples are made.
         group: (column, value): it gets samples of this natural group only.
+        rows: with a group that is no column of the data: the places of its samples in the pool.
         mixture: the share of each class it should have; None for the pool's.
         counts: the exact number of each class, instead of a mixture.
         reuse: with `counts`: other clients may get the same samples.
@@ -85,6 +86,7 @@ class Client:
     shares: tuple[float, float, float]
     recipe: Recipe = Recipe()
     group: tuple[str, int] | None = None
+    rows: tuple[int, ...] = ()
     mixture: tuple[float, ...] | None = None
     counts: tuple[int, ...] | None = None
     reuse: bool = False
@@ -162,6 +164,28 @@ class Shift(Configurable, ABC):
             sources: the datasets.
             streams: random streams, for everyone or for one client.
         """
+
+
+def planned(shift: Shift, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
+    """Apply a shift and check what it returned.
+
+    Raises:
+        ConfigError: when that is no plan for as many clients.
+    """
+    name, found = getattr(shift, "kind", type(shift).__name__), shift.apply(clients, sources, streams)
+    if found is None:
+        raise ConfigError(f"{name}: apply returned None; expected the clients: is a `return` missing?")
+    if not isinstance(found, tuple | list) or not all(isinstance(client, Client) for client in found):
+        raise ConfigError(f"{name}: apply returned {found!r:.60}; expected a tuple of clients")
+    if len(found) != len(clients):
+        raise ConfigError(f"{name}: apply returned {len(found)} clients; expected the {len(clients)} that it was given")
+    for transform in {type(one): one for client in found for one in client.recipe.transforms}.values():
+        if not callable(transform) or type(transform).__hash__ is None:
+            raise ConfigError(
+                f"{name}: its transform {transform!r:.60} cannot be called or hashed; expected a frozen dataclass with "
+                "__call__(self, x)"
+            )
+    return tuple(found)
 
 
 def members(

@@ -13,10 +13,20 @@ import numpy as np
 from annotated_types import Ge, Le, MinLen
 from jaxtyping import Float, Int
 
-from coterie._util.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, parse
+from coterie._util.importing import imported_class, imported_function, path_of
+from coterie._util.settings import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    OwnFunction,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    parse,
+    plain,
+)
 from coterie.data._partition import share
 from coterie.data.plan import Assign, Client, Clients, Linear, Shift, Streams, members, spread
-from coterie.data.source import Source
+from coterie.data.source import Samples, Source
 from coterie.data.transforms import MID_GRAY, Blur, Rotate, Transform
 from coterie.errors import ConfigError, DataError, require, unknown
 from coterie.rng import EVERYONE
@@ -613,6 +623,70 @@ class Natural(Shift):
         return client.plant(cluster, f"{self.cluster} {cluster}", where=(self.cluster, cluster))
 
 
+@final
+@dataclass(frozen=True)
+class Partition(Shift):
+    """A partition of yours: a function says which client has each sample of the pool.
+
+    Where the study gives `train`, each client draws that many of its samples; else it has all of them.
+
+    Args:
+        function: import path of a function (samples, num_clients, generator) that returns a number for each sample: the
+            client that has it, from 0 to num_clients - 1, or -1 for none. It sees `samples.x`, `samples.y` and
+            `samples.columns`; the generator is keyed by the seed of the data.
+    """
+
+    kind: ClassVar[str] = "partition"
+    chooses_pool: ClassVar[bool] = True
+    function: OwnFunction
+
+    def owners(self, samples: Samples, num_clients: int, generator: np.random.Generator) -> Int[np.ndarray, " samples"]:
+        """Return the client of each sample; -1 for none.
+
+        Raises:
+            ConfigError: when the function returns something else.
+            DataError: when a client gets nothing.
+        """
+        what = f"partition {self.function!r}"
+        found = imported_function(str(self.function), what)(samples, num_clients, generator)
+        if found is None:
+            raise ConfigError(f"{what} returned None; expected the client of each sample: is a `return` missing?")
+        owners = np.asarray(found)
+        if owners.shape != (len(samples),) or owners.dtype.kind not in "iu":
+            raise ConfigError(
+                f"{what} returned {owners.dtype} of shape {owners.shape}; expected {len(samples)} whole numbers, the "
+                "client of each sample"
+            )
+        if len(owners) and not -1 <= owners.min() <= owners.max() < num_clients:
+            raise ConfigError(
+                f"{what} returned clients from {owners.min()} to {owners.max()}; expected 0 to {num_clients - 1}, or "
+                "-1 for a sample that nobody gets"
+            )
+        without = np.flatnonzero(np.bincount(owners[owners >= 0], minlength=num_clients) == 0)
+        if len(without):
+            raise DataError(
+                f"{what} gives client {without[0]} no sample ({len(without)} of {num_clients} clients); every client "
+                "needs some: lower num_clients, or spread the samples"
+            )
+        return owners.astype(np.int64)
+
+    def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
+        """Give each client its samples."""
+        require(len(sources) == 1, "dataset", tuple(s.name for s in sources), "one dataset for a partition")
+        owners = self.owners(sources[0].train, len(clients), streams(EVERYONE))
+        out = []
+        for row, client in enumerate(clients):
+            own = tuple(np.flatnonzero(owners == row).tolist())
+            if client.samples is not None and len(own) < client.samples:
+                raise DataError(
+                    f"partition {self.function!r} gives client {row} {len(own)} samples; {client.samples} are asked "
+                    "for: lower train or validation, or leave them out"
+                )
+            new = replace(client, group=(self.kind, row), rows=own, samples=client.samples or len(own))
+            out.append(new.note(f"{len(own)} samples by {self.function}"))
+        return tuple(out)
+
+
 SHIFTS: dict[str, type[Shift]] = {
     shift.kind: shift
     for shift in (
@@ -628,6 +702,7 @@ SHIFTS: dict[str, type[Shift]] = {
         KFold,
         Quantity,
         Natural,
+        Partition,
     )
 }
 """Every kind of shift by the name that a study file uses."""
@@ -637,7 +712,7 @@ def read_shift(table: Mapping[str, Any], where: str = "shift") -> Shift:
     """Make a shift from a table such as `{"kind": "rotation", "degrees": [0, 90]}`.
 
     Args:
-        table: `kind` and the fields of that kind.
+        table: `kind`, a name of SHIFTS or the import path of a subclass of `Shift`, and the fields of that kind.
         where: how the user finds it.
 
     Raises:
@@ -647,12 +722,30 @@ def read_shift(table: Mapping[str, Any], where: str = "shift") -> Shift:
     kind = rest.pop("kind", None)
     if kind is None:
         raise ConfigError(f"{where}: kind is missing; valid: {', '.join(sorted(SHIFTS))}")
+    if isinstance(kind, str) and ":" in kind:
+        return parse(imported_class(kind, f"{where} {kind!r}", Shift, "coterie.data.plan.Shift"), rest, where)
     if kind not in SHIFTS:
         raise ConfigError(f"{where}: {unknown('shift', str(kind), SHIFTS)}")
     if kind.startswith("dirichlet") and "alpha" in rest:
         names = ", ".join(field.name for field in fields(SHIFTS[kind]) if field.name.startswith("concentration"))
         raise ConfigError(f"{where}: alpha means different things in different papers; use one of: {names}")
     return parse(SHIFTS[kind], rest, where)
+
+
+def stored_shift(shift: Shift | Mapping[str, Any], where: str = "shift") -> dict[str, Any]:
+    """Return a shift as a study keeps it: the table from which `read_shift` makes it, with every field.
+
+    A table that names an import path stays as it is, so that nothing is imported to read a study's results.
+
+    Args:
+        shift: the shift, or a table of it.
+        where: how the user finds it.
+    """
+    if isinstance(shift, Mapping) and ":" in str(shift.get("kind")):
+        return plain(shift)
+    made = shift if isinstance(shift, Shift) else read_shift(shift, where)
+    known = SHIFTS.get(getattr(made, "kind", "")) is type(made)
+    return {**plain(made), "kind": made.kind if known else path_of(type(made), where)}
 
 
 def _require_images(sources: Sequence[Source], kind: str) -> None:

@@ -27,6 +27,11 @@ def all_finite(values: Shaped[Tensor, "..."]) -> bool:
     return not values.numel() or all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values))
 
 
+def is_images(x: Shaped[Tensor, "*features"]) -> bool:
+    """Whether an input is an image of bytes: uint8, channels first."""
+    return x.dtype == torch.uint8 and x.ndim == 3
+
+
 @dataclass(frozen=True)
 class Part:
     """One tensor of an input that is several.

@@ -1,10 +1,14 @@
 """Aggregation: mixing weights and averages of received models, as pure functions."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from coterie._util import pages
+from coterie.errors import ConfigError
 
 _CHUNK = 1 << 24  # entries averaged at once in float64: 128 MB
 
@@ -75,6 +79,58 @@ def fedsim_prior(
     return fedsim(prior, mask)
 
 
+@dataclass(frozen=True)
+class Received:
+    """What an aggregation rule of yours merges, for one client or for a server.
+
+    Args:
+        models: a client's own model first, then those that it received, by ascending id of their clients; on a server,
+            those that came back. A running statistic of the module is an entry like a parameter.
+        samples: the number of training samples behind each of them.
+        similarity: of each to the client's own model, where the method measures it (DAC); the own model counts like
+            the most similar other, as in `fedsim`. Else None.
+        before: the model that is kept where nothing is merged: the client's own, or the server's.
+    """
+
+    models: Float[Tensor, "models params"]
+    samples: Float[Tensor, " models"]
+    similarity: Float[Tensor, " models"] | None
+    before: Float[Tensor, " params"]
+
+
+AggregationRule = Callable[[Received], Tensor]
+"""A pure function of what was received; it returns the merged model, [params]."""
+
+
+def merged_by(rule: AggregationRule, received: Received, what: str) -> Float[Tensor, " params"]:
+    """Merge by a rule of the user's.
+
+    Args:
+        rule: the rule.
+        received: what it merges.
+        what: how messages call it.
+
+    Raises:
+        ConfigError: when it returns something else than a model.
+
+    Example:
+        >>> models = torch.tensor([[0.0, 1.0], [2.0, 1.0], [9.0, 4.0]])
+        >>> merged_by(lambda r: r.models.median(0).values, Received(models, torch.ones(3), None, models[0]), "median")
+        tensor([2., 1.])
+    """
+    found = rule(received)
+    shape = tuple(received.before.shape)
+    if not isinstance(found, Tensor):
+        hint = ": is a `return` missing?" if found is None else ""
+        raise ConfigError(f"{what} returned {found!r:.60}; expected the merged model, a tensor of shape {shape}{hint}")
+    if tuple(found.shape) != shape or not found.is_floating_point():
+        raise ConfigError(
+            f"{what} returned {str(found.dtype).removeprefix('torch.')} of shape {tuple(found.shape)}; expected the "
+            f"merged model, floats of shape {shape}"
+        )
+    return found.to(received.before)
+
+
 def weighted_mean(
     params: Float[Tensor, "clients params"], weights: Shaped[Tensor, " clients"]
 ) -> Float[Tensor, " params"]:
@@ -121,6 +177,26 @@ def grouped_mean(
         if int(rows.sum()) >= max(1, int(floor[group])) and float(weights[rows].sum()) > 0:
             whole = bool(rows.all())
             table[group] = weighted_mean(params, weights) if whole else weighted_mean(params[rows], weights[rows])
+    return table
+
+
+def grouped_by(
+    rule: AggregationRule,
+    params: Float[Tensor, "clients params"],
+    label: Int[Tensor, " clients"],
+    samples: Shaped[Tensor, " clients"],
+    empty: Float[Tensor, "clusters params"],
+    least: int | Int[Tensor, " clusters"],
+    what: str,
+) -> Float[Tensor, "clusters params"]:
+    """Merge models group by group by a rule of the user's; see `grouped_mean`."""
+    table = empty.clone()
+    floor = torch.as_tensor(least).expand(len(empty))
+    for group in range(len(table)):
+        rows = label == group
+        if int(rows.sum()) >= max(1, int(floor[group])):
+            received = Received(params[rows], samples[rows].to(params), None, empty[group])
+            table[group] = merged_by(rule, received, what)
     return table
 
 

@@ -5,10 +5,14 @@ that relabeling the clients relabels the choice, and the choice does not depend 
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
+
+from coterie.errors import ConfigError
 
 
 def top(
@@ -104,6 +108,72 @@ def uniform(
 ) -> Int[Tensor, "clients peers"]:
     """Draw uniformly without replacement among those allowed."""
     return top(noise, count, allowed)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What one client knows when a selection rule of yours says whom it reads; each tensor has one entry a member.
+
+    Args:
+        client: its id.
+        round: number of the round, from 0.
+        candidates: who can be read in this round; never the client itself.
+        similarity: to each member, where the method measures it (DAC); 0 where nothing is known.
+        measured: whether the client has measured that similarity itself.
+        told: whether a peer has told it instead.
+        count: how often it has read each member.
+        age: rounds since it last read each member; -1 for never.
+        noise: standard Gumbel draws, keyed by seed, round, client and member: the members with the largest `noise + w`
+            are a draw without replacement with probabilities proportional to exp(w).
+    """
+
+    client: int
+    round: int
+    candidates: Bool[Tensor, " population"]
+    similarity: Float[Tensor, " population"]
+    measured: Bool[Tensor, " population"]
+    told: Bool[Tensor, " population"]
+    count: Int[Tensor, " population"]
+    age: Int[Tensor, " population"]
+    noise: Float[Tensor, " population"]
+
+
+SelectionRule = Callable[[Known], Tensor]
+"""A pure function of what a client knows; it returns a number for each member, and the largest are read."""
+
+
+def ranked_by(rule: SelectionRule, known: Known, count: int, what: str) -> Int[Tensor, " peers"]:
+    """Choose peers by a rule of the user's: the candidates with the largest numbers; ties go to the lowest id.
+
+    Args:
+        rule: the rule.
+        known: what the client knows.
+        count: how many are read at most; at most population - 1.
+        what: how messages call it.
+
+    Returns:
+        Ids, the largest number first; -1 where the rule leaves out so many (by minus infinity) that none is left.
+
+    Raises:
+        ConfigError: when the rule returns something else than a number for each member.
+    """
+    found = rule(known)
+    shape = tuple(known.candidates.shape)
+    if not isinstance(found, Tensor):
+        hint = ": is a `return` missing?" if found is None else ""
+        raise ConfigError(
+            f"{what} returned {found!r:.60}; expected a number for each member, a tensor of shape {shape}{hint}"
+        )
+    if tuple(found.shape) != shape:
+        raise ConfigError(
+            f"{what} returned a tensor of shape {tuple(found.shape)}; expected {shape}, a number for each member"
+        )
+    scores = found.detach().double().cpu()
+    if bool(scores[known.candidates].isnan().any()):
+        raise ConfigError(
+            f"{what} returned NaN; expected a number for each member, -inf for one that is not to be read"
+        )
+    return top(scores[None], count, (known.candidates & (scores > -torch.inf))[None])[0]
 
 
 def among(peers: Int[Tensor, "clients peers"], population: int) -> Bool[Tensor, "clients population"]:

@@ -9,6 +9,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any, ClassVar, Literal, TypeVar, final
 
 import numpy as np
@@ -17,12 +18,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie._util import pages
+from coterie._util.importing import imported_function
 from coterie._util.settings import Configurable
 from coterie.engine.optim import Moments
 from coterie.engine.task import LocalTraining, Task
 from coterie.errors import ConfigError, require
 from coterie.exchange.base import Exchange, Inbox, Message, PeersMissing
-from coterie.functional import metrics, selection
+from coterie.functional import aggregation, metrics, selection
 from coterie.functional.metrics import Metric
 from coterie.methods.cost import Cost, Setting
 from coterie.models.layout import ModelFactory
@@ -313,7 +315,7 @@ class PeerMethod(Method):
         """
         while True:
             try:
-                new, info = self.exchange(rnd, state)
+                new, info = returned_round(self, "exchange", self.exchange(rnd, state), rnd.task)
                 break
             except PeersMissing as missing:
                 rnd = replace(rnd, reachable=rnd.reachable.index_fill(-1, missing.ids, False))
@@ -391,6 +393,205 @@ def mixing(
         "own_weight": own_weight,
         "bytes": inbox.bytes,
     }
+
+
+# ---------------------------------------------------------------- what a method returns
+
+
+def returned_state(method: Method, name: str, found: Any, task: Task) -> State:
+    """Check the state that a function of a method returned.
+
+    Args:
+        method: the method.
+        name: of the function.
+        found: what it returned.
+        task: of the clients that it was for.
+
+    Raises:
+        ConfigError: in one line, when it is no state of these clients.
+    """
+    who = f"{method.kind}: {name} returned"
+    if not isinstance(found, State):
+        hint = ": is a `return` missing?" if found is None else ""
+        raise ConfigError(f"{who} {_said(found)}; expected a State{hint}")
+    rows, params = len(task), found.params
+    shape = (rows, task.layout.size)
+    if not isinstance(params, Tensor) or tuple(params.shape) != shape or params.dtype != task.dtype:
+        kind = str(task.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"{who} a state whose params are {_said(params)}; expected {kind} of shape {shape}, a row for each hosted "
+            "client"
+        )
+    for part, owner in (("memory", found.memory), ("shared", found.shared)):
+        if owner is not None and (isinstance(owner, type) or not dataclasses.is_dataclass(owner)):
+            raise ConfigError(f"{who} a state whose {part} is {_said(owner)}; expected a frozen dataclass of tensors")
+        for item in dataclasses.fields(owner) if owner is not None else ():
+            value = getattr(owner, item.name)
+            fits = isinstance(value, Tensor) and (part == "shared" or (value.ndim > 0 and len(value) == rows))
+            wanted = f" with a row for each of the {rows} hosted clients" if part == "memory" else ""
+            if not fits:
+                raise ConfigError(f"{who} {part}.{item.name} as {_said(value)}; expected a tensor{wanted}")
+    return found
+
+
+def returned_round(method: Method, name: str, found: Any, task: Task) -> tuple[State, Info]:
+    """Check the state and the report that a function of a method returned; see `returned_state`."""
+    if not isinstance(found, tuple) or len(found) != 2:
+        hint = ": is a `return` missing?" if found is None else ", the second {} where nothing is reported"
+        raise ConfigError(f"{method.kind}: {name} returned {_said(found)}; expected (state, info){hint}")
+    state, info = found
+    returned_state(method, name, state, task)
+    if not isinstance(info, Mapping):
+        raise ConfigError(f"{method.kind}: {name} returned {_said(info)} as its info; expected a dictionary of tensors")
+    for key, value in info.items():
+        if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != len(task):
+            raise ConfigError(
+                f"{method.kind}: {name} reported {key!r} as {_said(value)}; expected a tensor with a row for each of "
+                f"the {len(task)} hosted clients"
+            )
+    return state, info
+
+
+def _said(found: Any) -> str:
+    if isinstance(found, Tensor):
+        return f"{str(found.dtype).removeprefix('torch.')} of shape {tuple(found.shape)}"
+    return "None" if found is None else f"a {type(found).__name__}"
+
+
+# ---------------------------------------------------------------- rules of the user's
+
+
+@dataclass(frozen=True)
+class Met:
+    """What a selection rule may know of whom a client has read.
+
+    Args:
+        count: how often it has read each member of the population.
+        last: the round in which it last did; -1 for never.
+    """
+
+    count: Int[Tensor, "clients population"]
+    last: Int[Tensor, "clients population"]
+
+    @staticmethod
+    def nobody(clients: int, population: int) -> "Met":
+        """Return the memory of clients that have read nobody."""
+        kinds = (torch.int32, torch.int32)
+        count, last = (pages.empty(clients, population, dtype=kind).zero_() for kind in kinds)
+        return Met(count, last.sub_(1))
+
+    def read(self, inbox: Inbox, round: int) -> "Met":
+        """Return the memory after a round."""
+        rows, slots = inbox.mask.nonzero(as_tuple=True)
+        at = (rows, inbox.peers[rows, slots])
+        count, last = self.count.clone(), self.last.clone()
+        count[at] += 1
+        last[at] = round
+        return Met(count, last)
+
+
+def chosen_by(
+    path: str | FunctionType,
+    rnd: Round,
+    count: int,
+    met: Met,
+    similarity: Float[Tensor, "clients population"] | None = None,
+    status: Int[Tensor, "clients population"] | None = None,
+) -> Int[Tensor, "clients peers"]:
+    """Choose the peers of each client by a rule of the user's.
+
+    Args:
+        path: its import path.
+        rnd: the round.
+        count: how many each client reads at most.
+        met: whom they have read.
+        similarity: what they know of similarities.
+        status: 2 where they have measured it, 1 where a peer has told it, else 0.
+    """
+    what = f"selection {path!r}"
+    rule, population, parts = imported_function(str(path), what), rnd.task.population, []
+    nothing = torch.zeros(population, dtype=torch.float64)
+    for row, client in enumerate(rnd.ids.tolist()):
+        told = nothing.to(torch.int8) if status is None else status[row]
+        last = met.last[row].to(torch.int64)
+        known = selection.Known(
+            client=client,
+            round=rnd.index,
+            candidates=rnd.candidates_of(torch.tensor([row]))[0],
+            similarity=nothing.clone() if similarity is None else similarity[row].clone(),
+            measured=told == 2,
+            told=told == 1,
+            count=met.count[row].to(torch.int64),
+            age=torch.where(last < 0, -1, rnd.index - last),
+            noise=rnd.rng.gumbel("peers", rnd.ids[row : row + 1], population)[0],
+        )
+        parts.append(selection.ranked_by(rule, known, count, what))
+    return torch.stack(parts) if parts else torch.zeros(0, max(0, min(count, population - 1)), dtype=torch.int64)
+
+
+def merged_by(
+    path: str | FunctionType,
+    rnd: Round,
+    state: State,
+    inbox: Inbox,
+    keep: Bool[Tensor, "clients peers"],
+    similarity: Float[Tensor, "clients peers"] | None = None,
+) -> tuple[State, dict[str, Tensor]]:
+    """Merge what each client received by a rule of the user's, client by client; who received nothing keeps its own.
+
+    Args:
+        path: its import path.
+        rnd: the round.
+        state: before the exchange.
+        inbox: with the numbers of samples in a field.
+        keep: which slots are merged.
+        similarity: of each slot.
+
+    Returns:
+        The new state, and what the record wants to know: each merged model has weight 1, for a rule tells none.
+    """
+    what = f"aggregation {path!r}"
+    rule, own, out = imported_function(str(path), what), state.params, state.params.clone()
+    order, samples = torch.argsort(inbox.peers, dim=1, stable=True), inbox.field("samples")
+    for row in range(len(own)):
+        slots = order[row][keep[row][order[row]]]
+        if not len(slots):
+            continue
+        models = torch.cat([own[row : row + 1], inbox.table[inbox.index[row, slots].to(inbox.table.device)]])
+        counts = torch.cat([rnd.task.samples[row : row + 1].to(samples), samples[row, slots]])
+        alike = None
+        if similarity is not None:
+            alike = torch.cat([similarity[row, slots].max()[None], similarity[row, slots]]).to(own)
+        received = aggregation.Received(models, counts.to(own), alike, own[row].clone())
+        out[row] = aggregation.merged_by(rule, received, what)
+    return replace(state, params=out), mixing(inbox, keep.double(), torch.ones(len(own), dtype=torch.float64))
+
+
+def averaged(
+    rnd: Round,
+    state: State,
+    inbox: Inbox,
+    rule: str | FunctionType | None = None,
+    keep: Bool[Tensor, "clients peers"] | None = None,
+) -> tuple[State, dict[str, Tensor]]:
+    """Average each client's model with those it received, by numbers of samples, or merge them by a rule of the user's.
+
+    Args:
+        rnd: the round.
+        state: before the exchange.
+        inbox: what arrived, with the numbers of samples in a field.
+        rule: import path of the rule; None for the average.
+        keep: which slots are merged; all that arrived when None.
+
+    Returns:
+        The new state, and what the record wants to know.
+    """
+    keep = inbox.mask if keep is None else keep
+    if rule is not None:
+        return merged_by(rule, rnd, state, inbox, keep)
+    weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, keep)
+    mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
+    return replace(state, params=mixed), mixing(inbox, weights, own_weight)
 
 
 M = TypeVar("M", bound=Method)

@@ -10,12 +10,12 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from coterie._util import pages
-from coterie._util.settings import NonNegativeFloat, PositiveInt
+from coterie._util.settings import NonNegativeFloat, OwnFunction, PositiveInt
 from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.exchange.base import Inbox, Message
 from coterie.functional import aggregation, selection, similarity
-from coterie.methods.base import ROWS, Info, PeerMethod, Round, State, mixing, variant
+from coterie.methods.base import ROWS, Info, Met, PeerMethod, Round, State, chosen_by, merged_by, mixing, variant
 from coterie.methods.cost import Cost, Setting, reading
 from coterie.rng import Rng
 
@@ -160,7 +160,6 @@ def _spread(peers: Tensor, mask: Tensor, value: Tensor, population: int) -> tupl
 UNKNOWN, ESTIMATED, MEASURED = 0, 1, 2
 
 
-@final
 @dataclass(frozen=True)
 class Acquaintance:
     r"""Each hosted client's similarities to the whole population.
@@ -260,6 +259,25 @@ class Acquaintance:
         return new
 
 
+@final
+@dataclass(frozen=True)
+class DatedAcquaintance(Acquaintance):
+    """An acquaintance that says when, for a selection rule of the user's.
+
+    Args:
+        last: the round in which i last read j; -1 for never.
+    """
+
+    last: Int[Tensor, "clients population"]
+
+    def read(self, inbox: Inbox, round: int) -> "DatedAcquaintance":
+        """Return the memory after a round's reading."""
+        rows, slots = inbox.mask.nonzero(as_tuple=True)
+        last = pages.copy(self.last)
+        last[rows, inbox.peers[rows, slots]] = round
+        return replace(self, last=last)
+
+
 @dataclass(frozen=True)
 class Dac(PeerMethod):
     r"""Decentralized adaptive clustering.
@@ -273,7 +291,8 @@ class Dac(PeerMethod):
         similarity: "inv_loss", 1 over the loss of the peer's model on the client's data; "inv_l2", 1 over the distance
             of the models; "cos_weight" and "cos_grad", the cosine of the models or of their updates since the start.
         aggregation: "fedavg"; "fedsim", by this round's similarities; "fedsim_prior", by the probabilities with which
-            the peers were drawn, as the similarity paper's code does.
+            the peers were drawn, as the similarity paper's code does; or the import path of a rule of yours, a
+            function of `functional.aggregation.Received`.
         two_hop: estimate similarities that were not measured by those that peers share.
         two_hop_pick: use the estimate of the "most" similar peer, or of the "least" as one published code does.
         two_hop_relay: peers share similarities that they measured themselves ("direct") or estimates too ("any").
@@ -289,6 +308,8 @@ class Dac(PeerMethod):
         scaling: "none", or "minmax": known similarities are scaled to [0, 1] before the softmax.
         eps: $\varepsilon$ of the inverse similarities.
         eps_p: floor $\varepsilon_p$ of the probabilities.
+        selection: import path of a rule of yours that says whom a client reads, a function of
+            `functional.selection.Known`; the draw by similarity when not given.
     """
 
     kind: ClassVar[str] = "dac"
@@ -302,7 +323,7 @@ class Dac(PeerMethod):
     num_peers: PositiveInt = 5
     tau: NonNegativeFloat = 30.0
     similarity: Metric = "inv_loss"
-    aggregation: Literal["fedavg", "fedsim", "fedsim_prior"] = "fedavg"
+    aggregation: Literal["fedavg", "fedsim", "fedsim_prior"] | OwnFunction = "fedavg"
     two_hop: bool = True
     two_hop_pick: Literal["most", "least"] = "most"
     two_hop_relay: Literal["direct", "any"] = "direct"
@@ -316,11 +337,14 @@ class Dac(PeerMethod):
     scaling: Literal["none", "minmax"] = "none"
     eps: NonNegativeFloat = 1e-6
     eps_p: NonNegativeFloat = 1e-6
+    selection: OwnFunction | None = None
 
     def check(self) -> None:
         """Parameters are compared at home only."""
         fits = self.loss_direction == "pull" or self.similarity == "inv_loss"
         require(fits, "loss_direction", self.loss_direction, "'pull' unless similarity = 'inv_loss'")
+        drawn = self.selection is None or self.aggregation != "fedsim_prior"
+        require(drawn, "aggregation", self.aggregation, "another one with selection: a rule draws with no probability")
 
     @property
     def exchanges(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -334,7 +358,11 @@ class Dac(PeerMethod):
             text = f"{self.kind}: {self.similarity} says little while clients start from different models (per_client)"
             warnings.warn(text, stacklevel=2)
         columns = task.layout.trainable if apart and self.similarity == "cos_grad" else 0
-        return Acquaintance.none(task.population, task.origin(rng)[:, :columns].clone())
+        memory = Acquaintance.none(task.population, task.origin(rng)[:, :columns].clone())
+        if self.selection is None:
+            return memory
+        last = torch.full_like(memory.count, -1)
+        return DatedAcquaintance(memory.similarity, memory.status, memory.count, memory.origin, last)
 
     def message(self, task: Task, state: State) -> Message:
         """Publish the model and, with two-hop estimates, the similarities to share."""
@@ -370,6 +398,11 @@ class Dac(PeerMethod):
 
     def draw(self, rnd: Round, memory: Acquaintance) -> tuple[Tensor, Tensor]:
         """Draw peers; return them and their probabilities: clients x peers. A few rows at a time fit the cache."""
+        if self.selection is not None:
+            assert isinstance(memory, DatedAcquaintance)
+            met = Met(memory.count, memory.last)
+            peers = chosen_by(self.selection, rnd, self.num_peers, met, memory.similarity, memory.status)
+            return peers, torch.ones_like(peers, dtype=torch.float64)
         drawn, candidates, population = [], rnd.candidates, rnd.task.population
         for first in range(0, max(1, len(rnd.ids)), ROWS):
             rows = slice(first, first + ROWS)
@@ -395,8 +428,12 @@ class Dac(PeerMethod):
             weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
         elif self.aggregation == "fedsim":
             weights, own_weight = aggregation.fedsim(measured.similarity, inbox.mask)
-        else:
+        elif self.aggregation == "fedsim_prior":
             weights, own_weight = aggregation.fedsim_prior(prior, inbox.mask)
+        else:
+            merged, report = merged_by(self.aggregation, rnd, state, inbox, inbox.mask, measured.similarity)
+            memory, cost = self.remember(rnd, state, measured)
+            return replace(merged, memory=memory), {**report, **cost}
         mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
         memory, cost = self.remember(rnd, state, measured)
         return replace(state, params=mixed, memory=memory), {**mixing(inbox, weights, own_weight), **cost}
@@ -405,6 +442,8 @@ class Dac(PeerMethod):
         """Store measured similarities and estimates from peers; return the memory and the costs."""
         inbox, cost = measured.inbox, dict(measured.cost)
         memory = state.memory.measured(inbox.peers, measured.similarity, inbox.mask)
+        if isinstance(memory, DatedAcquaintance):
+            memory = memory.read(inbox, rnd.index)
         if not self.two_hop:
             return memory, cost
         zero = torch.zeros_like(rnd.ids)

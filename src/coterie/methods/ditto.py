@@ -6,7 +6,7 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie._util.settings import NonNegativeFloat, NonNegativeInt
+from coterie._util.settings import NonNegativeFloat, NonNegativeInt, OwnFunction
 from coterie.engine.task import LocalTraining, Task
 from coterie.exchange.base import Inbox
 from coterie.methods.base import Info, Round, State
@@ -38,6 +38,8 @@ class Ditto(OneModel):
         interleaved: both models see the same mini-batches, as in the original code; otherwise each draws its own.
         personal_epochs: epochs of the personal model; those of the run when None.
         personal_steps: steps of the personal model instead.
+        aggregation: import path of a rule of yours that merges what came back, a function of
+            `functional.aggregation.Received`; the weighted mean when not given.
     """
 
     kind: ClassVar[str] = "ditto"
@@ -52,11 +54,12 @@ class Ditto(OneModel):
     interleaved: bool = False
     personal_epochs: NonNegativeInt | None = None
     personal_steps: NonNegativeInt | None = None
+    aggregation: OwnFunction | None = None
 
     @property
     def averaging(self) -> Averaging:
-        """By samples or uniform."""
-        return Averaging(self.weights)
+        """By samples, uniform, or by a rule of the user's."""
+        return Averaging(self.weights, rule=self.aggregation)
 
     def memory(self, task: Task, rng: Rng) -> Personal:
         """Everybody starts at the first model."""

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from coterie._util.settings import PositiveFloat
+from coterie._util.settings import OwnFunction, PositiveFloat
 from coterie.exchange.base import Message
 from coterie.methods.base import variant
 from coterie.methods.server import Averaging, Momentum, ServerContext, ServerMethod, Weights
@@ -29,6 +29,8 @@ class FedAvg(OneModel):
 
     Args:
         weights: of the clients: "samples" ($n_k$) or "uniform".
+        aggregation: import path of a rule of yours that merges what came back, a function of
+            `functional.aggregation.Received`; the weighted mean when not given.
     """
 
     kind: ClassVar[str] = "fedavg"
@@ -38,11 +40,12 @@ class FedAvg(OneModel):
         "decentralized data, 2017, https://arxiv.org/abs/1602.05629",
     )
     weights: Weights = "samples"
+    aggregation: OwnFunction | None = None
 
     @property
     def averaging(self) -> Averaging:
-        """By samples or uniform."""
-        return Averaging(self.weights)
+        """By samples, uniform, or by a rule of the user's."""
+        return Averaging(self.weights, rule=self.aggregation)
 
 
 @final

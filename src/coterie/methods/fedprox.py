@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie._util.settings import NonNegativeFloat
+from coterie._util.settings import NonNegativeFloat, OwnFunction
 from coterie.engine.task import Task
 from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import selection
@@ -36,6 +36,8 @@ class FedProx(OneModel):
         weights: weights of the clients in the mean: "samples" or "uniform".
         sampling: clients are drawn uniformly, or with probability proportional to their samples (then the paper
             averages with uniform weights).
+        aggregation: import path of a rule of yours that merges what came back, a function of
+            `functional.aggregation.Received`; the weighted mean when not given.
     """
 
     kind: ClassVar[str] = "fedprox"
@@ -47,11 +49,12 @@ class FedProx(OneModel):
     mu: NonNegativeFloat = 0.01
     weights: Weights = "samples"
     sampling: Literal["uniform", "samples"] = "uniform"
+    aggregation: OwnFunction | None = None
 
     @property
     def averaging(self) -> Averaging:
-        """By samples or uniform."""
-        return Averaging(self.weights)
+        """By samples, uniform, or by a rule of the user's."""
+        return Averaging(self.weights, rule=self.aggregation)
 
     def shared(self, task: Task, rng: Rng) -> Enrolled:
         """Return the server's state; nobody's samples are known yet."""

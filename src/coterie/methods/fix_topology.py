@@ -1,15 +1,15 @@
 """FixTopology: gossip with peers drawn once, before the first round."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, final
 
 from jaxtyping import Int
 from torch import Tensor
 
-from coterie._util.settings import PositiveInt
+from coterie._util.settings import OwnFunction, PositiveInt
 from coterie.engine.task import Task
-from coterie.functional import aggregation, selection
-from coterie.methods.base import Info, PeerMethod, Round, State, mixing
+from coterie.functional import selection
+from coterie.methods.base import Info, PeerMethod, Round, State, averaged
 from coterie.methods.cost import Cost, Setting, reading
 from coterie.rng import Rng
 
@@ -29,6 +29,8 @@ class FixTopology(PeerMethod):
 
     Args:
         num_peers: peers of each client ($m$); clamped to population - 1.
+        aggregation: import path of a rule of yours that merges what was received, a function of
+            `functional.aggregation.Received`; the average by numbers of samples when not given.
     """
 
     kind: ClassVar[str] = "fix-topology"
@@ -38,6 +40,7 @@ class FixTopology(PeerMethod):
         "matching, 2022, https://arxiv.org/abs/2203.12285",
     )
     num_peers: PositiveInt = 5
+    aggregation: OwnFunction | None = None
 
     def memory(self, task: Task, rng: Rng) -> FixTopologyMemory:
         """Draw the graph."""
@@ -48,9 +51,7 @@ class FixTopology(PeerMethod):
         """Pull from those that can be reached now, average."""
         peers = selection.within(state.memory.peers, rnd.candidates)
         inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
-        weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
-        mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
-        return replace(state, params=mixed), mixing(inbox, weights, own_weight)
+        return averaged(rnd, state, inbox, self.aggregation)
 
     def cost(self, setting: Setting, round: int) -> Cost:
         """Read the peers' models."""

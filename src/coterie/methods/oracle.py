@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from coterie._util.settings import PositiveInt
+from coterie._util.settings import OwnFunction, PositiveInt
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.exchange.base import Message
-from coterie.functional import aggregation, selection
-from coterie.methods.base import Info, PeerMethod, Round, State, drawn_uniformly, mixing
+from coterie.functional import selection
+from coterie.methods.base import Info, PeerMethod, Round, State, averaged, drawn_uniformly
 from coterie.methods.cost import Cost, Setting, reading
 from coterie.rng import Rng
 
@@ -37,6 +37,8 @@ class Oracle(PeerMethod):
 
     Args:
         num_peers: peers read each round ($m$); clamped to the size of the cluster - 1.
+        aggregation: import path of a rule of yours that merges what was received, a function of
+            `functional.aggregation.Received`; the average by numbers of samples when not given.
     """
 
     kind: ClassVar[str] = "oracle"
@@ -47,6 +49,7 @@ class Oracle(PeerMethod):
     )
     needs: ClassVar[frozenset[str]] = frozenset({"truth"})
     num_peers: PositiveInt = 5
+    aggregation: OwnFunction | None = None
 
     def memory(self, task: Task, rng: Rng) -> OracleMemory:
         """Return empty clusters."""
@@ -72,9 +75,7 @@ class Oracle(PeerMethod):
         """Draw peers from the client's cluster, pull, average."""
         peers = drawn_uniformly(rnd, self.num_peers, state.memory.same)
         inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
-        weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
-        mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
-        return replace(state, params=mixed), mixing(inbox, weights, own_weight)
+        return averaged(rnd, state, inbox, self.aggregation)
 
     def cost(self, setting: Setting, round: int) -> Cost:
         """Read the peers' models."""

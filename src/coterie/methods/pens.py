@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from coterie._util.settings import NonNegativeInt, PositiveInt
+from coterie._util.settings import NonNegativeInt, OwnFunction, PositiveInt
 from coterie.engine.task import Task
 from coterie.errors import require
-from coterie.functional import aggregation, selection
-from coterie.methods.base import Info, PeerMethod, Round, State, mixing
+from coterie.functional import selection
+from coterie.methods.base import Info, PeerMethod, Round, State, averaged
 from coterie.methods.cost import Cost, Setting, reading
 from coterie.rng import Rng
 
@@ -40,6 +40,8 @@ class Pens(PeerMethod):
         stage_one_rounds: length of stage one ($T_1$).
         threshold: strict lower bound on the number of times kept: "expected", $m T_1 / (K - 1)$, the chance mean;
             "dac_repo", $m T_1 / K$; "pens_repo", $m T_1 / (K - 1) - 1$, among those kept at least once.
+        aggregation: import path of a rule of yours that merges what was received, a function of
+            `functional.aggregation.Received`; the average by numbers of samples when not given.
     """
 
     kind: ClassVar[str] = "pens"
@@ -55,6 +57,7 @@ class Pens(PeerMethod):
     num_peers: PositiveInt = 5
     stage_one_rounds: NonNegativeInt = 20
     threshold: Literal["expected", "dac_repo", "pens_repo"] = "expected"
+    aggregation: OwnFunction | None = None
 
     def check(self) -> None:
         """Keep no more than are read."""
@@ -93,9 +96,8 @@ class Pens(PeerMethod):
             peers = selection.uniform(noise, self.num_peers, rnd.candidates & self.neighbors(memory.kept))
             inbox = rnd.exchange.pull(message, peers)
             keep = inbox.mask
-        weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, keep)
-        mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
-        return replace(state, params=mixed, memory=memory), {**mixing(inbox, weights, own_weight), **cost}
+        state, report = averaged(rnd, replace(state, memory=memory), inbox, self.aggregation, keep)
+        return state, {**report, **cost}
 
     def cost(self, setting: Setting, round: int) -> Cost:
         """Read and score in stage one, read those found in stage two."""

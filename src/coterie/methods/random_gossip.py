@@ -3,10 +3,11 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
-from coterie._util.settings import PositiveInt
-from coterie.functional import aggregation
-from coterie.methods.base import Info, PeerMethod, Round, State, drawn_uniformly, mixing
+from coterie._util.settings import OwnFunction, PositiveInt
+from coterie.engine.task import Task
+from coterie.methods.base import Info, Met, PeerMethod, Round, State, averaged, chosen_by, drawn_uniformly
 from coterie.methods.cost import Cost, Setting, reading
+from coterie.rng import Rng
 
 
 @final
@@ -16,6 +17,10 @@ class Random(PeerMethod):
 
     Args:
         num_peers: peers read each round ($m$); clamped to population - 1.
+        selection: import path of a rule of yours that says whom a client reads, a function of
+            `functional.selection.Known`; a uniform draw when not given.
+        aggregation: import path of a rule of yours that merges what was received, a function of
+            `functional.aggregation.Received`; the average by numbers of samples when not given.
     """
 
     kind: ClassVar[str] = "random"
@@ -24,14 +29,22 @@ class Random(PeerMethod):
         "Boyd, Ghosh, Prabhakar, Shah, Randomized gossip algorithms, 2006, https://doi.org/10.1109/TIT.2006.874516",
     )
     num_peers: PositiveInt = 5
+    selection: OwnFunction | None = None
+    aggregation: OwnFunction | None = None
+
+    def memory(self, task: Task, rng: Rng) -> Met | None:
+        """Remember who was read, for a rule."""
+        return None if self.selection is None else Met.nobody(len(task), task.population)
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw, pull, average."""
-        peers = drawn_uniformly(rnd, self.num_peers)
+        if self.selection is None:
+            peers = drawn_uniformly(rnd, self.num_peers)
+        else:
+            peers = chosen_by(self.selection, rnd, self.num_peers, state.memory)
         inbox = rnd.exchange.pull(self.message(rnd.task, state), peers)
-        weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
-        mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
-        return replace(state, params=mixed), mixing(inbox, weights, own_weight)
+        state = state if self.selection is None else replace(state, memory=state.memory.read(inbox, rnd.index))
+        return averaged(rnd, state, inbox, self.aggregation)
 
     def cost(self, setting: Setting, round: int) -> Cost:
         """Read the peers' models."""

@@ -6,13 +6,12 @@ A package offers a method under a short name by an entry point in the group "cot
     ring = "ring_package.ring:Ring"
 """
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
-from coterie._util.importing import imported
+from coterie._util.importing import imported_class
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, unknown
 from coterie.methods import METHODS
@@ -84,13 +83,7 @@ def _origin(point: EntryPoint) -> str:
 
 def _imported(path: str, what: str, package: str) -> type[Method]:
     """Import a class and check that it is a method."""
-    found = imported(path, what, package)
-    if not (isinstance(found, type) and issubclass(found, Method)):
-        raise ConfigError(f"{what} is {found!r}; expected a subclass of coterie.Method")
-    if inspect.isabstract(found) or not hasattr(found, "kind"):
-        lacking = sorted(found.__abstractmethods__) or ["kind"]
-        raise ConfigError(f"{what} lacks {', '.join(lacking)}; a method defines them all")
-    return cast(type[Method], found)
+    return imported_class(path, what, Method, "coterie.Method", package)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from types import FunctionType
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -16,6 +17,7 @@ from annotated_types import Ge, Lt
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from coterie._util.importing import imported_function
 from coterie.engine.task import Task, not_finite
 from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import aggregation, metrics
@@ -81,12 +83,14 @@ class Averaging:
         momentum: of the server ($\\beta$).
         lr: of the server ($\\eta_s$).
         nesterov: whether the momentum looks ahead.
+        rule: import path of a rule of the user's that merges what came back, instead of the mean.
     """
 
     weights: Weights = "samples"
     momentum: float = 0.0
     lr: float = 1.0
     nesterov: bool = False
+    rule: str | FunctionType | None = None
 
     @property
     def plain(self) -> bool:
@@ -112,7 +116,12 @@ class Averaging:
             label: the cluster in which each row counts.
             least: updates that a cluster needs.
         """
-        mean = aggregation.grouped_mean(message.params, label, self.shares(message), shared.models, least)
+        if self.rule is None:
+            mean = aggregation.grouped_mean(message.params, label, self.shares(message), shared.models, least)
+        else:
+            what, samples = f"aggregation {self.rule!r}", message.fields["samples"]
+            rule = imported_function(str(self.rule), what)
+            mean = aggregation.grouped_by(rule, message.params, label, samples, shared.models, least, what)
         if self.plain:
             return replace(shared, models=mean)
         moved, velocity = aggregation.server_step(

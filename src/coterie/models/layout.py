@@ -10,9 +10,12 @@ from a counter-based stream whose key is an input. Both compute what the origina
 """
 
 import copy
+import inspect
+import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
@@ -20,12 +23,34 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from coterie._util.importing import imported
+from coterie.data.source import Part
 from coterie.errors import ConfigError, ModelError, unknown
 from coterie.models import networks
 from coterie.rng import EVERYONE, Rng
 
 ModelFactory = Callable[[], nn.Module] | nn.Module
-ModelSource = str | ModelFactory
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model by name, with arguments.
+
+    Args:
+        kind: a name of `NETS`, or the import path, "package.module:Net", of a subclass of nn.Module or of a function
+            that returns a module.
+        options: arguments of what the import path names. `features` (the shape of one input) and `outputs` (classes,
+            or numbers of a target) are added where it takes them and they are not given.
+    """
+
+    kind: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {json.dumps(self.options, sort_keys=True, default=str)}" if self.options else self.kind
+
+
+ModelSource = str | NamedModel | ModelFactory
 BUFFER_POLICIES = ("average", "local", "reset")
 
 
@@ -163,6 +188,35 @@ def rewrite(module: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """How an input that travels as one tensor of numbers becomes the arguments of a module's `forward`.
+
+    Args:
+        parts: the tensors that it is made of, one after another; empty where it is one.
+        whole: without parts: whether the module takes whole numbers (int64).
+    """
+
+    parts: tuple[Part, ...] = ()
+    whole: bool = False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the arguments: a hook before `forward`."""
+        if not self.parts:
+            return ((args[0].long(), *args[1:]) if self.whole else args), kwargs
+        given, named, start = [], dict(kwargs), 0
+        for part in self.parts:
+            stop = start + math.prod(part.shape)
+            value = args[0][:, start:stop].unflatten(1, part.shape or (1,))
+            value = (value if part.shape else value.squeeze(1)).to(torch.int64 if part.whole else args[0].dtype)
+            start = stop
+            if part.name:
+                named[part.name] = value
+            else:
+                given.append(value)
+        return tuple(given), named
+
+
+@dataclass(frozen=True)
 class Slot:
     """The position of one tensor of a module in a row."""
 
@@ -178,6 +232,7 @@ class Layout:
     Args:
         module: the module; it is copied, never changed.
         dtype: floating-point type of the rows.
+        arguments: what becomes of an input before the module takes it.
 
     Attributes:
         trainable: number of leading entries of a row that are trained.
@@ -193,9 +248,12 @@ class Layout:
         (8, 8)
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-        self.dtype = dtype
+    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32, arguments: Inputs | None = None) -> None:
+        self.dtype, self.arguments = dtype, arguments or Inputs()
         self.train_module = rewrite(module).to(dtype).train()
+        self._hook: int | None = None
+        if self.arguments != Inputs():
+            self._hook = self.train_module.register_forward_pre_hook(self.arguments, with_kwargs=True, prepend=True).id
         owners = [(f"{path}." if path else "", part) for path, part in self.train_module.named_modules()]
         self.inputs = tuple(path + name for path, part in owners for name in getattr(part, "input_buffers", ()))
         self.keys = tuple(path + "key" for path, part in owners if isinstance(part, KeyedDropout))
@@ -269,8 +327,10 @@ class Layout:
         return functional_call(self.train_module if training else self.eval_module, tensors, (x,))
 
     def module(self, row: Float[Tensor, " params"]) -> nn.Module:
-        """Return a new module with the tensors of a row, in evaluation mode."""
+        """Return a new module with the tensors of a row, in evaluation mode; it takes what the user's own takes."""
         module = copy.deepcopy(self.eval_module)
+        if self._hook is not None:
+            del module._forward_pre_hooks[self._hook], module._forward_pre_hooks_with_kwargs[self._hook]
         named = dict(module.named_parameters()) | dict(module.named_buffers())
         with torch.no_grad():
             for name, value in self.views(row).items():
@@ -350,20 +410,25 @@ NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
 }
 
 
-def build(kind: str, features: tuple[int, ...], outputs: int) -> nn.Module:
-    """Build a reference network for inputs of a shape.
+def build(kind: str, features: tuple[int, ...], outputs: int, options: Mapping[str, Any] | None = None) -> nn.Module:
+    """Build a network by name for inputs of a shape.
 
     Args:
-        kind: a name of `NETS`.
+        kind: a name of `NETS`, or an import path; see `NamedModel`.
         features: the shape of one input.
         outputs: classes, or regression targets.
+        options: arguments, for an import path.
 
     Raises:
-        ConfigError: for an unknown name.
-        ModelError: when the network cannot take inputs of that shape.
+        ConfigError: for an unknown name, or arguments that it does not take.
+        ModelError: when the network cannot take inputs of that shape, or cannot be made.
     """
+    if ":" in kind:
+        return _own(kind, {"features": features, "outputs": outputs}, options or {})
     if kind not in NETS:
         raise ConfigError(unknown("model", kind, NETS))
+    if options:
+        raise ConfigError(f"model.options has {', '.join(options)}; {kind} takes none, import paths do")
     if kind not in ("mlp-c", "linear") and len(features) != 3:
         raise ModelError(f"{kind} takes images (channels, height, width); found inputs of shape {features}")
     try:
@@ -372,13 +437,56 @@ def build(kind: str, features: tuple[int, ...], outputs: int) -> nn.Module:
         raise ModelError(f"{kind} cannot take inputs of shape {features}: {error}") from error
 
 
+def _own(kind: str, known: Mapping[str, Any], options: Mapping[str, Any]) -> nn.Module:
+    """Make the model that an import path leads to."""
+    what = f"model {kind!r}"
+    found = imported(kind, what)
+    if not callable(found) or isinstance(found, nn.Module):
+        raise ConfigError(
+            f"{what} is a {type(found).__name__}; expected a subclass of torch.nn.Module, or a function that makes one"
+        )
+    try:
+        takes = inspect.signature(found).parameters
+    except (TypeError, ValueError):  # of some functions written in C
+        takes = {}
+    named = {name: one for name, one in takes.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+    if takes and not any(one.kind == one.VAR_KEYWORD for one in takes.values()):
+        for name in options:
+            if name not in named:
+                raise ConfigError(f"model.options: {unknown(f'argument of {kind}', name, named)}")
+    arguments = {**{name: value for name, value in known.items() if name in named}, **copy.deepcopy(dict(options))}
+    for name, one in named.items():
+        if one.default is one.empty and name not in arguments:
+            raise ConfigError(f"{what} takes {name!r}, which is not given; set model.options.{name}")
+    try:
+        made = found(**arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        said = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        raise ModelError(f"{what} cannot be made with ({said}): {error}") from error
+    if not isinstance(made, nn.Module):
+        raise ModelError(
+            f"{what} returned {type(made).__name__}; expected a torch.nn.Module" + _FORGOTTEN * (made is None)
+        )
+    return made
+
+
+_FORGOTTEN = ": is a `return` missing?"
+
+
 def source(model: ModelSource, features: tuple[int, ...], outputs: int) -> Callable[[], nn.Module] | nn.Module:
     """Return the module or factory of a model given by name, module or factory."""
-    if isinstance(model, str):
+    named = NamedModel(model) if isinstance(model, str) else model
+    if isinstance(named, NamedModel):
         with Rng(0).torch_globals("template"):  # a trial that must not draw from anybody's stream
-            build(model, features, outputs)
-        return lambda: build(model, features, outputs)
-    return model
+            build(named.kind, features, outputs, named.options)
+        return lambda: build(named.kind, features, outputs, named.options)
+    return named
+
+
+def own_name(model: ModelSource) -> str:
+    """Return a model's import path and arguments, which its modules need not show; "" for one that is not so named."""
+    named = NamedModel(model) if isinstance(model, str) else model
+    return str(named) if isinstance(named, NamedModel) and ":" in named.kind else ""
 
 
 def template(model: Callable[[], nn.Module] | nn.Module) -> nn.Module:

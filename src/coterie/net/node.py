@@ -25,7 +25,7 @@ from coterie.data.federation import Federation, Truth
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, TransportError
 from coterie.methods.base import Method, Round
-from coterie.models.layout import ModelSource
+from coterie.models.layout import ModelSource, own_name
 from coterie.net import head as heads
 from coterie.net import identity as identities
 from coterie.net.exchange import RemoteExchange
@@ -146,8 +146,12 @@ class Node:
             terms=terms or Terms(), deadline=self.deadline, journal=self._journal,
         )  # fmt: skip
         self.exchange = RemoteExchange(self.post)
-        self.loop = NodeLoop(self.task, plan.method, self.exchange, plan.settings, Rng(plan.seed), Record(clusters))
-        self._identity = checkpoint.identity(plan.method, plan.settings, plan.seed, federation, self.task)
+        names = {**roster.client_names, **federation.names}
+        record = Record(clusters, names)
+        self.loop = NodeLoop(self.task, plan.method, self.exchange, plan.settings, Rng(plan.seed), record)
+        self._identity = checkpoint.identity(
+            plan.method, plan.settings, plan.seed, federation, self.task, own_name(plan.model)
+        )
         self._earlier = checkpoint.load(folder, self.loop, self._identity)
         self._started, self._local = time.perf_counter(), [0.0]
 

@@ -164,7 +164,7 @@ def choose(study: StudyConfig, method: str = "", seed: int | None = None) -> tup
 def plan_of(study: StudyConfig) -> RunSpec:
     """Return the part of a run that is equal on all nodes, from a study of one run."""
     entry = study.scaled(study.methods[0].label)
-    return RunSpec(entry.method, entry.settings, study.model.kind, study.model.kind, study.seeds[0])
+    return RunSpec(entry.method, entry.settings, study.model.source, str(study.model.source), study.seeds[0])
 
 
 def load(path: Path) -> NodeFile:
@@ -234,7 +234,7 @@ def own_rows(file: NodeFile, study: StudyConfig, clients: tuple[int, ...], popul
         x, y, clients=["own"] * len(y), test=test, classes=source.classes,
         validation_fraction=source.validation, test_fraction=source.test, seed=study.seeds[0], name="own data",
     )  # fmt: skip
-    return _placed(replace(federation, client_names=()), clients, population)
+    return _placed(replace(federation, client_names=()), clients, population)  # the roster says how the node is called
 
 
 def _dataset(file: NodeFile, seed: int) -> Federation:

@@ -10,7 +10,7 @@ import torch
 
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, OutOfMemory
-from coterie.methods.base import Method, PeerMethod, tensors
+from coterie.methods.base import Method, PeerMethod, returned_state, tensors
 from coterie.rng import Rng
 
 try:
@@ -149,7 +149,7 @@ def remembered(method: Method, task: Task) -> tuple[int, int]:
 def _shapes(method: Method, task: Task, size: int) -> tuple[list[Shape], list[Shape]]:
     """What a population of some of the clients remembers and publishes."""
     part = task.among_first(size)
-    state = method.init(part, Rng(0))
+    state = returned_state(method, "init", method.init(part, Rng(0)), part)
     told = [*tensors(state.memory), *tensors(state.shared)]
     sent = list(method.message(part, state).fields.values()) if isinstance(method, PeerMethod) else []
     kept, published = ([(tuple(one.shape), one.element_size()) for one in found] for found in (told, sent))

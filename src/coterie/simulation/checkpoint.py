@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 FILE, BEFORE = "checkpoint.safetensors", "checkpoint-before.safetensors"
 PROVENANCE = "provenance.json"
 _NOT_IDENTITY = ("rounds", "checkpoint_seconds", "block", "engine", "cuda_graphs")
+_YOUNG = ("aggregation", "selection")
+"""Settings of methods that are younger than checkpoints that are about; those have them unset."""
 
 
 def exists(folder: Path) -> bool:
@@ -42,14 +44,29 @@ def exists(folder: Path) -> bool:
     return any((folder / name).exists() for name in (FILE, BEFORE, METRICS))
 
 
-def identity(method: Method, settings: "Settings", seed: int, federation: Federation, task: Task) -> str:
-    """Return a hash of everything in which a checkpoint must agree with the run that continues from it."""
+def identity(
+    method: Method, settings: "Settings", seed: int, federation: Federation, task: Task, model: str = ""
+) -> str:
+    """Return a hash of everything in which a checkpoint must agree with the run that continues from it.
+
+    Args:
+        method: of the run.
+        settings: of the run.
+        seed: of the run.
+        federation: the data.
+        task: the model with the data.
+        model: what `own_name` says of the model.
+    """
     kept = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _NOT_IDENTITY}
     if settings.precision == "full":  # younger than checkpoints that are about, as is the next
         del kept["precision"]
-    if not settings.local.persistent_client_optimizer:
-        kept["local"] = {k: v for k, v in kept["local"].items() if k != "persistent_client_optimizer"}
-    what = [method.kind, dataclasses.asdict(method), kept, seed, federation.fingerprint(), str(task.layout.eval_module)]
+    kept = {name: value for name, value in kept.items() if name not in ("loss", "metrics") or value}
+    kept["local"] = settings.local.identity()
+    if settings.local.needs_rounds:
+        kept["rounds"] = settings.rounds
+    own = {k: v for k, v in dataclasses.asdict(method).items() if v is not None or k not in _YOUNG}
+    what = [method.kind, own, kept, seed, federation.fingerprint(), str(task.layout.eval_module)]
+    what += [model] if model else []
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -211,6 +228,7 @@ def _engine(loop: "Loop") -> dict[str, Any]:
 
 def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, Any]:
     """Return the provenance of a run: code, command, versions, hardware, hash of the settings, time."""
+    own = stored([*loop.recorded.values(), *(one.entry for one in loop.task.metrics)])
     return {
         "seed": loop.rng.seed,
         "round": loop.next_round,
@@ -232,7 +250,8 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "threads": torch.get_num_threads(),
         "timing": timing,
         "undefined": loop.undefined,
-        **({"metrics": own} if (own := stored(loop.recorded.values())) else {}),
+        **({"metrics": own} if own else {}),
+        **({"client_names": names} if (names := loop.record.client_names) else {}),
     }
 
 

@@ -16,7 +16,7 @@ from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.exchange.base import Exchange, Message
 from coterie.functional import metrics
-from coterie.methods.base import NOTES, Info, Method, Order, PeerMethod, Round
+from coterie.methods.base import NOTES, Info, Method, Order, PeerMethod, Round, returned_round, returned_state
 from coterie.rng import Rng
 from coterie.simulation import final_metrics
 from coterie.simulation._sequential import sequential_round
@@ -92,7 +92,7 @@ class Loop:
         self.task, self.rng = task.at(rng), rng
         self.method, self.exchange, self.settings, self.record = method, exchange, settings, record
         self.order: Order = settings.order or method.order
-        self.state = method.init(task, self.rng)
+        self.state = returned_state(method, "init", method.init(task, self.rng), task)
         if settings.local.persistent_client_optimizer:
             moments = task.fresh_moments(settings.local, method.tracks)
             self.state = dataclasses.replace(self.state, moments=moments)
@@ -160,7 +160,7 @@ class Loop:
         self.exchange.begin(rng)
         self.exchange.enter(self.task.ids)
         whole = self._context(-1, everybody, torch.arange(self.task.population))
-        self.state = self.method.enroll(whole, self.state)
+        self.state = returned_state(self.method, "enroll", self.method.enroll(whole, self.state), self.task)
         self._after(-1, everybody, info)
 
     def _round(self, index: int) -> None:
@@ -179,7 +179,7 @@ class Loop:
         whole = len(rows) == len(self.task)
         part = self.state if whole else self.state.take(rows)
         if self.settings.schedule == "synchronous":
-            new, info = self.method.round(rnd, part)
+            new, info = returned_round(self.method, "round", self.method.round(rnd, part), rnd.task)
         else:
             assert isinstance(self.method, PeerMethod)
             new, info = sequential_round(self.method, rnd, part, self.settings.schedule, self._standing())
@@ -277,17 +277,19 @@ class Loop:
         balanced, prior, overall = (
             one.name for one in (metrics.BALANCED_ACCURACY, metrics.TRAIN_PRIOR_ACCURACY, metrics.GLOBAL_ACCURACY)
         )
-        if not self.task.classes or not wanted & {balanced, prior}:
+        accuracy = metrics.ACCURACY.name in task.engine.metrics and self.task.classes > 0
+        if not accuracy or not wanted & {balanced, prior}:
             values = task.evaluate(params)
         else:
             values, recall, number = task.evaluate_by_class(params)
+            values |= task.judged(params, [one for one in task.metrics if one.name not in wanted])
             if balanced in wanted:
                 values[balanced] = recall.nanmean(1)
             if prior in wanted:
                 weight = (self.task.class_counts() * number).to(recall)
                 values[prior] = (weight * recall.nan_to_num()).sum(1) / weight.sum(1)
-            self._explain(values)
-        if self.task.classes and overall in wanted and self.method.server:
+        self._explain(values)
+        if accuracy and overall in wanted and self.method.server:
             self.exchange.cohort(lambda: torch.arange(self.task.population))
             self.exchange.enter(self.task.ids)
             everybody, population = torch.arange(len(self.task)), torch.arange(self.task.population)
@@ -297,8 +299,9 @@ class Loop:
 
     def _explain(self, values: Mapping[str, Tensor]) -> None:
         """Note why a client has no value of a metric."""
+        known = {**metrics.REGISTRY, **{one.name: one for one in self.task.metrics}}
         for name, value in values.items():
-            entry = metrics.REGISTRY[name]
+            entry = known[name]
             if entry.undefined and bool(value.isnan().any()):
                 self.undefined[name] = f"{entry.title} is undefined: {entry.undefined}"
 

@@ -1,6 +1,6 @@
 """Studies: a set of methods and seeds over one federation, checked when it is created."""
 
-import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
@@ -12,13 +12,38 @@ from coterie.data.build import DataConfig
 from coterie.errors import ConfigError, require
 from coterie.methods import registry
 from coterie.methods.base import Method
+from coterie.models.layout import NamedModel
 from coterie.simulation.settings import Settings
 
 OWN = "own"
 """The name of a dataset or model that is passed in Python."""
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+=,()-]*")
-"""The valid labels of methods in a study: a label names a folder."""
-_STUDY_NAME = re.compile(rf"{NAME.pattern}(/{NAME.pattern})*")
+LABEL = "letters of any script, digits and ' ._+=,()-', at most 200 bytes; no dot or space at its ends, '_' not first"
+"""What a label of a method may be: it names a folder. So does each part of a study's name."""
+_LONGEST = 200  # bytes
+_TAKEN = {"config.toml", "federation.json", "summary.json", "report.html", "b2sums"}  # files of a study's folder
+
+
+def written(name: str) -> str:
+    """Return a name as it is kept: an accent and its letter are one sign (NFC), however they were typed."""
+    return unicodedata.normalize("NFC", name)
+
+
+def folded(name: str) -> str:
+    """Return what two names have in common that differ by case only, which some file systems take for one."""
+    return written(written(name).casefold())
+
+
+def is_label(name: str) -> bool:
+    """Return whether a method can be labeled so.
+
+    Example:
+        >>> [name for name in ("DAC, τ=30", "Größe 2", "../a", "a/b", ".a", "a.", "") if is_label(name)]
+        ['DAC, τ=30', 'Größe 2']
+    """
+    kinds = [unicodedata.category(sign)[0] for sign in name]
+    fits = all(kind in "LMN" or sign in " ._+=,()-" for kind, sign in zip(kinds, name, strict=True))
+    ends = bool(name) and kinds[0] in "LN" and name[-1] not in ". "
+    return fits and ends and len(name.encode()) <= _LONGEST and folded(name) not in _TAKEN
 
 
 @dataclass(frozen=True)
@@ -26,10 +51,18 @@ class ModelConfig(Configurable):
     """The model that the clients train.
 
     Args:
-        kind: a name of `models.NETS`. A module of your own is passed in Python, never named in a file.
+        kind: a name of `models.NETS`; or the import path of your own, "package.module:Net": a subclass of nn.Module, or
+            a function that returns a module.
+        options: arguments of your own; `features` (the shape of one input) and `outputs` are given where it takes them.
     """
 
     kind: str = "cnn-b"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def source(self) -> NamedModel:
+        """The model as runs take it."""
+        return NamedModel(self.kind, self.options)
 
 
 @dataclass(frozen=True)
@@ -53,6 +86,11 @@ class MethodConfig(Configurable):
         """The name under which a study file finds the method; see `registry.find`."""
         method = self.method
         return method.name if isinstance(method, registry.StoredMethod) else registry.name_of(type(method))[0]
+
+    def check(self) -> None:
+        """The label can be a folder."""
+        object.__setattr__(self, "label", written(self.label))
+        require(is_label(self.label), "label", self.label, LABEL)
 
 
 @dataclass(frozen=True)
@@ -88,14 +126,17 @@ class StudyConfig(Configurable):
 
     def check(self) -> None:
         """Names can be folders; methods and seeds are there, each once."""
-        require(bool(_STUDY_NAME.fullmatch(self.name)), "name", self.name, "letters, digits, ' ._+=,()-' and '/'")
+        object.__setattr__(self, "name", written(self.name))
+        require(
+            all(map(is_label, self.name.split("/"))), "name", self.name, f"parts with '/' between them, each of {LABEL}"
+        )
         require(len(set(self.seeds)) == len(self.seeds), "seeds", list(self.seeds), "each seed once")
         require(bool(self.methods), "methods", [], 'at least one, such as [[methods]] kind = "dac"')
         seen: set[str] = set()
         for entry in self.methods:
-            if entry.label.lower() in seen:
+            if folded(entry.label) in seen:
                 raise ConfigError(f"two methods are called {entry.label!r}; give each a label of its own")
-            seen.add(entry.label.lower())
+            seen.add(folded(entry.label))
 
     def only(self, label: str, seed: int) -> "StudyConfig":
         """Return the study of one run: this method with this seed."""
@@ -128,7 +169,7 @@ def make_study(
     seeds: Sequence[int] = (0, 1, 2),
     settings: Settings | None = None,
     data: DataConfig | None = None,
-    model: str = OWN,
+    model: str | ModelConfig = OWN,
 ) -> StudyConfig:
     """Return a study made in Python, equal to that of a study file.
 
@@ -138,7 +179,8 @@ def make_study(
         seeds: seeds; there is one run of every method for each.
         settings: the settings of the methods; the defaults when None.
         data: the data of the clients; None when the federation is passed to `run_study`.
-        model: a name of `models.NETS`; needed unless the model is passed to `run_study`.
+        model: a name of `models.NETS` or an import path, or a `ModelConfig`; needed unless the model is passed to
+            `run_study`.
 
     Example:
         >>> from coterie.methods import METHODS
@@ -155,6 +197,6 @@ def make_study(
         data=data or DataConfig(dataset=OWN),
         methods=entries,
         seeds=tuple(seeds),
-        model=ModelConfig(model),
+        model=model if isinstance(model, ModelConfig) else ModelConfig(model),
         settings=settings,
     )

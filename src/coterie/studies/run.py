@@ -10,6 +10,7 @@ leave the same bytes. Each is claimed by the process that works on it, so that s
 Beside the files of each folder lies a manifest of their digests (`_util/manifest.py`).
 """
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -33,10 +34,10 @@ from coterie.results import summary
 from coterie.results.coverage import Standing
 from coterie.simulation import checkpoint
 from coterie.simulation.loop import Loop
-from coterie.simulation.run import Note, Observer, Progress, make_task, reopen, simulate
+from coterie.simulation.run import Note, Observer, Progress, check, reopen, simulate
 from coterie.simulation.workers import fan_out
 from coterie.studies import config
-from coterie.studies.definition import OWN, StudyConfig
+from coterie.studies.definition import LABEL, OWN, StudyConfig, is_label
 from coterie.studies.describe import describe
 
 CONFIG = "config.toml"
@@ -65,6 +66,7 @@ class Study:
         summary: the content of summary.json: `rows` and `timing`, the `seeds` that rows are means over, and how each
             run stands that is `left_out`.
         diverged: for each run that lost clients to NaN or infinity: which clients.
+        names: the names of the clients by id; empty where clients are numbers.
         server: whether a method of it has a server.
         elsewhere: the runs that other processes were working on, and who; they are not in the summary yet.
     """
@@ -75,6 +77,7 @@ class Study:
     diverged: Mapping[Job, tuple[int, ...]]
     server: bool = False
     elsewhere: Mapping[Job, str] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def rows(self) -> pd.DataFrame:
@@ -139,7 +142,7 @@ class _Jobs:
         """The model of the clients."""
         if self.model is None and self.config.model.kind == OWN:
             raise ConfigError("this study has a module of your own; give it from Python: run_study(..., model=...)")
-        return self.config.model.kind if self.model is None else self.model
+        return self.config.model.source if self.model is None else self.model
 
     def check(self, federation: Federation) -> None:
         """Find what is impossible before anything is written: one training step of each method's model, no more."""
@@ -148,7 +151,7 @@ class _Jobs:
             if engine not in ("auto", *ENGINES):
                 raise ConfigError(unknown("engine", engine, ("auto", *ENGINES)))
             quick = replace(entry.settings, engine="loop")
-            make_task(federation, entry.method, self.network, quick)
+            check(federation, entry.method, self.network, quick)
 
     def data(self, seed: int) -> Federation:
         """The federation of a seed."""
@@ -279,6 +282,8 @@ def resume_study(
 def stored(folder: str | Path, *, to_run: bool = False) -> tuple[StudyConfig, Path]:
     """Return the study in a folder and the folder above it, under which the study was started.
 
+    A folder that was renamed gives its name to the study; in the files of its runs the earlier name stays.
+
     Args:
         folder: of a study, or of one of its runs.
         to_run: whether it shall go on; to read its results needs no method, see `config.loads`.
@@ -295,9 +300,13 @@ def stored(folder: str | Path, *, to_run: bool = False) -> tuple[StudyConfig, Pa
         raise ConfigError(f"{path}: {fault}; `coterie run STUDY --resume` writes it again")
     study = config.loads((path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG), to_run=to_run)
     depth = len(Path(study.name).parts)
-    if path.parts[-depth:] != Path(study.name).parts:
-        raise ConfigError(f"{folder} holds the study {study.name!r} but is not called so; rename it back")
-    return study, path.parents[depth - 1]
+    if path.parts[-depth:] == Path(study.name).parts:
+        return study, path.parents[depth - 1]
+    if to_run:
+        require(is_label(path.name), f"{path}: the name of the folder", path.name, f"{LABEL}: rename it")
+    renamed = copy.copy(study)
+    object.__setattr__(renamed, "name", path.name)  # to read its results a folder may be called anything
+    return renamed, path.parent
 
 
 def reopen_run(
@@ -374,7 +383,8 @@ def _read(study: StudyConfig, folder: Path) -> Study:
         lost = run.metrics.loc[(run.metrics["metric"] == DIVERGED.name).to_numpy(), "client"].unique()
         if len(lost):
             diverged[Job(run.label, run.seed)] = tuple(sorted(int(client) for client in lost))
-    return Study(folder, study, content, diverged, any(summary.declared(run, "server") for run in runs))
+    server = any(summary.declared(run, "server") for run in runs)
+    return Study(folder, study, content, diverged, server, names=summary.client_names(runs))
 
 
 def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: bool) -> None:

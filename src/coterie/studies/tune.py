@@ -28,7 +28,7 @@ from coterie.simulation.settings import Settings
 from coterie.simulation.workers import fan_out
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
-from coterie.studies.definition import OWN, MethodConfig
+from coterie.studies.definition import OWN, MethodConfig, folded
 
 Point = tuple[tuple[str, Any], ...]
 """One choice: (setting, value) for each axis of the grid."""
@@ -211,8 +211,8 @@ class _Work:
     def __call__(self, job: tuple[str, Point, int], emit: Callable[[object], None]) -> Trial:
         label, point, seed = job
         study = config.loads(self.study)
-        model = self.model or study.model.kind
-        if model == OWN or (self.federation is None and study.data.dataset == OWN):
+        missing = (self.federation is None and study.data.dataset, self.model is None and study.model.kind)
+        if OWN in missing:
             raise ConfigError(
                 "this study has data or a module of your own; give them from Python: tune(..., federation=..., "
                 "model=...), or name them by import path in the study file"
@@ -229,6 +229,7 @@ class _Work:
             )
         entry = _with_point(study, label, point).scaled(label)
         settings = replace(entry.settings, eval_every=0)
+        model = self.model or study.model.source
         run = simulate(blind(federation), entry.method, model=model, settings=settings, seed=seed)
         metric, values = _validation(run.metrics, "best" if settings.evaluate == "best_val" else "current")
         return Trial(label, point, seed, metric, float(values.mean(skipna=False)))
@@ -270,7 +271,7 @@ def _setting(path: str, entry: MethodConfig) -> str | None:
     if not path.startswith("methods."):
         return path
     head, _, key = path.removeprefix("methods.").rpartition(".")
-    return key if head.strip('"').lower() in (entry.label.lower(), entry.kind.lower()) else None
+    return key if folded(head.strip('"')) in (folded(entry.label), folded(entry.kind)) else None
 
 
 def _points(axes: Mapping[str, Sequence[Any]]) -> list[Point]:

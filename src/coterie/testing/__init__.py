@@ -1,4 +1,4 @@
-"""Contract tests for methods and exchanges, your own included, and tiny federations to run them on.
+"""Contract tests for pieces of your own, and tiny federations to run them on.
 
     from coterie.testing import check_method
     check_method(MyMethod())
@@ -6,8 +6,25 @@
 Each check raises AssertionError with a sentence that names the broken guarantee.
 """
 
+from coterie.testing.data import check_partition, check_shift
 from coterie.testing.exchanges import check_exchange
 from coterie.testing.methods import check_method, follow, run_grouped
-from coterie.testing.tiny import tiny_federation, tiny_settings
+from coterie.testing.models import check_model
+from coterie.testing.rules import check_aggregation, check_selection
+from coterie.testing.tiny import TinyTokens, tiny_federation, tiny_settings, tiny_source
 
-__all__ = ["check_exchange", "check_method", "follow", "run_grouped", "tiny_federation", "tiny_settings"]
+__all__ = [
+    "TinyTokens",
+    "check_aggregation",
+    "check_exchange",
+    "check_method",
+    "check_model",
+    "check_partition",
+    "check_selection",
+    "check_shift",
+    "follow",
+    "run_grouped",
+    "tiny_federation",
+    "tiny_settings",
+    "tiny_source",
+]

@@ -27,6 +27,7 @@ from coterie.rng import EVERYONE, Rng
 from coterie.simulation.loop import Loop, Undeclared
 from coterie.simulation.record import Record
 from coterie.simulation.run import Settings, simulate
+from coterie.testing._promises import promised
 from coterie.testing.tiny import tiny_federation, tiny_settings
 
 
@@ -40,9 +41,10 @@ def check_method(
 ) -> None:
     """Check the guarantees that every method must give.
 
-    Arguments stay unchanged. The same seed gives the same bytes, another seed another result. A resumed run equals an
-    uninterrupted one. Every grouping of the clients over hosts gives the same bytes. The state stays finite with small
-    cohorts. A peer that never answers has no influence. Relabeling the clients relabels the result.
+    Arguments stay unchanged. All that a later round depends on is in the state: two runs side by side do not disturb
+    each other, and a resumed run equals an uninterrupted one. The same seed gives the same bytes, another seed another
+    result. Every grouping of the clients over hosts gives the same bytes. The state stays finite with small cohorts. A
+    peer that never answers has no influence. Relabeling the clients relabels the result.
 
     Args:
         method: the method.
@@ -59,7 +61,9 @@ def check_method(
     settings = settings or tiny_settings()
     make = _Maker(federation, method, model, settings)
     _check_description(method)
-    whole = _check_arguments(make)
+    with promised("its functions return what they promise"):
+        whole = _check_arguments(make)
+    _check_hidden(make, whole)
     _check_repeats(make, whole)
     _check_grouping(make, whole)
     _check_cohorts(make)
@@ -89,6 +93,9 @@ class _Maker:
             engine=self.settings.engine,
             dtype=torch.float64 if self.settings.dtype == "float64" else torch.float32,
             clusters=truth if "truth" in self.method.needs else None,
+            loss=self.settings.objective,
+            own_optimizer=self.settings.local.own,
+            rounds=self.settings.rounds,
         )
 
     def loop(self, exchange: Exchange | None = None, rng: Rng | None = None, ids: Sequence[int] | None = None) -> Loop:
@@ -191,13 +198,27 @@ def _check_arguments(make: _Maker) -> Float[Tensor, "clients params"]:
         vain = [str(one.message) for one in said if issubclass(one.category, Undeclared)]
         assert not vain, vain[0]
         for part in ("params", "memory", "shared"):
-            assert _equal(getattr(state, part), getattr(before, part)), f"round changed its argument state.{part}"
+            assert _equal(getattr(state, part), getattr(before, part)), (
+                f"round changed its argument state.{part}: return a new State, and copy what you change in place"
+            )
         memory = loop.state.memory
         for item in dataclasses.fields(memory) if memory is not None else ():
             value = getattr(memory, item.name)
             assert len(value) == len(loop.task), f"memory.{item.name} has no clients axis: {tuple(value.shape)}"
     assert bool(torch.isfinite(loop.state.params).all()), "the models are not finite after the last round"
     return loop.state.params
+
+
+def _check_hidden(make: _Maker, whole: Tensor) -> None:
+    """Nothing is kept outside the state: a run is the same while another one goes on."""
+    one, other = make.loop(), make.loop(rng=Rng(4))
+    while not one.finished:
+        one.step()
+        other.step()
+    assert torch.equal(one.state.params, whole), (
+        "a run beside another one gave another result: something is kept outside the State (in the object, its class "
+        "or its module), or is drawn from another generator than rnd.rng"
+    )
 
 
 def _check_repeats(make: _Maker, whole: Tensor) -> None:
@@ -208,12 +229,16 @@ def _check_repeats(make: _Maker, whole: Tensor) -> None:
         once, parts = Path(name) / "once", Path(name) / "parts"
         simulate(federation, method, model=make.model, settings=settings, seed=3, folder=once)
         again = load_file(once / "checkpoint.safetensors")["state.params"]
-        assert torch.equal(again, whole), "the same seed gave another result"
+        assert torch.equal(again, whole), "the same seed gave another result: draw from rnd.rng alone"
         simulate(federation, method, model=make.model, settings=half, seed=3, folder=parts)
         simulate(federation, method, model=make.model, settings=settings, seed=3, folder=parts, resume=True)
         for file in ("checkpoint.safetensors", "metrics.parquet", "edges.parquet"):
-            assert (once / file).read_bytes() == (parts / file).read_bytes(), f"a resumed run has another {file}"
-    assert not torch.equal(make.run(rng=Rng(4)), whole), "another seed gave the same result"
+            assert (once / file).read_bytes() == (parts / file).read_bytes(), (
+                f"a resumed run has another {file}: what a later round depends on is not in the State"
+            )
+    assert not torch.equal(make.run(rng=Rng(4)), whole), (
+        "another seed gave the same result: no client trains, and nothing is drawn from rnd.rng"
+    )
 
 
 def _check_grouping(make: _Maker, whole: Tensor) -> None:
@@ -230,7 +255,10 @@ def _check_grouping(make: _Maker, whole: Tensor) -> None:
         result = run_grouped(
             make.federation, make.method, groups, model=make.model, settings=make.settings, server=server
         )
-        assert torch.equal(result, whole), f"hosting {name} (server at host {server}) changes the result"
+        assert torch.equal(result, whole), (
+            f"hosting {name} (server at host {server}) changes the result: a client's result depends on who is hosted "
+            "beside it"
+        )
 
 
 def _check_cohorts(make: _Maker) -> None:
@@ -257,7 +285,10 @@ def _check_silence(make: _Maker) -> None:
         dataclasses.replace(make, federation=federation).run(_Silent(federation, silent))[others]
         for federation in (make.federation, changed)
     ]
-    assert torch.equal(*results), "a peer that never answers has influence"
+    assert torch.equal(*results), (
+        "a peer that never answers has influence: give slots whose inbox.mask is False no weight, and remember nothing "
+        "of them"
+    )
 
 
 def _check_relabeling(make: _Maker, whole: Tensor) -> None:
@@ -278,7 +309,9 @@ def _check_relabeling(make: _Maker, whole: Tensor) -> None:
     rng = _Relabeled(3, -1, tuple(order.tolist()))
     result = dataclasses.replace(make, federation=moved).run(rng=rng)
     gap = float((result - whole[order]).abs().max())
-    assert gap < 1e-9, f"relabeling the clients changes the result by {gap:.3g}"
+    assert gap < 1e-9, (
+        f"relabeling the clients changes the result by {gap:.3g}: something depends on ids or on the order of rows"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

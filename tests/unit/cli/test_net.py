@@ -129,8 +129,8 @@ def test_the_doctor_says_which_engine_trains_a_model_and_why(monkeypatch):
         (("node.toml", "--model", "linear"), "either a node file or --model"),
         (("--model", "linaer"), "unknown model 'linaer'"),
         (("--model", "linear", "--features", "8x8"), "--features is '8x8'; expected the shape of one input"),
-        (("--model", "nowhere:Net"), "--model nowhere:Net: No module named 'nowhere'; expected package.module:Net"),
-        (("--model", "torch:pi"), "--model torch:pi is float; expected a module, or what makes one"),
+        (("--model", "nowhere:Net"), "model 'nowhere:Net': there is no module 'nowhere'; install the package that has"),
+        (("--model", "torch:pi"), "model 'torch:pi' is a float; expected a subclass of torch.nn.Module, or a function"),
     ],
 )
 def test_what_the_doctor_cannot_make_a_model_of_is_one_line(arguments, message):

@@ -131,6 +131,40 @@ def test_a_notebook_shows_the_same_as_a_table_with_names_escaped():
     assert "<th>targets</th><td>3 classes</td>" in shown
 
 
+NAMES = ("Oslo", "مستشفى الملك", "<script>")
+
+
+def test_an_error_about_a_client_calls_it_by_its_name():
+    federation = replace(tiny_federation(num_clients=3), client_names=NAMES)
+    broken = federation.x.clone()
+    broken[1, 0] = float("nan")
+    with pytest.raises(DataError, match="the inputs of client 'مستشفى الملك' contain NaN or infinity"):
+        replace(federation, x=broken).validate()
+    with pytest.raises(DataError, match=r"^client 'Oslo' has no training samples"):
+        replace(federation, split=torch.where(federation.ids[:, None] == 0, 1, federation.split)).validate()
+
+
+def test_a_hosted_client_keeps_its_name_and_prints_show_it():
+    federation = replace(tiny_federation(num_clients=3), client_names=NAMES)
+    assert federation.host([2, 0]).names == {2: "<script>", 0: "Oslo"}
+    assert "clients              3 (Oslo, مستشفى الملك, <script>)" in str(federation)
+    assert "&lt;script&gt;" in federation._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("Oslo", "Lima", "Oslo"), "two clients are called 'Oslo'; give every client a name of its own"),
+        (("Oslo", "Lima"), "there are 2 names for 3 clients; expected one for each, or none"),
+        (("Oslo", "Lima", " "), "a client is called ' '; expected a text that is not empty"),
+        (("Oslo", "Lima", "\ud800"), "valid Unicode"),
+    ],
+)
+def test_names_that_cannot_tell_clients_apart_are_refused(names, said):
+    with pytest.raises(DataError, match=said):
+        replace(tiny_federation(num_clients=3), client_names=names).validate()
+
+
 def test_errors_call_clients_by_their_names():
     named = replace(tiny_federation(), client_names=("a", "b", "c", "d", "e", "é"))
     with pytest.raises(DataError, match="inputs of client 'é' contain NaN"):

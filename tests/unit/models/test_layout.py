@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from coterie.errors import ConfigError, ModelError
+from coterie.models import layout
 from coterie.models.layout import NETS, KeyedDropout, Layout, build, initial
 from coterie.rng import Rng
 
@@ -144,3 +145,68 @@ def test_first_models_differ_by_seed_and_client_and_not_by_call():
         assert torch.equal(first, initial(source, layout, Rng(0)))
         assert not torch.equal(first, initial(source, layout, Rng(1)))
         assert not torch.equal(first, initial(source, layout, Rng(0), client=0))
+
+
+class Own(nn.Linear):
+    """A module that takes the shape of inputs, outputs, and an argument of its own."""
+
+    def __init__(self, features: tuple[int, ...], outputs: int, bias: bool = True):
+        super().__init__(features[0], outputs, bias)
+
+
+def without_a_return(outputs: int) -> None:
+    nn.Linear(4, outputs)
+
+
+def failing(width: int) -> nn.Module:
+    return nn.Linear(4, "three" if width else 3)  # type: ignore[arg-type]
+
+
+def anything(**options: int) -> nn.Module:
+    return nn.Linear(options["inputs"], 3)
+
+
+def test_a_model_is_made_by_its_import_path():
+    """With `features` and `outputs` where they are taken, and its own arguments; a given one wins."""
+    path = f"{__name__}:Own"
+    assert {tuple(t.shape) for t in layout.build(path, (4,), 3).parameters()} == {(3, 4), (3,)}
+    assert [tuple(t.shape) for t in layout.build(path, (4,), 3, {"bias": False}).parameters()] == [(3, 4)]
+    assert layout.build(path, (4,), 3, {"outputs": 5}).out_features == 5
+    assert layout.build(f"{__name__}:anything", (4,), 3, {"inputs": 2}).in_features == 2
+    made = layout.source(layout.NamedModel(path, {"bias": False}), (4,), 3)
+    assert callable(made)
+    assert made() is not made()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        (
+            "Own",
+            {"bais": False},
+            "model.options: unknown argument of {}:Own 'bais'; did you mean 'bias'? valid: bias, ",
+        ),
+        ("failing", {}, "model '{}:failing' takes 'width', which is not given; set model.options.width"),
+        ("failing", {"width": 3}, "model '{}:failing' cannot be made with (width=3): "),
+        ("without_a_return", {}, "returned NoneType; expected a torch.nn.Module: is a `return` missing?"),
+        ("Nowhere", {}, "has no attribute 'Nowhere'; expected package.module:name, importable from here"),
+        ("__name__", {}, "is a str; expected a subclass of torch.nn.Module, or a function that makes one"),
+    ],
+)
+def test_what_makes_no_model_is_one_line(name, options, said):
+    with pytest.raises((ConfigError, ModelError)) as raised:
+        layout.build(f"{__name__}:{name}", (4,), 3, options)
+    assert said.format(__name__) in str(raised.value)
+
+
+def test_a_bundled_network_takes_no_options():
+    with pytest.raises(ConfigError, match="model.options has width; linear takes none, import paths do"):
+        layout.build("linear", (4,), 3, {"width": 3})
+
+
+def test_an_own_model_is_told_apart_by_its_arguments():
+    """Which its modules need not show."""
+    assert layout.own_name("linear") == layout.own_name(nn.Linear(1, 1)) == ""
+    assert layout.own_name("a.b:Net") == "a.b:Net"
+    named = [layout.NamedModel("a.b:Net", {"width": width}) for width in (1, 2)]
+    assert [layout.own_name(one) for one in named] == ['a.b:Net {"width": 1}', 'a.b:Net {"width": 2}']

@@ -188,3 +188,10 @@ def test_text_means_the_same_on_every_node_or_is_refused(tmp_path):
 def test_arrays_of_a_node_give_its_client_no_name(tmp_path):
     np.savez(tmp_path / "d.npz", x=X, y=Y)
     assert rows(tmp_path, 'arrays = "d.npz"\nclasses = 3').client_names == ()
+
+
+def test_what_nodes_agree_on_names_the_model_with_its_arguments():
+    text = "seeds = [0]\ndata = { dataset = 'digits' }\nmethods = [{ kind = 'random' }]\nmodel = "
+    kinds = ("{ kind = 'linear' }", "{ kind = 'a.b:Net' }", "{ kind = 'a.b:Net', options = { width = 3 } }")
+    agreed = [nodefile.plan_of(config.loads(text + kind)).agreed(3)["model"] for kind in kinds]
+    assert agreed == ["linear", "a.b:Net", 'a.b:Net {"width": 3}']

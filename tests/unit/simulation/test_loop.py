@@ -10,6 +10,7 @@ from coterie.engine.task import LocalTraining
 from coterie.errors import CheckpointError, ConfigError, OutOfMemory, RunExistsError
 from coterie.exchange.in_memory import InMemory
 from coterie.methods.random_gossip import Random
+from coterie.models.layout import NamedModel
 from coterie.rng import Rng
 from coterie.simulation import checkpoint
 from coterie.simulation.loop import Loop, Tracker
@@ -345,3 +346,58 @@ def test_a_run_does_not_go_on_with_inputs_that_were_prepared_otherwise(tmp_path)
     other = dataclasses.replace(federation, x=federation.x * 2)
     with pytest.raises(CheckpointError, match="other settings or data"):
         simulate(other, Random(), model="linear", settings=settings, folder=tmp_path, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (
+            "nowhere.rules:rule",
+            "random: aggregation 'nowhere.rules:rule': there is no module 'nowhere'; install the package",
+        ),
+        ("math:pi", "random: aggregation 'math:pi' is 3.141592653589793; expected a function"),
+        (
+            "coterie:Random",
+            "random: aggregation 'coterie:Random' is <class 'coterie.methods.random_gossip.Random'>; exp",
+        ),
+    ],
+)
+def test_a_rule_that_is_not_there_is_told_before_anything_is_written(path, said, tmp_path):
+    with pytest.raises(ConfigError) as raised:
+        simulate(tiny_federation(), Random(aggregation=path), model="linear", folder=tmp_path / "run")
+    assert said in str(raised.value)
+    assert not (tmp_path / "run").exists() or not any((tmp_path / "run").glob("*"))
+
+
+def test_a_function_without_a_name_is_no_rule():
+    with pytest.raises(
+        ConfigError, match=r"random: the function is <function .*<lambda>.*; expected one that is defined"
+    ):
+        Random(aggregation=lambda received: received.before)
+
+
+def test_a_run_does_not_go_on_with_another_rule_or_other_arguments_of_its_model(tmp_path):
+    federation, settings = tiny_federation(), tiny_settings(rounds=2)
+    model = NamedModel(f"{__name__}:tempered", {"temperature": 2.0})
+    given = {"model": model, "settings": settings, "folder": tmp_path, "resume": True}
+    simulate(federation, Random(), **given)
+    simulate(federation, Random(), **given)
+    with pytest.raises(CheckpointError, match="other settings or data"):
+        simulate(federation, Random(aggregation="math:sqrt"), **given)
+    with pytest.raises(CheckpointError, match="other settings or data"):
+        simulate(federation, Random(), **{**given, "model": NamedModel(model.kind, {"temperature": 3.0})})
+
+
+class Tempered(torch.nn.Linear):
+    """Its text says nothing of its temperature."""
+
+    temperature = 1.0
+
+    def forward(self, x):
+        return super().forward(x) / self.temperature
+
+
+def tempered(features, outputs, temperature):
+    module = Tempered(*features, outputs)
+    module.temperature = temperature
+    return module

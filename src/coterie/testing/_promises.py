@@ -1,0 +1,59 @@
+"""What the checks have in common."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie._util.importing import imported_function, path_of
+from coterie.errors import CoterieError
+
+
+@contextmanager
+def promised(guarantee: str) -> Iterator[None]:
+    """Turn a refusal by the library into a broken guarantee."""
+    try:
+        yield
+    except CoterieError as error:
+        raise AssertionError(f"{guarantee}: {error}") from error
+
+
+def found_again(function: str | Callable[..., Any], what: str) -> tuple[Callable[..., Any], str]:
+    """Return a function of the user's and its import path; it has to be found under it."""
+    with promised(f"{what} is found by its import path"):
+        path = function if isinstance(function, str) else path_of(function, what)
+        return imported_function(path, f"{what} {path!r}"), path
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return whether two values are equal, tensors and arrays bit by bit and NaN like NaN."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bool(torch.isclose(a, b, 0.0, 0.0, equal_nan=True).all())
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    return type(a) is type(b) and bool(a == b)
+
+
+def unchanged(function: Callable[[Any], Any], given: Any, what: str) -> Any:
+    """Call a function twice on equal arguments; it leaves them as they are and returns the same."""
+    before = copy.deepcopy(given)
+    first = function(given)
+    for item in dataclasses.fields(before):
+        kept = same(getattr(before, item.name), getattr(given, item.name))
+        assert kept, f"{what} changed its argument {item.name}: copy what you change in place"
+    second = function(before)
+    assert same(first, second), (
+        f"{what} gave two results for the same arguments: it draws random numbers or remembers something"
+    )
+    return first

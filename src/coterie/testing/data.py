@@ -1,0 +1,110 @@
+"""Contract tests of shifts and partitions."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from coterie.data.build import DataConfig, build_from_sources
+from coterie.data.plan import Client, Clients, Shift, planned
+from coterie.data.shifts import Partition, read_shift, stored_shift
+from coterie.data.source import Source
+from coterie.rng import Rng
+from coterie.testing._promises import found_again, promised, same
+from coterie.testing.tiny import tiny_source
+
+_EACH, _TRAIN, _VALIDATION = 20, 12, 4
+
+
+def check_shift(shift: Shift, *, source: Source | None = None, num_clients: int = 6) -> None:
+    """Check the guarantees that every shift must give.
+
+    It is a frozen dataclass that a study file can name. It plans as many clients as it is given, the same ones for the
+    same random streams, and changes no data. Its transforms keep shape and type, change no input in place, and treat
+    each sample by itself.
+
+    Args:
+        shift: the shift.
+        source: the dataset; tiny gray images by default.
+        num_clients: clients of the plan.
+
+    Raises:
+        AssertionError: naming the broken guarantee.
+    """
+    source = source or tiny_source()
+    cls = type(shift)
+    frozen = getattr(cls, "__dataclass_params__").frozen  # noqa: B009
+    assert frozen, "a shift is a frozen dataclass: its fields are the keys of its table"
+    known = getattr(cls, "__dataclass_fields__")  # noqa: B009
+    plain = [name for name in inspect.get_annotations(cls) if name not in known]
+    assert not plain, f"{plain[0]} is no field: write @dataclass(frozen=True) above the class"
+    with promised("a study file can name it"):
+        table = stored_shift(shift)
+        again = read_shift(table)
+    assert again == shift, f"read from its own table {table} it is another shift"
+    before = copy.deepcopy(source)
+    first, second = (_plan(one, source, num_clients) for one in (shift, again))
+    kept = same((before.train, before.test), (source.train, source.test))
+    assert kept, "apply changed the dataset: copy what you change in place"
+    assert first == second, (
+        "apply gave two plans for the same random streams: draw from `streams` alone, and make transforms dataclasses, "
+        "which compare by value"
+    )
+    x = source.train.x[:8]
+    for transform in dict.fromkeys(one for client in first for one in client.recipe.transforms):
+        kept = x.clone()
+        out, twice = transform(x), transform(x)
+        assert torch.equal(x, kept), f"the transform {transform!r} changes its input in place"
+        assert torch.equal(out, twice), f"the transform {transform!r} gave two results for the same inputs"
+        alone = torch.cat([transform(x[row : row + 1]) for row in range(len(x))])
+        assert torch.equal(out, alone), f"the transform {transform!r} of a sample depends on the others of its batch"
+    with promised("a federation can be built with it"):
+        data = DataConfig(
+            source.name, num_clients=num_clients, train=_TRAIN, validation=_VALIDATION, shift=[shift], test="client"
+        )
+        federation = build_from_sources(data, (source,), Rng(0))
+    assert bool((federation.counts("train") > 0).all()), "a client has no training samples"
+
+
+def _plan(shift: Shift, source: Source, num_clients: int) -> Clients:
+    shares = _TRAIN / _EACH, _VALIDATION / _EACH, 1 - (_TRAIN + _VALIDATION) / _EACH
+    clients = (Client(_EACH, shares),) * num_clients
+
+    def streams(client: int) -> np.random.Generator:
+        return Rng(0).generator("testing.shift", client)
+
+    with promised("apply returns the plan of the clients that it is given"):
+        return planned(shift, clients, (source,), streams)
+
+
+def check_partition(function: str | Callable[..., Any], *, source: Source | None = None, num_clients: int = 6) -> None:
+    """Check the guarantees that every partition must give.
+
+    It is found by its import path, gives every sample to one client or to none and every client a sample, for this
+    number of clients and for two. It does the same for equal generators, and changes no data.
+
+    Args:
+        function: the function, or its import path.
+        source: the dataset; tiny gray images by default.
+        num_clients: how many clients there are.
+
+    Raises:
+        AssertionError: naming the broken guarantee.
+    """
+    source = source or tiny_source()
+    _, path = found_again(function, "the partition")
+    shift = Partition(path)
+    for number in (num_clients, 2):
+        before = copy.deepcopy(source.train)
+        with promised("every client gets samples, every sample one client or none"):
+            first, second = (
+                shift.owners(source.train, number, Rng(0).generator("testing.partition")) for _ in range(2)
+            )
+        assert same(before, source.train), "the partition changes the samples that it is given"
+        assert np.array_equal(first, second), (
+            "the partition gave two results for equal generators: it draws from another one or remembers something"
+        )
+    check_shift(shift, source=source, num_clients=2)

@@ -1,0 +1,86 @@
+"""Contract test of models."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from coterie.data.federation import Federation
+from coterie.engine import ENGINES
+from coterie.methods.local import Local
+from coterie.models.layout import Layout, ModelSource, initial, source, template
+from coterie.rng import Rng
+from coterie.simulation.run import make_task, simulate
+from coterie.simulation.settings import DTYPES, Settings
+from coterie.testing._promises import promised
+from coterie.testing.methods import run_grouped
+from coterie.testing.tiny import tiny_federation, tiny_settings
+
+
+def check_model(
+    model: ModelSource,
+    *,
+    federation: Federation | None = None,
+    settings: Settings | None = None,
+    engines: Sequence[str] = tuple(ENGINES),
+) -> dict[str, str]:
+    """Check the guarantees that every model must give, and say which engine runs it.
+
+    It can be made and trained on the data. Made again from the same random stream it has the same weights, and trained
+    again with the same seed it is the same model: nothing random is hidden. All that training changes is in its
+    parameters and floating-point buffers, so that clients that share a process do not share anything else. Every engine
+    that takes it ends where the loop engine does, up to rounding.
+
+    Args:
+        model: an import path, a name, a module or a factory, as in `simulate`.
+        federation: the data; a tiny federation of 4 numbers an input and 3 classes by default.
+        settings: of the runs; float64, so that engines can be compared closely.
+        engines: the engines to try.
+
+    Returns:
+        For each of them, and for "auto", which engine runs the model and why.
+
+    Raises:
+        AssertionError: naming the broken guarantee.
+    """
+    federation = federation or tiny_federation()
+    settings = replace(settings or tiny_settings(rounds=2), engine="loop")
+    with promised("it can be made for the data"):
+        made = source(model, federation.features, federation.outputs)
+        layout = Layout(template(made), DTYPES[settings.dtype])
+        if not isinstance(made, nn.Module):
+            first, second = (initial(made, layout, Rng(0)) for _ in range(2))
+            assert torch.equal(first, second), (
+                "made again from the same random stream it has other weights: draw them from torch's generator alone"
+            )
+    with promised("it can be trained on the data"):
+        whole = _trained(model, federation, settings)
+        again = _trained(model, federation, settings)
+    assert torch.equal(whole, again), (
+        "trained again with the same seed it is another model: it draws random numbers by itself; draw by nn.Dropout, "
+        "whose draws are keyed"
+    )
+    alone = run_grouped(federation, Local(), [[i] for i in range(len(federation))], model=model, settings=settings)
+    assert torch.equal(whole, alone), (
+        "trained beside other clients it is another model: it keeps something outside its parameters and "
+        "floating-point buffers (register_buffer)"
+    )
+    said, scale = {}, float(whole.abs().max())
+    limit = (1e-10 if settings.dtype == "float64" else 1e-4) * max(scale, 1.0)
+    for name in (*engines, "auto"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # what a warning says is in the reason
+            wanted = replace(settings, engine=name)
+            engine = make_task(federation, Local(), model, wanted).engine
+            said[name] = engine.reason
+            if engine.name == name != "loop":
+                gap = float((_trained(model, federation, wanted) - whole).abs().max())
+                assert gap <= limit, f"with the {name} engine it ends {gap:.3g} away from the loop engine"
+    return said
+
+
+def _trained(model: ModelSource, federation: Federation, settings: Settings) -> Tensor:
+    """The models of all clients in the end."""
+    return simulate(federation, Local(), model=model, settings=settings, seed=3).params

@@ -1,0 +1,124 @@
+"""Contract tests of aggregation and selection rules."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from coterie.functional import aggregation, selection
+from coterie.functional.aggregation import Received
+from coterie.functional.selection import Known
+from coterie.methods.dac import Dac
+from coterie.methods.fedavg import FedAvg
+from coterie.methods.random_gossip import Random
+from coterie.rng import Rng
+from coterie.testing._promises import found_again, promised, unchanged
+from coterie.testing.methods import check_method
+
+
+def check_aggregation(rule: str | Callable[..., Any], *, similarity: bool = False, relabel: bool = True) -> None:
+    """Check the guarantees that every aggregation rule must give.
+
+    It is found by its import path, returns a finite model of the form of those that it is given, for one model and for
+    several, of either precision, changes no argument, and gives the same result again. The order of the peers changes
+    nothing. In a peer-to-peer method and on a server it keeps the promises of methods: hosting, silence and resume
+    among them.
+
+    Args:
+        rule: the function, or its import path.
+        similarity: whether the rule needs similarities; then it is for DAC, and tried with it alone.
+        relabel: whether the order of the peers must not matter.
+
+    Raises:
+        AssertionError: naming the broken guarantee.
+    """
+    function, path = found_again(rule, "the aggregation rule")
+    stream = Rng(0).generator("testing.aggregation")
+    for count, dtype in ((1, torch.float32), (2, torch.float64), (5, torch.float64), (5, torch.float32)):
+        models = torch.from_numpy(stream.normal(size=(count, 7))).to(dtype)
+        samples = torch.from_numpy(stream.integers(1, 50, size=count)).to(dtype)
+        alike = torch.from_numpy(stream.random(count)).to(dtype)
+        cases = ((alike, models[0]),) if similarity else ((None, models[0]), (None, torch.zeros_like(models[0])))
+        for known, before in cases:
+            received = Received(
+                models.clone(), samples.clone(), None if known is None else known.clone(), before.clone()
+            )
+            with promised("it returns the merged model"):
+                merged = unchanged(lambda r: aggregation.merged_by(function, r, "it"), received, "the rule")
+            assert bool(torch.isfinite(merged).all()), f"merged from {count} finite models, the model is not finite"
+            order = torch.from_numpy(np.array([0, *(1 + stream.permutation(count - 1))]))
+            told = None if known is None else known[order]
+            turned = function(Received(models[order], samples[order], told, before))
+            limit = 1e-5 if dtype == torch.float32 else 1e-10
+            close = torch.allclose(turned, merged, rtol=limit, atol=limit)
+            assert close or not relabel, "the order of the peers changes the result; it is that of their ids"
+    methods = (
+        (Dac(num_peers=3, aggregation=path),)
+        if similarity
+        else (Random(num_peers=3, aggregation=path), FedAvg(aggregation=path))
+    )
+    for method in methods:
+        check_method(method, relabel=relabel)
+
+
+def check_selection(rule: str | Callable[..., Any], *, relabel: bool = True) -> None:
+    """Check the guarantees that every selection rule must give.
+
+    It is found by its import path, returns a number for each member, whatever the client knows by then, changes no
+    argument, and gives the same result again. Renaming the members renames the choice. In methods it keeps the
+    promises of methods: hosting, silence and resume among them.
+
+    Args:
+        rule: the function, or its import path.
+        relabel: whether the members' ids must not matter; False for a graph given by ids.
+
+    Raises:
+        AssertionError: naming the broken guarantee.
+    """
+    function, path = found_again(rule, "the selection rule")
+    stream = Rng(0).generator("testing.selection")
+    population = 7
+    for round in (0, 4):
+        for client in (0, population - 1):
+            known = _known(stream, round, client, population)
+            with promised("it returns a number for each member"):
+                unchanged(lambda k: selection.ranked_by(function, k, 3, "it"), known, "the rule")
+            assert not relabel or _renamed(function, known, stream), (
+                "renaming the members changes the choice: ids mean nothing; use what is known of a member"
+            )
+    check_method(Random(num_peers=2, selection=path), relabel=relabel)
+    check_method(Dac(num_peers=2, selection=path), relabel=relabel)
+
+
+def _known(stream: np.random.Generator, round: int, client: int, population: int) -> Known:
+    """What a client may know in a round: nothing at the start."""
+    count = torch.from_numpy(stream.integers(0, round + 1, size=population))
+    candidates = torch.arange(population) != client
+    measured = (count > 0) & candidates
+    told = ~measured & candidates & torch.from_numpy(stream.random(population) < 0.5) & (round > 0)
+    value = torch.from_numpy(stream.random(population))
+    return Known(
+        client=client,
+        round=round,
+        candidates=candidates,
+        similarity=torch.where(measured | told, value, 0.0),
+        measured=measured,
+        told=told,
+        count=count * candidates,
+        age=torch.where(measured, 1 + torch.from_numpy(stream.integers(0, max(1, round), size=population)), -1),
+        noise=torch.from_numpy(stream.gumbel(size=population)),
+    )
+
+
+def _renamed(function: Callable[..., Any], known: Known, stream: np.random.Generator) -> bool:
+    """Whether the members that a client chooses are the same under other ids, but for ties."""
+    order = torch.from_numpy(stream.permutation(len(known.candidates)))
+    place = torch.argsort(order)
+    tensors = {
+        name: getattr(known, name)[order]
+        for name in ("candidates", "similarity", "measured", "told", "count", "age", "noise")
+    }
+    scores = function(known)
+    turned = function(Known(int(place[known.client]), known.round, **tensors))
+    return bool(torch.isclose(turned.double(), scores[order].double(), rtol=1e-9, atol=1e-9, equal_nan=True).all())
