@@ -108,6 +108,7 @@ def from_table(
     classes: int | None = None,
     test: Any = None,
     shift: Sequence[Mapping[str, Any] | Shift] = (),
+    clusters: Mapping[Any, int] | None = None,
     train: int | None = None,
     validation: int | None = None,
     validation_fraction: float | int = 0.2,
@@ -142,6 +143,7 @@ def from_table(
             regression.
         test: a table that is the test set of all clients; each client fills and scales it by its own rows.
         shift: distribution shifts to add, as in a study file.
+        clusters: the known cluster of each client, by client; for Oracle, metrics and reports.
         train: training samples of each client; all by default.
         validation: validation samples of each client.
         validation_fraction: share for validation, when `validation` is not given.
@@ -167,7 +169,7 @@ def from_table(
     said = {
         "target": target if isinstance(target, str) else list(target), "client": client, "encode": encode,
         "features": None if features is None else list(features), "impute": impute, "scale": scale,
-        "categories": categories or {}, "class_names": list(class_names), "classes": classes,
+        "categories": categories or {}, "class_names": list(class_names), "classes": classes, "clusters": clusters,
     }  # fmt: skip
     source = read_table(table, parse(Columns, said, "from_table"), test=test, name=name)
     return _divided(
@@ -183,6 +185,7 @@ def from_folder(
     size: int | Sequence[int] | None = None,
     class_names: Sequence[str] = (),
     shift: Sequence[Mapping[str, Any] | Shift] = (),
+    clusters: Mapping[str, int] | None = None,
     train: int | None = None,
     validation: int | None = None,
     validation_fraction: float | int = 0.2,
@@ -202,6 +205,7 @@ def from_folder(
             transform makes them equal.
         class_names: all classes, in order; those that have a folder at any client, sorted, by default.
         shift: distribution shifts to add, as in a study file.
+        clusters: the known cluster of each client, by client; for Oracle, metrics and reports.
         train: training samples of each client; all by default.
         validation: validation samples of each client.
         validation_fraction: share for validation, when `validation` is not given.
@@ -215,7 +219,7 @@ def from_folder(
     """
     if size is not None and transform is not None:
         raise ConfigError("from_folder: size and transform are both given; resize in the transform")
-    settings = parse(Pictures, {"size": size, "class_names": list(class_names)}, "from_folder")
+    settings = parse(Pictures, {"size": size, "class_names": list(class_names), "clusters": clusters}, "from_folder")
     source = read_pictures(path, settings, transform=transform, name=name)
     return _divided(
         source, shift=shift, train=train, validation=validation, validation_fraction=validation_fraction,

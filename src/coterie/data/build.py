@@ -207,6 +207,8 @@ def _plan(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clients:
     if number is None:
         natural = [shift for shift in shifts if isinstance(shift, Natural)]
         number = len(np.unique(natural[0].values(sources))) if natural else NUM_CLIENTS
+        if not number:
+            raise DataError(f"{sources[0].name} has 0 samples and no client; every client needs data")
     samples, shares = data.shares()
     clients: Clients = (Client(samples, shares),) * number
     settled = False

@@ -1,6 +1,6 @@
 """A folder of images by client: `path/CLIENT/CLASS/picture.png`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,11 +42,13 @@ class Pictures(Configurable):
         transform: the import path of a function that makes the input from a picture, "package.module:name".
         size: height and width, or one number for both, to which pictures are resized.
         class_names: all classes, in order; those that have a folder, sorted, when not given.
+        clusters: the known cluster of each client, by client.
     """
 
     transform: str | None = None
     size: PositiveInt | Annotated[Sequence[PositiveInt], MinLen(2)] | None = None
     class_names: Sequence[str] = ()
+    clusters: Mapping[str, Any] | None = None
 
     def check(self) -> None:
         """One of the two makes sizes equal."""
@@ -95,7 +97,14 @@ def read_pictures(
             f"client {silent[0]!r} has no pictures in folders of classes; expected {silent[0]}/CLASS/picture.png: "
             "sort its pictures into classes, or remove its folder"
         )
-    return Source.of(_stacked(inputs, folder), labels, clients=owners, class_names=classes, name=name or folder.name)
+    return Source.of(
+        _stacked(inputs, folder),
+        labels,
+        clients=owners,
+        clusters=settings.clusters,
+        class_names=classes,
+        name=name or folder.name,
+    )
 
 
 def _folders(path: Path) -> list[Path]:

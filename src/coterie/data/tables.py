@@ -40,6 +40,7 @@ class Columns(Configurable):
         categories: all values of columns of text or categories, in order, by column.
         class_names: all values of a target of text, in order.
         classes: number of classes of a target of whole numbers; 0 makes it a regression.
+        clusters: the known cluster of each client, by client.
     """
 
     target: str | Annotated[Sequence[str], MinLen(1)]
@@ -51,6 +52,7 @@ class Columns(Configurable):
     categories: Mapping[str, Any] = field(default_factory=dict)
     class_names: Sequence[str] = ()
     classes: Annotated[int, Ge(0)] | None = None
+    clusters: Mapping[Any, Any] | None = None
 
     def check(self) -> None:
         """Check what is said by column."""
@@ -60,6 +62,8 @@ class Columns(Configurable):
         for name, values in self.categories.items():
             if not isinstance(values, list | tuple) or len(set(values)) < len(values):
                 raise ConfigError(f"categories of {name!r} is {values!r}; expected a list of values, each once")
+        if self.clusters is not None and self.client is None:
+            raise ConfigError("clusters is given without client; planted clusters come from shift")
         if isinstance(self.impute, str) and self.impute not in FILLS:
             raise ConfigError(f"impute is {self.impute!r}; expected {_FILLED}")
 
@@ -105,7 +109,7 @@ def read_table(table: Any, columns: Columns, *, test: Any = None, name: str = "t
         ConfigError: when a setting names no column, or is missing.
         DataError: when columns cannot be used.
     """
-    pool = _Table(_arrow(table), columns.client, name)
+    pool = _Table(_arrow(table), columns.client, name, columns.clusters)
     held = None if test is None else _Table(_arrow(test), None, f"{name}: the test table")
     tables = [pool] if held is None else [pool, held]
     chosen = columns.inputs(pool.arrow.column_names)
@@ -184,7 +188,9 @@ def _file(path: Path) -> pa.Table:
 class _Table:
     """A table of arrow with the client of each row."""
 
-    def __init__(self, arrow: pa.Table, client: str | None, what: str) -> None:
+    def __init__(
+        self, arrow: pa.Table, client: str | None, what: str, clusters: Mapping[Any, Any] | None = None
+    ) -> None:
         names = arrow.column_names
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -197,7 +203,7 @@ class _Table:
             empty = next((row for row, one in enumerate(values) if one is None or one != one), None)
             if empty is not None:
                 raise DataError(f"column {client!r} has no client in row {empty}; fill it, or drop the row")
-            self.owners, self.names = numbered_clients(values, len(values))
+            self.owners, self.names = numbered_clients(values, len(values), clusters)
 
     def require(self, name: str) -> pa.ChunkedArray:
         """Return a column."""

@@ -79,6 +79,12 @@ def test_folders_that_cannot_be_used_are_refused(folder, spoil, message):
         from_folder(folder)
 
 
+def test_known_clusters_of_clients_become_the_truth(folder):
+    made = from_folder(folder, clusters={"Åre": 0, "Zürich": 1})
+    assert made.truth is not None
+    assert made.truth.cluster.tolist() == [1, 0]
+
+
 def test_classes_can_be_named_so_that_machines_agree(folder):
     assert from_folder(folder, class_names=["dog", "cat", "cow"]).classes == 3
     with pytest.raises(DataError, match="client 'Zürich' has a folder 'dog'; expected one of the classes cat, cow"):

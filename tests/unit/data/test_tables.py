@@ -173,7 +173,7 @@ def test_a_client_that_never_saw_a_column_fills_it_with_zero_and_is_named():
 
 def test_from_three_to_thousands_of_rows_a_client():
     """With text, empty entries and a client of one class; 3 rows are one for each of the three sets."""
-    sizes = {"tiny": 3, "one class": 9, "large": 2500}
+    sizes = {"tiny": 3, "one class": 9, "large": 5000}
     draw = np.random.default_rng(0)
     site = np.repeat(list(sizes), list(sizes.values()))
     color = draw.choice(["r", "g"], len(site))
@@ -182,9 +182,9 @@ def test_from_three_to_thousands_of_rows_a_client():
     table.loc[(draw.random(len(site)) < 0.1) & (site == "large"), ["age", "color"]] = None
     made = from_table(table, target="ill", client="site", impute="median", scale="standard")
     assert made.client_names == ("large", "one class", "tiny")
-    assert made.counts("train").tolist() == [1600, 6, 1]
-    assert made.counts("validation").tolist() == [400, 1, 1]
-    assert [len(test.x) for test in made.tests] == [500, 2, 1]
+    assert made.counts("train").tolist() == [3200, 6, 1]
+    assert made.counts("validation").tolist() == [800, 1, 1]
+    assert [len(test.x) for test in made.tests] == [1000, 2, 1]
     assert set(made.y[1][made.split[1] >= 0].tolist()) == {1}
     two = table.groupby("site").head(2)
     with pytest.raises(DataError, match="client 'large' has 2 samples, which leaves none for training"):
@@ -217,6 +217,7 @@ def bad(**columns):
         (patients(), {"impute": "average"}, ConfigError, "from_table: impute is 'average'; expected 'mean'"),
         (patients(), {"target": ["ill", "age"]}, DataError, "target 'ill' is text; expected numbers where several"),
         (patients(), {"client": None}, ConfigError, "give either client .* or num_clients"),
+        (patients(0), {}, DataError, "table has 0 samples and no client; every client needs data"),
         (patients()[["site", "ill"]], {}, ConfigError, "none is left as an input"),
         (patients().rename(columns={"age": "color"}), {}, DataError, "Duplicate column names|two columns 'color'"),
         (pd.DataFrame({"id": map(str, range(1500)), "site": "a", "ill": 0.5}), {}, DataError, "1,500 different values"),
@@ -233,7 +234,7 @@ def test_tables_that_cannot_be_used_are_refused_in_one_line(table, change, error
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"encode": "dummy"}, "data.options: encode is 'dummy'; expected 'one-hot' or 'codes', or a table"),
+        ({"encode": "dummy"}, "data.options: encode is 'dummy'; expected 'one-hot' or 'codes' or a table"),
         ({"encode": {"age": "dummy"}}, "data.options: encode of 'age' is 'dummy'; expected 'one-hot' or 'codes'"),
         ({"scale": "minmax"}, "data.options: scale is 'minmax'; expected 'standard'"),
         ({"categories": {"color": ["red", "red"]}}, "categories of 'color' is .*expected a list of values, each once"),
@@ -269,6 +270,16 @@ def test_machines_that_read_tables_of_their_own_must_name_what_text_means(column
         read_table(table, Columns(**columns), shared=True)
     said = {"class_names": ["no", "yes"], "categories": {"color": ["red", "blue"]}, "features": ["age", "color"]}
     assert read_table(table, Columns("ill", **said), shared=True).classes == 2
+
+
+def test_known_clusters_of_clients_become_the_truth():
+    made = from_table(patients(), target="ill", client="site", clusters={"Åre": 1, "Zürich": 0, "東京": 1})
+    assert made.truth is not None
+    assert made.truth.cluster.tolist() == [0, 1, 1]
+    with pytest.raises(DataError, match="clusters has nothing for client 'Zürich'"):
+        from_table(patients(), target="ill", client="site", clusters={"Åre": 1})
+    with pytest.raises(ConfigError, match="clusters is given without client"):
+        from_table(patients(), target="ill", num_clients=2, clusters={"Åre": 1})
 
 
 def test_without_clients_a_table_is_divided():

@@ -185,7 +185,7 @@ def test_data_by_import_path_can_be_tuned_by_the_command(tmp_path):
         app, ["tune", str(tmp_path / "own.toml"), "-g", "lr=0.001,0.01", "-o", str(tmp_path), "-w", "1", "--quiet"]
     )
     assert told.exception is None, told.output
-    tuned = config.load(tmp_path / "own-tuned.toml")
+    tuned = config.load(tmp_path / "small-tuned.toml")
     assert tuned.data.dataset == f"{__name__}:made"
 
 
