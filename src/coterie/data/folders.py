@@ -54,6 +54,8 @@ class Pictures(Configurable):
         """One of the two makes sizes equal."""
         if self.size is not None and self.transform is not None:
             raise ConfigError("size and transform are both given; resize in the transform")
+        if not isinstance(self.size, int | None) and len(self.size) != 2:
+            raise ConfigError(f"size is {self.size}; expected a number, or height and width")
 
 
 def read_pictures(
@@ -125,7 +127,7 @@ def _input(file: Path, transform: Callable[[Any], Any] | None, size: int | Seque
     except (UnidentifiedImageError, OSError) as error:
         raise DataError(f"{file} cannot be read as a picture ({error}); replace or remove it") from error
     if size is not None:
-        height, width = (size, size) if isinstance(size, int) else size[:2]
+        height, width = (size, size) if isinstance(size, int) else size
         made = image.resize((width, height), Image.Resampling.BILINEAR)
     else:
         made = image if transform is None else transform(image)

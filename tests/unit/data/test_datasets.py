@@ -225,6 +225,7 @@ def test_a_path_of_own_data_is_found_from_here_or_in_the_data_folder(tmp_path, m
         ("table", {"path": "."}, "data.options: target is missing; expected text"),
         ("folder", {"path": ".", "target": "y"}, "data.options: unknown key 'target'"),
         ("folder", {"path": ".", "size": 0}, "data.options: size is 0; expected a whole number, 1 or more"),
+        ("folder", {"path": ".", "size": [8, 8, 3]}, "expected a number, or height and width"),
         ("folder", {"path": ".", "size": 8, "transform": "m:f"}, "size and transform are both given"),
     ],
 )
