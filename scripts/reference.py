@@ -120,7 +120,7 @@ def settings() -> str:
     lines += ["## Top level", "", *rows(Settings), ""]
     lines += ["`patience` is written in `[stopping]`, `local` is the table `[local]`.", ""]
     lines += ["## [local]", "", *rows(LocalTraining), "", "## [data]", "", *rows(DataConfig), ""]
-    lines += ["### options: table", "", "`path`, `test` (the path of a table for testing), and:", "", *rows(Columns), ""]
+    lines += ["### options: table", "", "`path`, `test` (path of a table for testing), and:", "", *rows(Columns), ""]
     lines += ["### options: folder", "", "`path`, and:", "", *rows(Pictures), ""]
     for kind, shift in sorted(SHIFTS.items()):
         lines += [f"### shift: {kind}", "", _catalog.description(shift), "", *rows(shift), ""]

@@ -326,9 +326,17 @@ def _read(dataset: Any, what: str, transform: Callable[[Any], Any] | None) -> _I
         raise DataError(f"{what} is empty; every client needs data")
     for key, values in inputs.items():
         _require_one_shape(values, f"{what} has inputs" if key is None else f"{what} has inputs {key!r}", "input")
-    if not isinstance(targets[0], str):
+    if not _are_words(targets):
         _require_one_shape(targets, f"{what} has targets", "target")
     return inputs, targets
+
+
+def _are_words(targets: Sequence[Any]) -> bool:
+    """Whether targets are text, all of them."""
+    words = {isinstance(target, str) for target in targets}
+    if len(words) > 1:
+        raise DataError("the targets mix text and numbers; make all text, or all numbers")
+    return words == {True}
 
 
 def _items(dataset: Any, what: str) -> Iterable[Any]:
@@ -362,13 +370,11 @@ def _joined(read: Sequence[_Items]) -> tuple[Any, Any]:
             )
         parts[key] = torch.cat([one for one in stacks if one is not None])
     targets = [target for _, own in read for target in own]
-    words = [isinstance(target, str) for target in targets]
-    if any(words) and not all(words):
-        raise DataError("the targets mix text and numbers; make all text, or all numbers")
-    if not all(words):
+    words = _are_words(targets)
+    if not words:
         _require_one_shape(targets, "the datasets have targets", "target")
     x = parts[None] if None in parts else tuple(parts.values()) if 0 in parts else parts
-    return x, np.array(targets) if all(words) else torch.stack(targets)
+    return x, np.array(targets) if words else torch.stack(targets)
 
 
 def _as_tensor(value: Any, what: str) -> Tensor:

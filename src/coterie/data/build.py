@@ -22,7 +22,7 @@ from coterie.data.datasets import called, load
 from coterie.data.federation import PADDING, TRAIN, VALIDATION, Federation, TestSet, Truth
 from coterie.data.plan import Client, Clients, Recipe, Shift, planned
 from coterie.data.preparation import Fitted
-from coterie.data.shifts import Natural, read_shift, stored_shift
+from coterie.data.shifts import Domain, Natural, read_shift, stored_shift
 from coterie.data.source import Constants, Samples, Source
 from coterie.data.transforms import Transform, noisy
 from coterie.errors import ConfigError, DataError
@@ -200,7 +200,7 @@ def _plan(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clients:
     """Apply the shifts to a plan in which all clients are alike."""
     shifts = data.shifts()
     own = sources[0].clients
-    if own and not any(isinstance(shift, Natural) for shift in shifts):
+    if own and not any(shift.chooses_pool and not isinstance(shift, Domain) for shift in shifts):
         cluster = "cluster" if "cluster" in sources[0].train.columns else None
         shifts = (Natural(own, cluster), *shifts)
     number = data.num_clients

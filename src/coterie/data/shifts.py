@@ -610,10 +610,9 @@ class Natural(Shift):
         self, client: Client, group: int, values: Int[np.ndarray, " samples"], source: Source, unnamed: bool
     ) -> Client:
         own = self.column == source.clients
-        name = source.named(group) if own else "" if unnamed else f"{self.column} {group}"
-        name = name or ("" if unnamed else str(group))
-        note = f"{self.column} {name or group}" if own else f"{self.column} {group}"
-        client = replace(client, group=(self.column, group), name=name).note(note)
+        named = source.named(group) if own else ""
+        name = named or ("" if unnamed else str(group) if own else f"{self.column} {group}")
+        client = replace(client, group=(self.column, group), name=name).note(f"{self.column} {named or group}")
         if self.cluster is None:
             return client
         clusters = np.unique(source.train.columns[self.cluster].numpy()[values == group])

@@ -228,6 +228,7 @@ def test_a_table_of_datasets_names_the_clients():
         (Pairs([("a word", 0)] * 3), "the input of item 0 is 'a word'; expected numbers or a picture"),
         (3, "is a int; expected a dataset: with __len__ and __getitem__, or __iter__"),
         (Pairs([(torch.zeros(2), "a"), (torch.zeros(2), 1)]), "the targets mix text and numbers"),
+        (Pairs([(torch.zeros(2), 1), (torch.zeros(2), "a")]), "the targets mix text and numbers"),
         (Pairs([(torch.zeros(2), torch.zeros(n)) for n in (1, 2)]), r"targets of different shapes: \(1,\) and \(2,\)"),
     ],
 )

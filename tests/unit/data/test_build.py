@@ -239,6 +239,18 @@ def test_a_source_that_a_function_returns_is_divided_by_its_clients():
     assert set(shifted.y[4][shifted.split[4] >= 0].tolist()) <= {0, 1}
 
 
+def halves(samples, num_clients, generator):
+    """A partition: the first rows are the first client's."""
+    return np.arange(len(samples)) * num_clients // len(samples)
+
+
+def test_a_partition_comes_before_the_clients_of_the_data():
+    shift = [{"kind": "partition", "function": f"{__name__}:halves"}]
+    federation = own("made_source", num_clients=2, shift=shift)
+    assert (len(federation), federation.client_names) == (2, ())
+    assert int(federation.x[0].max()) < 40
+
+
 def test_natural_groups_are_called_by_their_values():
     source = Source("notes", Samples(torch.zeros(20, 1), torch.arange(20) % 2, {"user": torch.arange(20) // 5 * 7}),
                     Samples(torch.zeros(0, 1), torch.arange(0)), 2)  # fmt: skip
