@@ -1,5 +1,6 @@
 """Tables as data: columns of numbers, of true and false, and of text or categories, with a client for each row."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +93,8 @@ class Columns(Configurable):
         return tuple(chosen)
 
 
+_NUMBER = re.compile(r"[+-]?\d+([.,]\d+)?([eE][+-]?\d+)?")
+_FEW = 20
 _FILLED = f"{', '.join(map(repr, FILLS))}, a number, or a table of these by column"
 
 
@@ -179,6 +182,10 @@ def _file(path: Path) -> pa.Table:
         if path.suffix.lower() in (".csv", ".tsv", ".txt"):
             parse = arrow_csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
             convert = arrow_csv.ConvertOptions(strings_can_be_null=True)
+            with path.open("rb") as file:
+                header = file.readline()
+            if b";" in header and b"," not in header:
+                raise DataError(f"{path} is separated by semicolons; write it with commas, and points in numbers")
             return arrow_csv.read_csv(path, parse_options=parse, convert_options=convert)
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path} cannot be read ({error}); write it again") from error
@@ -259,6 +266,8 @@ def _read_column(tables: Sequence[_Table], name: str, columns: Columns) -> _Read
         if isinstance(impute, str) and impute not in FILLS:
             raise ConfigError(f"impute of {name!r} is {impute!r}; expected {_FILLED}")
         return _Read(name, values, (name,), _filled(tables, name, values, impute))
+    if name not in by_column and name not in columns.categories:
+        _require_words(tables, name)
     known, codes = _categories(tables, name, columns.categories.get(name))
     filled: str | float | None = impute
     if isinstance(columns.impute, Mapping):
@@ -349,6 +358,8 @@ def _read_target(tables: Sequence[_Table], columns: Columns) -> tuple[list[torch
         for table in tables:
             _require_full(table, names[0], np.asarray(table.require(names[0]).is_null()))
         given = list(columns.class_names) or None
+        if given is None:
+            _require_words(tables, names[0])
         known, codes = _categories(tables, names[0], given)
         return [torch.from_numpy(code).long() for code in codes], tuple(map(str, known)), len(known)
     for name in names:
@@ -410,6 +421,23 @@ def _require_full(table: _Table, name: str, empty: np.ndarray) -> None:
         raise DataError(
             f"target {name!r} is empty in {len(rows)} rows (the first {table.where(int(rows[0]))}); drop those rows"
         )
+
+
+def _require_words(tables: Sequence[_Table], name: str) -> None:
+    """Refuse a column of text that was meant as numbers: most of its many values are, written as no number is."""
+    for table in tables:
+        column = table.require(name)
+        if pa.types.is_dictionary(column.type):
+            continue
+        values = [value for value in column.unique().to_pylist() if value is not None]
+        other = next((value for value in values if not _NUMBER.fullmatch(value.strip()) or "," in value), None)
+        numbers = sum(bool(_NUMBER.fullmatch(value.strip())) for value in values)
+        if other is not None and numbers > max(_FEW, len(values) / 2):
+            place = column.to_pylist().index(other)
+            raise DataError(
+                f"column {name!r} is text, though most of it are numbers: it has {other!r} {table.where(place)}; "
+                "correct that, leave it empty, or give the column's categories"
+            )
 
 
 def _is_text(kind: pa.DataType) -> bool:

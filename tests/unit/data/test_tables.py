@@ -195,6 +195,10 @@ def bad(**columns):
     return patients().assign(**columns)
 
 
+def bad30(**columns):
+    return patients(30).assign(**columns)
+
+
 @pytest.mark.parametrize(
     ("table", "change", "error", "message"),
     [
@@ -221,6 +225,9 @@ def bad(**columns):
         (patients()[["site", "ill"]], {}, ConfigError, "none is left as an input"),
         (patients().rename(columns={"age": "color"}), {}, DataError, "Duplicate column names|two columns 'color'"),
         (pd.DataFrame({"id": map(str, range(1500)), "site": "a", "ill": 0.5}), {}, DataError, "1,500 different values"),
+        (bad30(age=["?", *map(str, range(29))]), {}, DataError, r"'age' is text, though .*it has '\?' in row 0"),
+        (bad30(age=[f"{place},5" for place in range(30)]), {}, DataError, "it has '0,5' in row 0, of client 'Zürich'"),
+        (bad30(ill=["?", *map(str, range(29))]), {}, DataError, r"'ill' is text, though .*; correct that, leave"),
         ("none.csv", {}, DataError, "there is no file none.csv; expected a CSV or parquet file"),
         (3, {}, DataError, "the table is a int .*expected one of pandas, polars or arrow"),
     ],
@@ -247,7 +254,17 @@ def test_options_of_a_study_file_are_checked(options, message):
         parse(Columns, {"target": "ill", **options}, "data.options")
 
 
+def test_codes_that_are_written_as_numbers_are_categories():
+    made = from_table(patients(30).assign(zip=[f"{place:05}" for place in range(30)]), target="ill", client="site")
+    assert "zip=00007" in made.feature_names
+    mixed = patients(30).assign(age=["?", *map(str, range(29))])
+    assert "age=?" in from_table(mixed, target="ill", client="site", encode={"age": "one-hot"}).feature_names
+
+
 def test_a_file_that_is_no_table_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("y;c\n1,5;a\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"a.csv is separated by semicolons; write it with commas"):
+        from_table(tmp_path / "a.csv", target="y", client="c")
     (tmp_path / "a.xlsx").write_bytes(b"x")
     (tmp_path / "a.parquet").write_bytes(b"x")
     with pytest.raises(DataError, match=r"is no table; expected a file .csv, .tsv or .parquet"):
