@@ -114,5 +114,5 @@ class Preparation:
                 continue
             place = slice(column.start, column.start + column.width)
             fill[place], center[place], spread[place] = found
-        values = (torch.from_numpy(one) for one in (fill, center, spread))
-        return Fitted(*values, self.whole, tuple(empty))
+        filled, centers, spreads = (torch.from_numpy(one) for one in (fill, center, spread))
+        return Fitted(filled, centers, spreads, self.whole, tuple(empty))

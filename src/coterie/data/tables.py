@@ -69,9 +69,9 @@ class Columns(Configurable):
             raise ConfigError(f"impute is {self.impute!r}; expected {_FILLED}")
 
     @property
-    def targets(self) -> tuple[str, ...]:
+    def targets(self) -> Sequence[str]:
         """The columns to learn."""
-        return (self.target,) if isinstance(self.target, str) else tuple(self.target)
+        return [self.target] if isinstance(self.target, str) else self.target
 
     def inputs(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the columns of the inputs.
