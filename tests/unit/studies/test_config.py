@@ -327,6 +327,21 @@ def test_a_base_is_no_study_of_its_own():
         config.load("dac/_base")
 
 
+def test_a_path_of_own_data_leads_from_here_or_from_the_study_file(tmp_path, monkeypatch):
+    """What is here comes first; what lies beside the file gets its whole path, so that a resumed run finds it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "far").mkdir()
+    data = '[data]\ndataset = "table"\noptions = { path = "t.csv", target = "y", test = "held.csv" }\n'
+    (tmp_path / "far/base.toml").write_text(data + '[[methods]]\nkind = "local"\n')
+    (tmp_path / "mine.toml").write_text('extends = "far/base.toml"\n')
+    (tmp_path / "far/t.csv").write_text("y\n")
+    for file in ("far/base.toml", "mine.toml"):
+        options = config.load(file).data.options
+        assert options == {"path": str(tmp_path / "far/t.csv"), "target": "y", "test": "held.csv"}
+    (tmp_path / "t.csv").write_text("y\n")
+    assert config.load("mine.toml").data.options["path"] == "t.csv"
+
+
 @pytest.mark.parametrize("label", ["Größe", "東京 2", "हिन्दी", "τ=0.5, m", "عربي", "a" * 200])
 def test_a_label_may_be_of_any_script_and_is_set_with_and_without_quotes(label):
     study = config.loads(
