@@ -229,9 +229,10 @@ class RowOptimizer:
             raise ConfigError(f"optimizer {local.own!r} trains one client after another; expected engine = 'loop'")
         self.local, self.taken = local, None if taken is None else taken.to(rows.device)
         self.arguments = local.arguments
-        initial = local.initial_accumulator_value
-        fresh = moments is None
-        self.state = [torch.full_like(rows, initial) for _ in range(local.moments)] if fresh else [*moments.unbind(1)]
+        if moments is None:
+            self.state = [torch.full_like(rows, local.initial_accumulator_value) for _ in range(local.moments)]
+        else:
+            self.state = list(moments.unbind(1))
 
     def step(
         self,

@@ -194,7 +194,7 @@ class Own(LrSchedule):
     def factor(self, number: int, total: int) -> float:
         """See `LrSchedule.factor`."""
         found = self.function()(number, total)
-        if isinstance(found, bool) or not isinstance(found, Real) or not 0 <= found < math.inf:
+        if isinstance(found, bool) or not isinstance(found, Real) or not 0 <= float(found) < math.inf:
             said = f"lr_schedule {self.path!r} returned {found!r} for ({number}, {total})"
             raise ConfigError(f"{said}; expected a factor on the learning rate: a number, 0 or larger")
         return float(found)

@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from coterie.engine import CompiledEngine, Engine, LoopEngine, VmapEngine
 from coterie.engine._base import cross_entropy
-from coterie.engine._choice import make
 from coterie.engine._work import RawSamples, Training
 from coterie.engine.native.library import NativeProgram
 from coterie.engine.optim import OPTIMIZERS, LocalTraining, RowOptimizer
@@ -20,7 +19,6 @@ from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FedAvg
 from coterie.models.layout import Layout
 from coterie.rng import Rng
-from coterie.simulation.run import make_task, simulate
 from coterie.testing import check_method, follow, run_grouped, tiny_federation, tiny_settings
 
 NAMES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop", "adagrad": "Adagrad"}
@@ -270,90 +268,6 @@ def test_wrong_arguments_are_refused_in_one_line(wrong, said):
     assert "\n" not in str(error.value)
 
 
-# ---------------------------------------------------------------- optimizers by import path
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("NAdam", {"momentum_decay": 0.01}),
-        ("RAdam", {}),
-        ("Adamax", {"betas": [0.8, 0.9]}),
-        ("Rprop", {}),
-        ("ASGD", {}),
-    ],
-)
-def test_any_elementwise_class_of_torch_optim_trains_on_the_loop_engine(kind, options):
-    """Each client with a fresh one, at the rate of each step."""
-    module, layout, rows, work = problem(plain_stack)
-    local = LocalTraining(optimizer=f"torch.optim:{kind}", lr=0.02, optimizer_options=options)
-    local.verify()
-    found = rows.clone()
-    LoopEngine(layout, cross_entropy).train(found, dataclasses.replace(work, local=local, rates=RATES), 1)
-    made = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    for client in range(3):
-        own = copy.deepcopy(module)
-        with torch.no_grad():
-            for key, value in layout.views(rows[client]).items():
-                dict(own.named_parameters())[key].copy_(value)
-        optimizer = getattr(torch.optim, kind)(own.parameters(), lr=0.02, **made)
-        for step, size in enumerate(LENGTHS[client].tolist()):
-            if size:
-                optimizer.param_groups[0]["lr"] = float(RATES[client, step])
-                places = work.places[client, step, :size]
-                optimizer.zero_grad()
-                functional.cross_entropy(own(work.samples.x[places]), work.samples.y[places]).backward()
-                optimizer.step()
-        torch.testing.assert_close(found[client], layout.flatten_copy(own), rtol=0, atol=1e-12)
-
-
-class Clipped(torch.optim.SGD):
-    """The gradient of each tensor has length 1: not elementwise."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad /= parameter.grad.norm()
-        return super().step(closure)
-
-
-@pytest.mark.parametrize(
-    ("path", "options", "said"),
-    [
-        ("torch.optim:Nadam", {}, "optimizer 'torch.optim:Nadam': module 'torch.optim' has no attribute"),
-        ("no.such:Thing", {}, "optimizer 'no.such:Thing': there is no module 'no'"),
-        ("math:sqrt", {}, "expected a class that extends torch.optim.Optimizer"),
-        ("torch.optim:NAdam", {"beta": 1}, "cannot be made with lr and optimizer_options = {'beta': 1}"),
-        ("torch.optim:LBFGS", {}, "expected one that needs no closure"),
-        ("torch.optim:SparseAdam", {}, "and takes dense gradients"),
-        ("torch.optim:Adafactor", {}, "does not treat every parameter alone"),
-        (f"{__name__}:Clipped", {}, "does not treat every parameter alone"),
-    ],
-)
-def test_an_optimizer_that_does_not_fit_is_refused_before_the_first_round(path, options, said):
-    local = LocalTraining(optimizer=path, optimizer_options=options or None)
-    with pytest.raises(ConfigError, match=re.escape(said)) as error:
-        make_task(tiny_federation(), FedAvg(), "linear", tiny_settings(local=local))
-    assert "\n" not in str(error.value)
-
-
-def test_auto_takes_the_loop_engine_for_it_and_says_why():
-    local = LocalTraining(optimizer=torch.optim.NAdam, batch_size=5)
-    assert local.optimizer == "torch.optim.nadam:NAdam"
-    task = make_task(tiny_federation(), FedAvg(), "linear", tiny_settings(local=local))
-    assert task.engine.reason == (
-        "loop, one client after another: the optimizer torch.optim.nadam:NAdam has no faster program here"
-    )
-    for engine in ("vmap", "compiled"):
-        with pytest.raises(ConfigError, match=f"trains one client after another; found engine = '{engine}'"):
-            make_task(tiny_federation(), FedAvg(), "linear", tiny_settings(local=local, engine=engine))
-    layout = Layout(nn.Linear(2, 2), torch.float32)
-    x, y = torch.zeros(2, 2), torch.zeros(2, dtype=torch.int64)
-    assert make("loop", layout, cross_entropy, x, y, own_optimizer=local.own).name == "loop"
-    with pytest.raises(ConfigError, match="expected engine = 'loop'"):
-        RowOptimizer(local, torch.zeros(1, 1))
-
-
 # ---------------------------------------------------------------- whole runs
 
 
@@ -395,17 +309,3 @@ def test_an_identity_is_that_of_runs_from_before_there_were_more_optimizers():
     kept = LocalTraining(persistent_client_optimizer=True).identity()
     assert kept == before | {"persistent_client_optimizer": True}
     assert LocalTraining(eps=1e-3).identity() == before | {"eps": 1e-3}
-
-
-def test_a_run_goes_on_with_an_optimizer_of_its_own(tmp_path):
-    """Resumed after two rounds, the run ends as if it had not been interrupted."""
-    local = LocalTraining(optimizer="torch.optim:NAdam", batch_size=5, optimizer_options={"momentum_decay": 0.01})
-
-    def run(folder: str, rounds: int, resume: bool = False):
-        settings = tiny_settings(rounds=rounds, local=local)
-        return simulate(
-            tiny_federation(), FedAvg(), model="linear", settings=settings, folder=tmp_path / folder, resume=resume
-        )
-
-    run("parts", 2)
-    assert torch.equal(run("parts", 3, resume=True).params, run("whole", 3).params)

@@ -178,7 +178,7 @@ def test_a_run_has_the_rates_of_its_rounds_and_steps(engine):
 
 def test_the_promises_of_methods_hold_with_schedules():
     """Repeats, resumes, any grouping of hosts, cohorts, and two trainings a round: see `check_method`."""
-    schedule = ["cosine", {"kind": "exponential", "gamma": 0.9, "over": "steps"}]
+    schedule = [{"kind": "cosine", "length": 3}, {"kind": "linear", "over": "steps"}]
     local = dataclasses.replace(tiny_settings().local, lr_schedule=schedule)
     check_method(Ditto(), settings=tiny_settings(local=local), relabel=False)
     check_method(Random(2), settings=tiny_settings(local=local), relabel=False)

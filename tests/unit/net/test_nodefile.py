@@ -156,6 +156,8 @@ def test_the_names_of_a_federation_that_a_node_reads_are_kept(tmp_path):
     )
     named.save(tmp_path / "all.safetensors")
     assert rows(tmp_path, 'federation = "all.safetensors"').names == {1: "Lima"}
+
+
 TABLE = "age,color,site,ill\n" + "\n".join(
     f"{place},{'red' if place % 2 else 'blue'},{'Åre' if place < 20 else 'Malmö'},{'yes' if place % 3 else 'no'}"
     for place in range(40)

@@ -204,7 +204,8 @@ def test_scale_shrinks_rounds_and_patience_and_never_to_nothing():
 
 def test_where_a_method_has_a_field_of_the_same_name_its_own_is_meant():
     """FedAvgM has a momentum of the server; that of local training is reached through `local`."""
-    text = STUDY + '[[methods]]\nkind = "fedavgm"\nmomentum = 0.5\nlocal = { momentum = 0.25, lr = 0.125 }\n'
+    local = '{ optimizer = "sgd", momentum = 0.25, lr = 0.125 }'
+    text = STUDY + f'[[methods]]\nkind = "fedavgm"\nmomentum = 0.5\nlocal = {local}\n'
     study = config.loads(text)
     entry = study.entry("fedavgm")
     assert entry.method == METHODS["fedavgm"](momentum=0.5)

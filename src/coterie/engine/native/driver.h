@@ -6,10 +6,10 @@
 struct Optimizer {
   T *w, *first, *second, *third, *g;  // parameters, moments, gradient of the earlier groups of a batch
   const T* anchor;
-  T lr, epsilon, momentum, decay, prox;     // lr and epsilon with Adam's bias corrections of this step
-  T beta2, new1, new2, shrink, share;       // shares of old and new moments, of parameters, of an SGD gradient
-  int64_t kind, nesterov, centered, trained;  // entries from `trained` on are frozen
-  bool begins, ends, rare;                  // the first and the last group of a batch; neither plain SGD nor Adam
+  T lr, epsilon, momentum, decay, prox;       // lr and epsilon with Adam's bias corrections of this step
+  T kept, fresh1, fresh2, share, shrink;      // shares of moments, of an SGD gradient, and of parameters
+  int64_t kind, adam, nesterov, centered, trained;  // entries from `trained` on are frozen
+  bool begins, ends;                          // the first and the last group of a batch
 
   // Take the gradient of an entry or of a register of entries: keep it until the batch is complete, then update the
   // parameters.
@@ -21,45 +21,52 @@ struct Optimizer {
     A weight = load<A>(w + at);
     if (anchor) piece += prox * (weight - load<A>(anchor + at));
     if (decay != 0) piece += decay * weight;
-    if (rare) return put_rare(at, weight, piece);
-    if (kind != SGD) {
+#ifdef ANY_OPTIMIZER
+    piece = moved(at, piece);
+    weight *= shrink;
+#else
+    if (adam) {
       A m = load<A>(first + at), v = load<A>(second + at);
-      m += new1 * (piece - m);
-      v = beta2 * v + new2 * (piece * piece);
+      m += T(1 - 0.9) * (piece - m);
+      v = T(0.999) * v + T(1 - 0.999) * (piece * piece);
       store(first + at, m), store(second + at, v);
       piece = m / (root(v) + epsilon);
-      if (shrink != 1) weight *= shrink;
     } else if (momentum != 0) {
       piece += momentum * load<A>(first + at);
       store(first + at, piece);
     }
+#endif
     store(w + at, weight - lr * piece);
   }
 
+#ifdef ANY_OPTIMIZER
+  // What the rate multiplies.
   template <class A>
-  __attribute__((noinline)) void put_rare(int at, A weight, A piece) const {
-    A m = load<A>(first + at);
+  A moved(int at, A piece) const {
     if (kind == SGD) {
-      m = momentum * m + share * piece;
+      if (momentum == 0) return piece;
+      A m = momentum * load<A>(first + at) + share * piece;
       store(first + at, m);
-      piece = nesterov ? piece + momentum * m : m;
-    } else {
-      m = beta2 * m + new2 * (piece * piece);
-      store(first + at, m);
-      if (centered) {
-        A mean = load<A>(third + at);
-        mean += new2 * (piece - mean);
-        store(third + at, mean);
-        m -= mean * mean;
-      }
-      piece = piece / (root(m) + epsilon);
-      if (momentum != 0) {
-        piece += momentum * load<A>(second + at);
-        store(second + at, piece);
-      }
+      return nesterov ? piece + momentum * m : m;
     }
-    store(w + at, weight - lr * piece);
+    T* const squares = adam ? second : first;
+    A v = kept * load<A>(squares + at) + fresh2 * (piece * piece);
+    store(squares + at, v);
+    if (adam || centered) {
+      T* const means = adam ? first : third;
+      A m = load<A>(means + at);
+      m += fresh1 * (piece - m);
+      store(means + at, m);
+      if (adam) return m / (root(v) + epsilon);
+      v -= m * m;
+    }
+    piece = piece / (root(v) + epsilon);
+    if (momentum == 0) return piece;
+    piece += momentum * load<A>(second + at);
+    store(second + at, piece);
+    return piece;
   }
+#endif
 
   INLINE_MEMBER void put(int at, const T* piece, int count) const { put_all(*this, at, piece, count); }
 };
@@ -191,13 +198,12 @@ static void train_one(const Training& job, int64_t client, Net& net, T* moments)
     step.third = step.first + (rule.moments - 1) * job.trained;
   }
   step.anchor = job.anchor ? job.anchor + client * job.anchor_row : nullptr;
-  const bool adam = rule.kind == ADAM || rule.kind == ADAMW;
-  step.momentum = rule.momentum, step.decay = rule.kind == ADAMW ? 0 : rule.decay, step.prox = job.prox;
-  step.kind = rule.kind, step.nesterov = rule.nesterov, step.centered = rule.centered, step.trained = job.trained;
-  step.rare = rule.kind > ADAMW || rule.dampening != 0 || rule.nesterov;
-  step.beta2 = rule.beta2, step.new1 = T(1 - rule.beta1), step.new2 = T(1 - rule.beta2);
-  if (rule.kind == RMSPROP) step.beta2 = rule.alpha, step.new2 = T(1 - rule.alpha);
-  if (rule.kind == ADAGRAD) step.beta2 = step.new2 = 1;
+  step.kind = rule.kind, step.adam = rule.kind == ADAM || rule.kind == ADAMW, step.trained = job.trained;
+  step.momentum = rule.momentum, step.nesterov = rule.nesterov, step.centered = rule.centered;
+  step.decay = rule.kind == ADAMW ? 0 : rule.decay, step.prox = job.prox;
+  step.kept = step.adam ? rule.beta2 : rule.kind == RMSPROP ? rule.alpha : 1;
+  step.fresh1 = T(1 - (step.adam ? rule.beta1 : rule.alpha));
+  step.fresh2 = rule.kind == ADAGRAD ? 1 : T(1 - (step.adam ? rule.beta2 : rule.alpha));
   double decay1 = job.moments ? std::pow(rule.beta1, job.taken[client]) : 1;
   double decay2 = job.moments ? std::pow(rule.beta2, job.taken[client]) : 1;
   for (int64_t s = 0; s < job.steps; s++) {
@@ -207,8 +213,8 @@ static void train_one(const Training& job, int64_t client, Net& net, T* moments)
     const double lr = rule.rates ? rule.rates[client * job.steps + s] : rule.lr;
     decay1 *= rule.beta1, decay2 *= rule.beta2;
     const double scale = std::sqrt(1 - decay2);
-    step.lr = adam ? lr * scale / (1 - decay1) : rule.kind == ADAGRAD ? lr / (1 + before * rule.lr_decay) : lr;
-    step.epsilon = adam ? rule.eps * scale : rule.eps;
+    step.lr = step.adam ? lr * scale / (1 - decay1) : rule.kind == ADAGRAD ? lr / (1 + before * rule.lr_decay) : lr;
+    step.epsilon = step.adam ? rule.eps * scale : rule.eps;
     step.shrink = rule.kind == ADAMW ? 1 - lr * rule.decay : 1;
     step.share = before ? 1 - rule.dampening : 1;
     if (!size) continue;

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -19,7 +20,7 @@ from torch import Tensor
 from coterie.engine._work import Pairs, RawSamples, Training
 from coterie.engine.native import compiler, program, stack
 from coterie.engine.noise import Noise
-from coterie.engine.optim import OPTIMIZERS
+from coterie.engine.optim import OPTIMIZERS, LocalTraining
 from coterie.models.layout import Layout
 
 _threads = 0
@@ -126,6 +127,12 @@ def rule_of(work: Training) -> tuple[Rule, Tensor | None]:
     return rule, rates
 
 
+def _usual(local: LocalTraining) -> bool:
+    """Whether an optimizer is SGD, with or without momentum, or Adam with the usual betas."""
+    plain = local.optimizer == "sgd" and not local.dampening and not local.nesterov
+    return plain or (local.optimizer == "adam" and tuple(local.betas) == OPTIMIZERS["adam"]["betas"])
+
+
 def stored(samples: RawSamples, dtype: torch.dtype) -> Kept:
     """Return samples in the form that programs read."""
     values = None
@@ -177,13 +184,22 @@ class NativeProgram:
         self.alpha = next((part.alpha for part in layers if isinstance(part, stack.Simplex)), None)
         if len(layout.inputs) > len(layout.keys) + (self.alpha is not None):
             raise stack.NotAStackError("it has input buffers")
-        self.layout = layout
-        text = program.write(layers, layout, features)
-        self._library, self.seconds = compiler.load(text)
-        for name in ("train", "measure"):
-            function = getattr(self._library, name)
-            function.argtypes, function.restype = (_POINTER, _LONG, _LONG), None
+        self.layout, self.seconds = layout, 0.0
+        self._text = partial(program.write, layers, layout, features)
+        self._libraries: dict[bool, ctypes.CDLL] = {}  # for every optimizer, or for the most usual ones alone
+        self._library(False)
         self._kept: weakref.WeakKeyDictionary[RawSamples, Kept] = weakref.WeakKeyDictionary()
+
+    def _library(self, any_optimizer: bool) -> ctypes.CDLL:
+        """Return the program; that for every optimizer is compiled when the first of them trains."""
+        if any_optimizer not in self._libraries:
+            library, seconds = compiler.load(self._text(any_optimizer))
+            for name in ("train", "measure"):
+                function = getattr(library, name)
+                function.argtypes, function.restype = (_POINTER, _LONG, _LONG), None
+            self._libraries[any_optimizer] = library
+            self.seconds += seconds
+        return self._libraries[any_optimizer]
 
     def _store(self, samples: RawSamples) -> Store:
         kept = self._kept.get(samples)
@@ -225,7 +241,7 @@ class NativeProgram:
             at(keys), at(losses), at(work.moments), at(taken), rule, rows.stride(0),
             0 if anchor is None else anchor.stride(0), work.steps, places.shape[2], self.layout.trainable, work.prox,
         )  # fmt: skip
-        on_threads(self._library.train, job, len(rows))
+        on_threads(self._library(not _usual(work.local)).train, job, len(rows))
         return losses
 
     def measure(
@@ -240,5 +256,5 @@ class NativeProgram:
             self._store(pairs.samples), noise, at(table), at(alpha), at(places), at(count), at(models), at(sets),
             at(values[0]), at(values[1]), table.stride(0), places.shape[1],
         )  # fmt: skip
-        on_threads(self._library.measure, job, len(pairs.models))
+        on_threads(self._library(False).measure, job, len(pairs.models))
         return values.to(self.layout.dtype)

@@ -278,13 +278,15 @@ class _Writer:
             self.text.backward.append([back])
 
 
-def write(stack: list[Layer], layout: Layout, features: tuple[int, ...]) -> str:
+def write(stack: list[Layer], layout: Layout, features: tuple[int, ...], any_optimizer: bool = False) -> str:
     """Return the C++ text of a stack's program.
 
     Args:
         stack: the layers.
         layout: where their tensors lie in a row.
         features: the shape of one input.
+        any_optimizer: for every optimizer, in a program of its own: one for SGD with momentum and Adam with the usual
+            betas alone is compiled faster, and rounds as it always has.
 
     Raises:
         NotAStackError: when the layers do not fit each other.
@@ -297,6 +299,7 @@ def write(stack: list[Layer], layout: Layout, features: tuple[int, ...]) -> str:
     here = Path(__file__).parent
     parts = [
         f"#include <cstdint>\ntypedef {number} T;\ntypedef {integer} I;\nconstexpr int N = {SAMPLES};",
+        *(["#define ANY_OPTIMIZER"] if any_optimizer else []),
         (here / "samples.h").read_text(),
         (here / "kernels.h").read_text(),
         f"constexpr int PARAMS = {layout.size}, OUTPUTS = {math.prod(writer.now.shape)};",

@@ -37,6 +37,7 @@ from coterie.engine.task import LocalTraining
 from coterie.methods import METHODS
 from coterie.models.layout import Layout, build
 from coterie.models.simplex_layers import simplex_head
+from coterie.rng import Rng
 from coterie.simulation.run import simulate
 from coterie.simulation.settings import Settings
 from coterie.testing import tiny_federation
@@ -191,7 +192,9 @@ def test_mixtures_of_single_samples_are_trained_without_the_program():
 
 def test_the_reference_network_agrees_in_float32_on_bytes_and_in_regression():
     local = LocalTraining(lr=0.001)
-    assert both(build("cnn-b", (1, 8, 8), 4), (1, 8, 8), 4, torch.float32, local, uint8=True) < 1e-5
+    with Rng(0).torch_globals("model"):  # of some, Adam turns a gradient that is all rounding into a whole step
+        network = build("cnn-b", (1, 8, 8), 4)
+    assert both(network, (1, 8, 8), 4, torch.float32, local, uint8=True) < 1e-5
     assert both(build("linear", (7,), 2), (7,), 0, torch.float64, LocalTraining(optimizer="sgd", lr=0.1)) < 1e-12
 
 
