@@ -415,7 +415,7 @@ class _Tests:
             wanted = size or max(1, round(len(own) * fraction / (1 - fraction)))
             wishes.append(Wish(wanted, client.recipe.labels, mixture))
         pools = [source.test for source in self.sources]
-        whole = [replace(client, group=None) if client.rows else client for client in self.clients]
+        whole = tuple(replace(client, group=None) if client.rows else client for client in self.clients)
         parts = _allocate(whole, wishes, pools, "data.test.pool", self.sources, self.rng)
         sets = [
             self._make(pools[client.recipe.source], rows, client.recipe, f"client {row}", row)

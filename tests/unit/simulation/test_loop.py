@@ -370,9 +370,7 @@ def test_a_rule_that_is_not_there_is_told_before_anything_is_written(path, said,
 
 
 def test_a_function_without_a_name_is_no_rule():
-    with pytest.raises(
-        ConfigError, match=r"random: the function is <function .*<lambda>.*; expected one that is defined"
-    ):
+    with pytest.raises(ConfigError, match=r"random: the function is .*<lambda>.*; expected one that is defined"):
         Random(aggregation=lambda received: received.before)
 
 
