@@ -19,6 +19,7 @@ from torch import Tensor
 
 from coterie._util.importing import imported_function
 from coterie.engine.task import Task, not_finite
+from coterie.errors import ConfigError
 from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import aggregation, metrics
 from coterie.functional.metrics import Metric
@@ -176,6 +177,10 @@ class ServerMethod(Method):
         finite = (~not_finite(message.params)).cpu().nonzero().flatten()
         if len(finite):
             shared = self.merge(context, shared, message.rows(finite))
+            if shared is None:
+                raise ConfigError(
+                    f"{self.kind}: merge returned None; expected the server's new state: is a `return` missing?"
+                )
         return shared, nothing(message)
 
     # ---------------------------------------------------------------- where the clients are
