@@ -119,7 +119,5 @@ class Forgetful(FedAvg):  # type: ignore[misc]
 
 
 def test_a_forgotten_return_of_a_server_is_one_line():
-    with pytest.raises(
-        ConfigError, match=r"forgetful: merge returned None; expected the server's new state: is a `ret"
-    ):
+    with pytest.raises(ConfigError, match=r"forgetful: merge returned None; expected the server's new state: is a"):
         follow(Forgetful())
