@@ -1,11 +1,14 @@
 from coterie.data.arrays import from_arrays as from_arrays
 from coterie.data.arrays import from_dataset as from_dataset
 from coterie.data.arrays import from_datasets as from_datasets
+from coterie.data.arrays import from_folder as from_folder
+from coterie.data.arrays import from_table as from_table
 from coterie.data.build import DataConfig as DataConfig
 from coterie.data.build import build_federation as build_federation
 from coterie.data.federation import Federation as Federation
 from coterie.data.federation import TestSet as TestSet
 from coterie.data.federation import Truth as Truth
+from coterie.data.source import Source as Source
 from coterie.engine.task import LocalTraining as LocalTraining
 from coterie.engine.task import Task as Task
 from coterie.errors import CoterieError as CoterieError

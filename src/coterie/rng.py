@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from threading import Lock
+from threading import RLock
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 EVERYONE = -1
 """The client id of streams shared by all clients."""
 
-_TORCH_LOCK = Lock()
+_TORCH_LOCK = RLock()
 
 
 @lru_cache(maxsize=256)

@@ -46,10 +46,11 @@ def configured() -> dict[str, type[Any]]:
     from coterie.data.build import DataConfig
     from coterie.data.shifts import SHIFTS
     from coterie.engine.optim import LocalTraining
+    from coterie.engine.schedules import SCHEDULES
     from coterie.methods import METHODS
     from coterie.simulation.settings import Settings
 
-    every = [*METHODS.values(), *SHIFTS.values(), Settings, LocalTraining, DataConfig]
+    every = [*METHODS.values(), *SHIFTS.values(), *SCHEDULES.values(), Settings, LocalTraining, DataConfig]
     return {
         base.__name__: base
         for cls in every
@@ -66,8 +67,12 @@ def options() -> dict[Option, list[Any]]:
     """
     from coterie._util.settings import settable
     from coterie.engine import ENGINES
+    from coterie.engine.optim import OPTIMIZERS
 
-    known: dict[Option, list[Any]] = {("Settings", "engine"): ["auto", *ENGINES]}  # declared as a text
+    known: dict[Option, list[Any]] = {  # declared as texts
+        ("Settings", "engine"): ["auto", *ENGINES],
+        ("LocalTraining", "optimizer"): ["adam", *(name for name in OPTIMIZERS if name != "adam")],
+    }
     for name, cls in configured().items():
         above: dict[str, Any] = {}
         for base in filter(dataclasses.is_dataclass, cls.__bases__):

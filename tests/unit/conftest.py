@@ -159,3 +159,17 @@ def population(tmp_path_factory):
     """Twelve clients in three clusters, ten rounds, four methods, two seeds; tests leave its runs as they are."""
     folder = tmp_path_factory.mktemp("studies") / "population"
     return population_study(folder, clusters=[0] * 6 + [1] * 4 + [2] * 2, rounds=10, seeds=2)
+
+
+NAMES = ('Oslo "A"', "<script>document.title=1</script>", "مستشفى الملك")
+
+
+@pytest.fixture
+def named(small):
+    """The study `small`, whose first three clients have names and whose fourth has none; and the names."""
+    names = dict(enumerate(NAMES))
+    for path in small.glob("*/seed-*/provenance.json"):
+        stored = json.loads(path.read_text("utf-8"))
+        path.write_text(json.dumps({**stored, "client_names": {str(client): name for client, name in names.items()}}))
+        listed(path.parent)
+    return small, names

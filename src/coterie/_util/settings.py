@@ -17,7 +17,7 @@ from dataclasses import MISSING, InitVar, dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from types import FunctionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
@@ -53,6 +53,7 @@ _BOUNDS: dict[type, tuple[Callable[[Any, Any], bool], str]] = {
     Lt: (lambda value, bound: value < bound.lt, "below {0.lt}"),
     MinLen: (lambda value, bound: len(value) >= bound.min_length, "{0.min_length} or more of them"),
 }
+_LARGEST = 2**63  # what the libraries below hold as a whole number
 _WORDS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"), str: ("text", "texts")}
 
 
@@ -168,8 +169,13 @@ def _accepted(name: str, found: Any, hint: Any) -> Any:
     """Return a value as it is kept, or refuse it."""
     fits, value = _fit(found, hint)
     if not fits:
-        raise ConfigError(f"{name} is {found!r}; expected {words(hint)}")
+        large = any(isinstance(one, int) and abs(one) >= _LARGEST for one in (found if _is_list(found) else [found]))
+        raise ConfigError(f"{name} is {found!r}; expected {words(hint)}{' and below 2^63' if large else ''}")
     return value
+
+
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple)
 
 
 def _fit(value: Any, hint: Any) -> tuple[bool, Any]:
@@ -196,11 +202,11 @@ def _fit(value: Any, hint: Any) -> tuple[bool, Any]:
         return number, float(value) if number else value
     if hint is int:
         number = isinstance(value, Integral) and not isinstance(value, bool)
-        return number, int(value) if number else value
+        return number and -_LARGEST <= int(value) < _LARGEST, int(value) if number else value
     if origin is not None and issubclass(origin, Mapping):
         return isinstance(value, Mapping), value
     if origin is not None and issubclass(origin, Sequence):
-        if not isinstance(value, list | tuple):
+        if not _is_list(value):
             return False, value
         items = [_fit(item, inner[0]) for item in value]
         return all(fits for fits, _ in items), tuple(item for _, item in items)

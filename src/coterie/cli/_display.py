@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from coterie._util.names import few
 from coterie.functional.metrics import ACCURACY, DIVERGED, REGISTRY, Metric, Metrics
 from coterie.results.coverage import notes
 from coterie.results.summary import MEANS
@@ -127,9 +128,11 @@ def _line(note: Note) -> str:
 
 
 def _quality(step: Step) -> str:
-    """The validation accuracy or loss, if this round was evaluated."""
-    if not np.isnan(step.accuracy):
-        return f"val. acc. {ACCURACY.show(step.accuracy, brief=True)} {ACCURACY.unit}"
+    """The validation metric or loss, if this round was evaluated."""
+    if not np.isnan(step.score):
+        metric = REGISTRY[step.metric]
+        title = "acc." if metric == ACCURACY else metric.short
+        return f"val. {title} {metric.show(step.score, brief=True)} {metric.unit}".rstrip()
     return "" if np.isnan(step.loss) else f"val. loss {step.loss:.4g}"
 
 
@@ -148,8 +151,9 @@ def results(study: Study, console: Console) -> None:
         if gains["rows"]:
             console.print(_gain_table(gains, known[gains["metric"]], labels))
     for job, clients in study.diverged.items():
-        few = ", ".join(map(str, clients[:5])) + (", ..." if len(clients) > 5 else "")
-        lost = f"{job}: {len(clients)} clients diverged (their loss became NaN or infinite): {few}"
+        lost = (
+            f"{job}: {len(clients)} clients diverged (their loss became NaN or infinite): {few(study.names, clients)}"
+        )
         console.print(lost, highlight=False, markup=False, style="bold red")
     if study.config.scale != 1:
         console.print(f"Rounds were scaled by {study.config.scale:g}: a quick look, not the study as it is meant.")

@@ -105,7 +105,7 @@ def run(
 
     changes = list(set_ or ())
     if seeds is not None:
-        changes.append(f"seeds={_seed_list(seeds)}")
+        changes.append(f"seeds={_seeds(seeds)}")
     if engine is not None:
         changes.append(f"engine={json.dumps(engine)}")
     if scale is not None:
@@ -328,11 +328,12 @@ def _resumable(folder: Path, command: str) -> Iterator[None]:
         raise ConfigError(f"cannot write: {_reason(error)}; when that is fixed, continue with: {command}") from error
 
 
-def _seed_list(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.strip().isdigit() for part in parts):
+def _seeds(text: str) -> int | list[int]:
+    """The number of seeds, or the seeds."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < 100 for part in parts):
         raise ConfigError(f"--seeds is {text!r}; expected a number of seeds (5), or a list (0,3,7)")
-    return list(range(int(text))) if len(parts) == 1 else [int(part) for part in parts]
+    return int(parts[0]) if len(parts) == 1 else [int(part) for part in parts]
 
 
 def _reason(error: OSError) -> str:

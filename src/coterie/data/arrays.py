@@ -1,19 +1,22 @@
-"""Federations from your own data: arrays and PyTorch datasets."""
+"""Federations from your own data: arrays, tables, PyTorch datasets and folders of images."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Int
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader
 
+from coterie._util.settings import parse
 from coterie.data.build import DataConfig, build_from_sources
 from coterie.data.federation import Federation
+from coterie.data.folders import Pictures, as_pixels, read_pictures
 from coterie.data.plan import Shift
-from coterie.data.source import Samples, Source, as_samples
-from coterie.errors import ConfigError, DataError, require
+from coterie.data.source import Source
+from coterie.data.tables import Columns, Encode, Impute, read_table
+from coterie.errors import ConfigError, DataError
 from coterie.rng import Rng
 
 
@@ -39,16 +42,19 @@ def from_arrays(
     """Make a federation from arrays or tensors.
 
     Args:
-        x: uint8 images (channels first), or numbers of any shape.
-        y: integer classes, or float targets for regression.
-        clients: client id of each sample, of any sortable type. The clients are numbered in sorted order.
+        x: uint8 images (channels first), or numbers of any shape; integers are kept, up to 16,777,216. A tuple or a
+            table of arrays where an input is several tensors: the arguments of the module's `forward`, in order or by
+            name; images among them are normalized at once.
+        y: one class a sample, as integers or text; or targets of any shape, as integers or floats.
+        clients: client id of each sample, of any sortable type. The clients are numbered in sorted order, and keep
+            their ids as names unless these are the numbers from 0.
         num_clients: instead of `clients`: divide the samples among this many clients.
         test: (x, y) of a test set for all clients; without it, each client holds out `test_fraction`.
         shift: distribution shifts to add, as in a study file.
         clusters: the known cluster of each client, in the order of the clients or by client id; for Oracle,
             metrics and reports.
-        classes: number of classes; one more than the largest label by default, 0 for regression.
-        class_names: a name for each class.
+        classes: number of classes; one more than the largest label by default, 0 where a target is not one class.
+        class_names: a name for each class; where labels are text, all of them in order (sorted by default).
         train: training samples of each client; all by default.
         validation: validation samples of each client.
         validation_fraction: share for validation, when `validation` is not given.
@@ -69,39 +75,159 @@ def from_arrays(
     """
     if (clients is None) == (num_clients is None):
         raise ConfigError("give either clients (the client id of each sample) or num_clients (how many to make)")
-    pool = as_samples(x, y, classes)
-    shifts = list(shift)
-    if clients is not None:
-        columns = _columns(clients, len(pool), clusters)
-        pool = Samples(pool.x, pool.y, columns)
-        shifts.insert(
-            0, {"kind": "natural", "column": "client", **({"cluster": "cluster"} if clusters is not None else {})}
-        )
-    elif clusters is not None:
+    if clients is None and clusters is not None:
         raise ConfigError("clusters is given without clients; planted clusters come from shift")
-    if classes is None:
-        classes = 0 if pool.y.is_floating_point() else int(pool.y.max()) + 1 if len(pool) else 1
-    held = as_samples(*test, classes) if test is not None else Samples(pool.x[:0], pool.y[:0])
-    require(len(class_names) in (0, classes), "class_names", tuple(class_names), f"{classes} names, one for each class")
-    source = Source(name, pool, held, classes, tuple(class_names)).check()
-    config = DataConfig(
-        dataset=name,
-        num_clients=num_clients,
-        train=train,
-        validation=validation,
-        shift=shifts,
-        normalize=normalize,
-        test="cluster" if test is not None else "client",
-        validation_fraction=validation_fraction,
-        test_fraction=test_fraction,
-    )
-    return build_from_sources(config, (source,), Rng(seed))
+    source = Source.of(
+        x, y, clients=clients, clusters=clusters, test=test, classes=classes, class_names=class_names,
+        normalize=normalize, name=name,
+    )  # fmt: skip
+    return _divided(
+        source, num_clients=num_clients, shift=shift, train=train, validation=validation,
+        validation_fraction=validation_fraction, test_fraction=test_fraction, normalize=normalize, seed=seed,
+    )  # fmt: skip
+
+
+def _divided(source: Source, *, seed: int, **settings: Any) -> Federation:
+    """Divide a source among its clients."""
+    test = "cluster" if len(source.test) else "client"
+    return build_from_sources(DataConfig(dataset=source.name, test=test, **settings), (source,), Rng(seed))
+
+
+def from_table(
+    table: Any,
+    *,
+    target: str | Sequence[str],
+    client: str | None = None,
+    num_clients: int | None = None,
+    features: Sequence[str] | None = None,
+    encode: Encode = "one-hot",
+    impute: Impute = None,
+    scale: Literal["standard"] | None = None,
+    categories: Mapping[str, Sequence[Any]] | None = None,
+    class_names: Sequence[str] = (),
+    classes: int | None = None,
+    test: Any = None,
+    shift: Sequence[Mapping[str, Any] | Shift] = (),
+    train: int | None = None,
+    validation: int | None = None,
+    validation_fraction: float | int = 0.2,
+    test_fraction: float | int = 0.2,
+    seed: int = 0,
+    name: str = "table",
+) -> Federation:
+    """Make a federation from a table.
+
+    Columns of numbers, of true and false, and of text or categories can be inputs. The categories and the classes are
+    those of the whole table: where each machine reads a table of its own, give `categories` and `class_names`, so that
+    an entry and a class mean the same on all.
+
+    Args:
+        table: of pandas, polars or arrow, or the path of a CSV or parquet file.
+        target: the column to learn. Text and categories, and whole numbers, are classes; other numbers are a
+            regression. Several columns of numbers are a regression with several outputs.
+        client: the column that says whose a row is.
+        num_clients: instead of `client`: divide the rows among this many clients.
+        features: the columns of the inputs; all others by default.
+        encode: what becomes of a column of text or categories: "one-hot" (an entry for each category), or "codes" (its
+            number, for an embedding); for all columns, or a table by column. Codes next to numbers make an input of
+            two tensors: the module's `forward` takes the numbers and the codes, whole numbers.
+        impute: what fills empty entries: "mean", "median", "most-frequent" or a number, for all columns or a table by
+            column. Each client takes it from its own training rows; text is filled with the most frequent category, or
+            in a table by column with the one named. A column without any value in a client's training rows gets 0.
+        scale: "standard" for columns of numbers: less the mean, divided by the standard deviation, of the client's own
+            training rows (after filling).
+        categories: all values of a column of text or categories, in order, by column.
+        class_names: all values of a target of text, in order.
+        classes: number of classes of a target of whole numbers; one more than the largest by default, 0 makes it a
+            regression.
+        test: a table that is the test set of all clients; each client fills and scales it by its own rows.
+        shift: distribution shifts to add, as in a study file.
+        train: training samples of each client; all by default.
+        validation: validation samples of each client.
+        validation_fraction: share for validation, when `validation` is not given.
+        test_fraction: share held out for testing, when `test` is not given.
+        seed: seed of the splits.
+        name: a name for the data.
+
+    Raises:
+        ConfigError: when an argument names no column, or arguments contradict each other.
+        DataError: when columns cannot be used: empty entries, dates, values outside `categories`.
+
+    Example:
+        >>> import pandas as pd
+        >>> table = pd.DataFrame(
+        ...     {"age": [30, 40, 50, 60], "color": ["red", "blue"] * 2, "ill": ["no", "yes"] * 2, "site": ["é"] * 4}
+        ... )
+        >>> federation = from_table(table, target="ill", client="site")
+        >>> federation.feature_names, federation.class_names, federation.client_names
+        (('age', 'color=blue', 'color=red'), ('no', 'yes'), ('é',))
+    """
+    if (client is None) == (num_clients is None):
+        raise ConfigError("give either client (the column that says whose a row is) or num_clients (how many to make)")
+    said = {
+        "target": target if isinstance(target, str) else list(target), "client": client, "encode": encode,
+        "features": None if features is None else list(features), "impute": impute, "scale": scale,
+        "categories": categories or {}, "class_names": list(class_names), "classes": classes,
+    }  # fmt: skip
+    source = read_table(table, parse(Columns, said, "from_table"), test=test, name=name)
+    return _divided(
+        source, num_clients=num_clients, shift=shift, train=train, validation=validation,
+        validation_fraction=validation_fraction, test_fraction=test_fraction, seed=seed,
+    )  # fmt: skip
+
+
+def from_folder(
+    path: str | Path,
+    *,
+    transform: Callable[[Any], Any] | None = None,
+    size: int | Sequence[int] | None = None,
+    class_names: Sequence[str] = (),
+    shift: Sequence[Mapping[str, Any] | Shift] = (),
+    train: int | None = None,
+    validation: int | None = None,
+    validation_fraction: float | int = 0.2,
+    test_fraction: float | int = 0.2,
+    normalize: Literal["half", "standard", "none"] = "half",
+    seed: int = 0,
+    name: str = "",
+) -> Federation:
+    """Make a federation from a folder of images: `path/CLIENT/CLASS/picture.png`.
+
+    The folders of clients and classes name them; a client may lack classes. Every format that Pillow reads will do.
+
+    Args:
+        path: the folder.
+        transform: makes the input from a picture of Pillow: a picture, an array or a tensor; all of one shape.
+        size: height and width, or one number for both, to which pictures are resized; needed where they differ and no
+            transform makes them equal.
+        class_names: all classes, in order; those that have a folder at any client, sorted, by default.
+        shift: distribution shifts to add, as in a study file.
+        train: training samples of each client; all by default.
+        validation: validation samples of each client.
+        validation_fraction: share for validation, when `validation` is not given.
+        test_fraction: share held out for testing.
+        normalize: normalization of images: "half", "standard" or "none".
+        seed: seed of the splits.
+        name: a name for the data; that of the folder by default.
+
+    Raises:
+        DataError: when the folder is laid out otherwise, a picture is damaged, or sizes differ.
+    """
+    if size is not None and transform is not None:
+        raise ConfigError("from_folder: size and transform are both given; resize in the transform")
+    settings = parse(Pictures, {"size": size, "class_names": list(class_names)}, "from_folder")
+    source = read_pictures(path, settings, transform=transform, name=name)
+    return _divided(
+        source, shift=shift, train=train, validation=validation, validation_fraction=validation_fraction,
+        test_fraction=test_fraction, normalize=normalize, seed=seed,
+    )  # fmt: skip
 
 
 def from_dataset(
-    dataset: Dataset[Any],
+    dataset: Any,
     clients: Any,
     *,
+    transform: Callable[[Any], Any] | None = None,
     test: tuple[Any, Any] | None = None,
     shift: Sequence[Mapping[str, Any] | Shift] = (),
     clusters: Sequence[int] | Mapping[Any, int] | None = None,
@@ -115,14 +241,16 @@ def from_dataset(
     seed: int = 0,
     name: str = "arrays",
 ) -> Federation:
-    """Make a federation from a PyTorch dataset of (input, target) pairs, read once and in order.
+    """Make a federation from a PyTorch dataset of (input, target) pairs, map-style or iterable, read once and in order.
 
-    `clients` has the client id of each sample; the other arguments are those of `from_arrays`.
+    An input is an array, a picture of Pillow, or a tuple or table of several. `transform` is applied to each input while
+    it is read, as to make pictures one size. `clients` has the client id of each sample; the other arguments are those
+    of `from_arrays`.
 
     Raises:
         DataError: when its items are not pairs, or differ in shape.
     """
-    x, y = _read(dataset, "the dataset")
+    x, y = _joined([_read(dataset, "the dataset", transform)])
     return from_arrays(
         x, y, clients=clients, test=test, shift=shift, clusters=clusters, classes=classes, class_names=class_names,
         train=train, validation=validation, validation_fraction=validation_fraction, test_fraction=test_fraction,
@@ -131,8 +259,9 @@ def from_dataset(
 
 
 def from_datasets(
-    datasets: Sequence[Dataset[Any]],
+    datasets: Sequence[Any] | Mapping[str, Any],
     *,
+    transform: Callable[[Any], Any] | None = None,
     test: tuple[Any, Any] | None = None,
     shift: Sequence[Mapping[str, Any] | Shift] = (),
     clusters: Sequence[int] | Mapping[Any, int] | None = None,
@@ -148,21 +277,18 @@ def from_datasets(
 ) -> Federation:
     """Make a federation from PyTorch datasets of (input, target) pairs, one for each client, in order.
 
-    The other arguments are those of `from_arrays`.
+    A table of datasets names the clients. The other arguments are those of `from_dataset`.
 
     Raises:
-        DataError: when the list is empty, or items differ in shape.
+        DataError: when there are no datasets, or items differ in shape.
     """
     if not datasets:
         raise DataError("there are no datasets; expected one for each client")
-    read = [_read(dataset, f"dataset {client}") for client, dataset in enumerate(datasets)]
-    kinds = sorted({(str(x.dtype), tuple(x.shape[1:])) for x, _ in read})
-    if len(kinds) > 1:
-        raise DataError(
-            f"the datasets have inputs of different types or shapes: {kinds[0]} and {kinds[1]}; make them equal"
-        )
-    owners = np.repeat(np.arange(len(read)), [len(x) for x, _ in read])
-    x, y = (torch.cat(part) for part in zip(*read, strict=True))
+    names = list(datasets) if isinstance(datasets, Mapping) else list(range(len(datasets)))
+    each = list(datasets.values()) if isinstance(datasets, Mapping) else list(datasets)
+    read = [_read(one, f"dataset {name}", transform) for name, one in zip(names, each, strict=True)]
+    owners = [name for name, (_, y) in zip(names, read, strict=True) for _ in range(len(y))]
+    x, y = _joined(read)
     return from_arrays(
         x, y, clients=owners, test=test, shift=shift, clusters=clusters, classes=classes, class_names=class_names,
         train=train, validation=validation, validation_fraction=validation_fraction, test_fraction=test_fraction,
@@ -170,50 +296,81 @@ def from_datasets(
     )  # fmt: skip
 
 
-def _columns(
-    clients: Any, samples: int, clusters: Sequence[int] | Mapping[Any, int] | None
-) -> dict[str, Int[Tensor, " samples"]]:
-    """Number the clients, and note the cluster of every sample's client."""
-    owners = np.asarray(clients)
-    if owners.ndim != 1 or len(owners) != samples:
-        raise DataError(f"clients has shape {owners.shape}; expected one value for each of the {samples} samples")
-    names, owner = np.unique(owners, return_inverse=True)
-    columns = {"client": torch.from_numpy(owner.astype(np.int64))}
-    if clusters is None:
-        return columns
-    if isinstance(clusters, Mapping):
-        missing = [name for name in names.tolist() if name not in clusters]
-        if missing:
-            raise DataError(f"clusters has nothing for client {missing[0]!r}; give the cluster of every client")
-        clusters = [clusters[name] for name in names.tolist()]
-    if len(clusters) != len(names):
-        raise DataError(f"clusters has {len(clusters)} values; expected one for each of the {len(names)} clients")
-    columns["cluster"] = torch.as_tensor(np.asarray(clusters), dtype=torch.int64)[columns["client"]]
-    return columns
+_Items = tuple[dict[Any, list[Any]], list[Any]]
+"""The inputs of a dataset, by part (None where an input is one tensor), and its targets."""
 
 
-def _read(dataset: Any, what: str) -> tuple[Tensor, Tensor]:
+def _read(dataset: Any, what: str, transform: Callable[[Any], Any] | None) -> _Items:
     """Read all pairs of a dataset."""
-    inputs, targets = [], []
-    for place in range(len(dataset)):
-        item = dataset[place]
+    if isinstance(dataset, DataLoader):
+        raise DataError(f"{what} is a DataLoader, which makes batches; give the dataset itself: its .dataset")
+    inputs: dict[Any, list[Any]] = {}
+    targets: list[Any] = []
+    for place, item in enumerate(_items(dataset, what)):
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise DataError(f"{what}: item {place} is a {type(item).__name__}; expected a pair (input, target)")
-        inputs.append(_as_tensor(item[0]))
-        targets.append(torch.as_tensor(item[1]))
-    if not inputs:
+        found = item[0] if transform is None else transform(item[0])
+        parts = found if isinstance(found, Mapping) else dict(enumerate(found)) if isinstance(found, tuple) else None
+        values = {None: found} if parts is None else parts
+        if inputs and list(values) != list(inputs):
+            raise DataError(f"{what}: the input of item {place} has other parts than the first; make them equal")
+        for key, value in values.items():
+            inputs.setdefault(key, []).append(_as_tensor(value, f"{what}: the input of item {place}"))
+        targets.append(item[1] if isinstance(item[1], str) else torch.as_tensor(item[1]))
+    if not targets:
         raise DataError(f"{what} is empty; every client needs data")
-    for kind, values in (("inputs", inputs), ("targets", targets)):
-        shapes = sorted({tuple(value.shape) for value in values})
-        if len(shapes) > 1:
-            raise DataError(f"{what} has {kind} of different shapes: {shapes[0]} and {shapes[1]}; make them equal")
-    return torch.stack(inputs), torch.stack(targets)
+    for key, values in inputs.items():
+        _require_one_shape(values, f"{what} has inputs" if key is None else f"{what} has inputs {key!r}", "input")
+    if not isinstance(targets[0], str):
+        _require_one_shape(targets, f"{what} has targets", "target")
+    return inputs, targets
 
 
-def _as_tensor(value: Any) -> Tensor:
+def _items(dataset: Any, what: str) -> Iterable[Any]:
+    """The items of a dataset that has places, or of one that is read from its start."""
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return (dataset[place] for place in range(len(dataset)))
+    if isinstance(dataset, Iterable):
+        return dataset
+    raise DataError(f"{what} is a {type(dataset).__name__}; expected a dataset: with __len__ and __getitem__, or __iter__")
+
+
+def _require_one_shape(values: Sequence[Tensor], what: str, kind: str) -> None:
+    shapes = sorted({tuple(value.shape) for value in values})
+    if len(shapes) > 1:
+        advice = ""
+        if kind == "input":
+            advice = "; make them equal with transform=, such as transform=lambda image: image.resize((64, 64))"
+        raise DataError(f"{what} of different shapes: {shapes[0]} and {shapes[1]}{advice or '; make them equal'}")
+
+
+def _joined(read: Sequence[_Items]) -> tuple[Any, Any]:
+    """All samples of several datasets."""
+    parts = {}
+    for key in read[0][0]:
+        stacks = [torch.stack(inputs[key]) if key in inputs else None for inputs, _ in read]
+        kinds = sorted({(str(one.dtype), tuple(one.shape[1:])) if one is not None else ("none", ()) for one in stacks})
+        if len(kinds) > 1:
+            raise DataError(
+                f"the datasets have inputs of different types or shapes: {kinds[0]} and {kinds[1]}; make them equal"
+            )
+        parts[key] = torch.cat([one for one in stacks if one is not None])
+    targets = [target for _, own in read for target in own]
+    words = [isinstance(target, str) for target in targets]
+    if any(words) and not all(words):
+        raise DataError("the targets mix text and numbers; make all text, or all numbers")
+    if not all(words):
+        _require_one_shape(targets, "the datasets have targets", "target")
+    x = parts[None] if None in parts else tuple(parts.values()) if 0 in parts else parts
+    return x, np.array(targets) if all(words) else torch.stack(targets)
+
+
+def _as_tensor(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor):
         return value
+    if hasattr(value, "getbands"):  # a picture of Pillow
+        return torch.from_numpy(as_pixels(value, what))
     array = np.array(value)
-    if hasattr(value, "getbands") and array.ndim == 3:  # a color image of Pillow
-        array = np.moveaxis(array, -1, 0)
+    if array.dtype.kind not in "buif":
+        raise DataError(f"{what} is {value!r:.60}; expected numbers or a picture: convert it with transform=")
     return torch.from_numpy(np.ascontiguousarray(array)) if array.ndim else torch.tensor(array.item())

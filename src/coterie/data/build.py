@@ -4,8 +4,9 @@ A plan says what each client is to receive (`plan`, `shifts`), the pool is cut (
 client are laid out once, transformed (`assemble`). What a run draws comes from its seed.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from coterie._util.settings import Configurable, NonNegativeInt, PositiveInt
 from coterie.data._partition import Wish, allocate, share
-from coterie.data.datasets import load
+from coterie.data.datasets import called, load
 from coterie.data.federation import PADDING, TRAIN, VALIDATION, Federation, TestSet, Truth
 from coterie.data.plan import Client, Clients, Recipe, Shift, planned
+from coterie.data.preparation import Fitted
 from coterie.data.shifts import Natural, read_shift, stored_shift
 from coterie.data.source import Constants, Samples, Source
 from coterie.data.transforms import Transform, noisy
@@ -37,7 +39,8 @@ class DataConfig(Configurable):
     """The `[data]` table of a study.
 
     Args:
-        dataset: a name, or a list of names for domain shift.
+        dataset: a name, or a list of names for domain shift; "table", "folder", or the import path of a function that
+            returns a `Source`, a pair of inputs and targets, or a `Federation`.
         num_clients: number of clients; 20, or one for each natural group, when not given.
         train: training samples of each client; everything there is, shared evenly, when not given.
         validation: validation samples of each client.
@@ -45,7 +48,8 @@ class DataConfig(Configurable):
             applied in order; kept as tables with every field.
         normalize: of images: "half" (mean and deviation 0.5), "standard" (the dataset's own; the first one's when
             there are several) or "none" (only scaled to [0, 1]).
-        test: "cluster": one test set for each planted cluster, transformed like it; "client": one for each client.
+        test: "cluster": one test set for each planted cluster, transformed like it; "client": one for each client, as
+            also where the dataset has no test set.
         test_samples: samples of each client's test set; with "cluster", the largest size of a test set.
         test_source: with "client": "train" holds out samples of the client's own, so that they are distributed like
             its training data; "test" draws from the dataset's test set, in the client's own class shares.
@@ -54,7 +58,9 @@ class DataConfig(Configurable):
         fixed_seed: draw the data from this seed in every run; from the run's own seed when not given.
         label: the column with the classes; found when not given.
         download: whether the Hugging Face Hub may be asked for a dataset that is not on disk.
-        options: further settings of a dataset; "synthetic-regression" has `dim`, `noise`, `test`, `low` and `high`.
+        options: further settings of a dataset; "synthetic-regression" has `dim`, `noise`, `test`, `low` and `high`,
+            "table" and "folder" have `path` and what `from_table` and `from_folder` take, and a function of yours has
+            its arguments.
     """
 
     dataset: str | Annotated[Sequence[str], MinLen(1)]
@@ -132,7 +138,11 @@ def build_federation(data: DataConfig, seed: int, data_dir: str | Path | None = 
         ConfigError: when the settings do not fit each other or the dataset.
         DataError: when data are missing, damaged or too few; it says what to lower.
     """
-    rng = Rng(seed if data.fixed_seed is None else data.fixed_seed)
+    seed = seed if data.fixed_seed is None else data.fixed_seed
+    rng = Rng(seed)
+    if isinstance(data.dataset, str) and ":" in data.dataset:
+        made = called(data.dataset, data.options, seed)
+        return _as_it_is(made, data) if isinstance(made, Federation) else build_from_sources(data, (made,), rng)
     total, _ = data.shares()
     pool = (data.num_clients or NUM_CLIENTS) * (total or 200)
     sources = tuple(
@@ -150,6 +160,18 @@ def build_federation(data: DataConfig, seed: int, data_dir: str | Path | None = 
     return build_from_sources(data, sources, rng)
 
 
+def _as_it_is(made: Federation, data: DataConfig) -> Federation:
+    """A federation that a function returned; nothing in the settings would change it."""
+    plain_one = DataConfig(dataset=data.dataset, options=data.options, fixed_seed=data.fixed_seed)
+    changed = [f.name for f in fields(DataConfig) if getattr(data, f.name) != getattr(plain_one, f.name)]
+    if changed:
+        raise ConfigError(
+            f"data.{changed[0]} is set, but {data.names[0]!r} returned a federation, which is used as it is; return a "
+            f"coterie.Source to have it divided here, or leave out {changed[0]}"
+        )
+    return made.validate()
+
+
 def build_from_sources(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Federation:
     """Build a federation from datasets that are read already.
 
@@ -164,6 +186,11 @@ def build_from_sources(data: DataConfig, sources: Sequence[Source], rng: Rng) ->
             raise DataError(
                 f"{first.name} has {first.form}, {other.name} has {other.form}; several datasets must be alike"
             )
+    for other in sources[1:]:
+        if other.train.y.shape[1:] != first.train.y.shape[1:] or other.preparation != first.preparation:
+            raise DataError(f"{first.name} and {other.name} have other targets or columns; make them alike")
+    if data.test == "cluster" and not any(len(source.test) for source in sources):
+        data = replace(data, test="client")
     clients = _plan(data, sources, rng)
     own_tests = None if data.test == "cluster" else data.test_source
     return assemble(clients, sources, rng, data.normalize, own_tests, data.test_samples, data.test_fraction)
@@ -172,6 +199,10 @@ def build_from_sources(data: DataConfig, sources: Sequence[Source], rng: Rng) ->
 def _plan(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clients:
     """Apply the shifts to a plan in which all clients are alike."""
     shifts = data.shifts()
+    own = sources[0].clients
+    if own and not any(isinstance(shift, Natural) for shift in shifts):
+        cluster = "cluster" if "cluster" in sources[0].train.columns else None
+        shifts = (Natural(own, cluster), *shifts)
     number = data.num_clients
     if number is None:
         natural = [shift for shift in shifts if isinstance(shift, Natural)]
@@ -232,14 +263,15 @@ def assemble(
     """
     drawn = _draw_rows(clients, sources, rng)
     form = Form.of(sources, clients, normalize)
-    maker = _Tests(clients, sources, form, rng)
+    cuts = [client.cut() for client in clients]
+    fitted = _fitted(clients, sources, [own[:train] for own, (train, _, _) in zip(drawn, cuts, strict=True)])
+    maker = _Tests(clients, sources, form, rng, fitted)
     if own_tests is None:
         tests, test_of = maker.shared(test_samples)
     elif own_tests == "train":
         tests, test_of = maker.held_out(drawn)
     else:
         tests, test_of = maker.matching(drawn, test_samples, test_fraction)
-    cuts = [client.cut() for client in clients]
     kept = [own[: train + validation] for own, (train, validation, _) in zip(drawn, cuts, strict=True)]
     width, first = max(map(len, kept)), sources[0].train
     x = torch.zeros((len(clients), width, *form.features), dtype=form.dtype)
@@ -248,7 +280,8 @@ def assemble(
     starts = np.cumsum([0, *(len(source.train) for source in sources)])
     for row, (client, own, (train, _, _)) in enumerate(zip(clients, kept, cuts, strict=True)):
         samples = sources[client.recipe.source].train
-        x[row, : len(own)] = form.inputs(samples, own, client.recipe, rng.generator("data.noise", row))
+        own_x = form.inputs(samples, own, client.recipe, rng.generator("data.noise", row))
+        x[row, : len(own)] = fitted[row](own_x) if fitted else own_x
         y[row, : len(own)] = form.targets(samples, own, client.recipe, rng.generator("data.targets", row))
         split[row, : len(own)] = VALIDATION
         split[row, :train] = TRAIN
@@ -270,7 +303,31 @@ def assemble(
         name=" + ".join(source.name for source in sources),
         class_names=_class_names(clients, sources),
         noise=torch.tensor([c.noise for c in clients], dtype=torch.float64) if any(c.noise for c in clients) else None,
+        client_names=tuple(c.name for c in clients) if all(c.name for c in clients) else (),
+        feature_names=sources[0].feature_names if len({source.feature_names for source in sources}) == 1 else (),
+        parts=sources[0].parts,
     ).validate()
+
+
+def _fitted(clients: Clients, sources: Sequence[Source], train: Sequence[Rows]) -> list[Fitted]:
+    """What each client does to its inputs, from its training rows; nothing where the sources ask for nothing."""
+    preparation = sources[0].preparation
+    if preparation is None:
+        return []
+    found = [
+        preparation.fit(sources[client.recipe.source].train.x[torch.from_numpy(own)])
+        for client, own in zip(clients, train, strict=True)
+    ]
+    without = [place for place, one in enumerate(found) if one.empty]
+    if without:
+        first = without[0]
+        who = repr(clients[first].name) if clients[first].name else str(first)
+        warnings.warn(
+            f"{len(without)} of {len(clients)} clients have columns without any value in their training rows (first: "
+            f"client {who}, column {found[first].empty[0]!r}); what is empty there becomes 0",
+            stacklevel=2,
+        )
+    return found
 
 
 def _draw_rows(clients: Clients, sources: Sequence[Source], rng: Rng) -> list[Rows]:
@@ -325,6 +382,8 @@ class Form:
         constants: Constants = sources[0].constants(normalize)
         disturbed = any(client.recipe.noise > 0 and not client.recipe.redrawn for client in clients)
         dtype = torch.float16 if x.dtype == torch.uint8 and disturbed else x.dtype
+        if sources[0].preparation is not None:
+            dtype = torch.int32 if sources[0].preparation.whole else torch.float32
         return Form(dtype, tuple(x.shape[1:]), *constants)
 
     def inputs(
@@ -334,7 +393,7 @@ class Form:
         x = samples.x[torch.from_numpy(rows)]
         for transform in recipe.transforms:
             x = _transformed(transform, x)
-        if x.dtype == self.dtype:
+        if x.dtype == self.dtype or x.dtype != torch.uint8:
             return x
         x = x.float() / 255
         if self.mean:
@@ -375,9 +434,19 @@ class _Tests:
     sources: Sequence[Source]
     form: Form
     rng: Rng
+    fitted: Sequence[Fitted]
 
     def shared(self, limit: int | None) -> tuple[tuple[TestSet, ...], Int[Tensor, " clients"]]:
-        """One test set for each kind of client, transformed and restricted like its data; stored once."""
+        """One test set for each kind of client, transformed and restricted like its data; stored once.
+
+        Where clients fill and scale inputs by their own rows, the test set of one is not that of another.
+        """
+        if self.fitted:
+            own = []
+            for row, client in enumerate(self.clients):
+                samples, rows = self.sources[client.recipe.source].test, self._rows(client.recipe, limit)
+                own.append(self._make(samples, rows, client.recipe, self._name(row), row))
+            return tuple(own), torch.arange(len(own))
         recipes = list(dict.fromkeys(c.recipe for c in sorted(self.clients, key=lambda c: c.places)))
         sets = []
         for place, recipe in enumerate(recipes):
@@ -398,7 +467,7 @@ class _Tests:
             if not test:
                 raise DataError("no samples are held out for testing; raise test_samples or test_fraction")
             samples = self.sources[client.recipe.source].train
-            sets.append(self._make(samples, own[train + validation :], client.recipe, f"client {row}", row))
+            sets.append(self._make(samples, own[train + validation :], client.recipe, self._name(row), row))
         return tuple(sets), torch.arange(len(sets))
 
     def matching(
@@ -418,7 +487,7 @@ class _Tests:
         whole = tuple(replace(client, group=None) if client.rows else client for client in self.clients)
         parts = _allocate(whole, wishes, pools, "data.test.pool", self.sources, self.rng)
         sets = [
-            self._make(pools[client.recipe.source], rows, client.recipe, f"client {row}", row)
+            self._make(pools[client.recipe.source], rows, client.recipe, self._name(row), row)
             for row, (client, rows) in enumerate(zip(self.clients, parts, strict=True))
         ]
         return tuple(sets), torch.arange(len(sets))
@@ -437,8 +506,12 @@ class _Tests:
             order = _in_shares(order, test.y.numpy()[order], np.array(recipe.mixture), limit)
         return np.sort(order[:limit])
 
+    def _name(self, row: int) -> str:
+        return self.clients[row].name or f"client {row}"
+
     def _make(self, samples: Samples, rows: Rows, recipe: Recipe, name: str, place: int) -> TestSet:
         x = self.form.inputs(samples, rows, recipe, self.rng.generator("data.test.noise", place))
+        x = self.fitted[place](x) if self.fitted else x
         y = self.form.targets(samples, rows, recipe, self.rng.generator("data.test.targets", place))
         return TestSet(x, y, name, recipe.noise if recipe.redrawn else 0.0)
 

@@ -1,5 +1,6 @@
-"""Datasets by name, each as a `Source`: bundled ones, those on disk and those of the Hugging Face Hub."""
+"""Datasets by name, each as a `Source`: bundled ones, those on disk, those of the Hugging Face Hub, and your own."""
 
+import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from coterie._util.importing import imported
+from coterie._util.settings import parse
+from coterie.data.federation import Federation
 from coterie.data.source import Constants, Samples, Source
 from coterie.errors import ConfigError, DataError, require, unknown
 from coterie.rng import Rng
@@ -38,6 +42,9 @@ GATHERED = {
 
 BUNDLED = ("digits", "synthetic-regression")
 """Datasets that need no file."""
+
+OWN_KINDS = ("table", "folder")
+"""What `data.options.path` may lead to: a CSV or parquet file, or a folder of images by client."""
 
 
 def digits() -> Source:
@@ -107,13 +114,14 @@ def load(
     """Read a dataset by name.
 
     Args:
-        name: a bundled dataset, a folder of `data_dir`, or (with `download`) a name of the Hugging Face Hub.
+        name: a bundled dataset, "table" or "folder", the import path of a function, a folder of `data_dir`, or (with
+            `download`) a name of the Hugging Face Hub.
         data_dir: folder of datasets in the Hub's layout; by default the environment variable `COTERIE_DATA`.
         label: the column with the classes; detected by default.
         download: whether to download from the Hub.
         rng: the run's streams, for synthetic data.
         samples: size of the pool, for synthetic data.
-        options: further arguments of a bundled dataset.
+        options: further arguments: of a bundled dataset, of a table or folder, or of a function.
 
     Raises:
         ConfigError: on an unknown name or option.
@@ -127,17 +135,110 @@ def load(
             if key not in allowed:
                 raise ConfigError(f"data.options: {unknown('key', key, allowed)}")
         return synthetic_regression(rng or Rng(0), samples, **(options or {}))
+    if ":" in name:
+        made = called(name, options or {}, 0 if rng is None else rng.seed)
+        if isinstance(made, Federation):
+            raise ConfigError(f"{name!r} returned a federation, which cannot be one of several datasets")
+        return made
+    root = data_dir or os.environ.get("COTERIE_DATA")
+    if name in OWN_KINDS:
+        return own(name, options or {}, root)
     if options:
         raise ConfigError(f"data.options is {dict(options)!r}; {name} has no options")
     if name == "digits":
         return digits()
-    root = data_dir or os.environ.get("COTERIE_DATA")
     folder = None if root is None else Path(root).expanduser() / name
     if folder is not None and folder.is_dir():
         return hub.read_folder(folder, label, STANDARD.get(name)).check()
     if download and name not in GATHERED:
         return hub.download(HUB_NAMES.get(name, name), name, label, STANDARD.get(name)).check()
     raise _missing(name, None if root is None else Path(root).expanduser())
+
+
+def called(path: str, options: Mapping[str, Any], seed: int) -> Source | Federation:
+    """Return the data that a function returns.
+
+    Args:
+        path: its import path, "package.module:function".
+        options: its arguments; where it takes a `seed`, it also gets that of the data.
+        seed: of the data.
+
+    Raises:
+        ConfigError: when there is no such function, or the options are not its arguments.
+        DataError: when it returns no data.
+    """
+    function = imported(path, f"dataset {path!r}")
+    require(callable(function), f"dataset {path!r}", function, "a function")
+    signature = inspect.signature(function)
+    given = {**({"seed": seed} if "seed" in signature.parameters else {}), **options}
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise ConfigError(f"data.options do not fit the arguments of {path!r}: {error}") from None
+    return as_data(function(**given), path)
+
+
+def as_data(made: Any, path: str) -> Source | Federation:
+    """Return what a function of a user made, as data: a pair of inputs and targets becomes a source.
+
+    Raises:
+        DataError: when it is nothing of the kind.
+    """
+    if isinstance(made, Source):
+        return made.check()
+    if isinstance(made, Federation):
+        return made.validate()
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise DataError(
+            f"{path!r} returned {type(made).__name__}; expected a coterie.Source, a federation, a pair (x, y), or two "
+            "such pairs for training and testing"
+        )
+    pairs = all(isinstance(one, tuple) and len(one) == 2 for one in made)
+    (x, y), test = made if pairs else (made, None)
+    return Source.of(x, y, test=test, name=path.partition(":")[2])
+
+
+def own(name: str, options: Mapping[str, Any], root: str | Path | None = None, *, shared: bool = False) -> Source:
+    """Read a table or a folder of images.
+
+    Args:
+        name: "table" or "folder".
+        options: the path, and what `from_table` or `from_folder` takes beside it.
+        root: the folder where the path is looked for when it is not found from here.
+        shared: whether other machines read data of their own: classes and categories must then be given.
+
+    Raises:
+        ConfigError: on unknown options, or missing ones.
+        DataError: when the data cannot be used.
+    """
+    from coterie.data.folders import Pictures, read_pictures
+    from coterie.data.tables import Columns, read_table
+
+    options = dict(options)
+    keys = ("path", "test") if name == "table" else ("path",)
+    paths = {key: options.pop(key) for key in keys if key in options}
+    if "path" not in paths:
+        raise ConfigError(f'data.options: path is missing; expected that of the {name}, such as path = "data/mine"')
+    found = {key: _place(value, root, f"data.options.{key}") for key, value in paths.items()}
+    title = found["path"].stem if name == "table" else found["path"].name
+    if name == "folder":
+        pictures = parse(Pictures, options, "data.options")
+        if shared and not pictures.class_names:
+            raise ConfigError("data.options: class_names is missing; every machine must name the same classes")
+        return read_pictures(found["path"], pictures, name=title)
+    columns = parse(Columns, options, "data.options")
+    return read_table(found["path"], columns, test=found.get("test"), name=title, shared=shared)
+
+
+def _place(path: object, root: str | Path | None, where: str) -> Path:
+    """A path as it stands, or from the folder of datasets."""
+    require(isinstance(path, str | Path), where, path, "a path, as text")
+    given = Path(str(path)).expanduser()
+    other = None if root is None else Path(root).expanduser() / given
+    if not given.exists() and (other is None or not other.exists()):
+        beside = "" if root is None else f", and not in {root}"
+        raise DataError(f"{where}: there is no {given} in {Path.cwd()}{beside}; give a path that leads to it from here")
+    return given if given.exists() or other is None else other
 
 
 def _missing(name: str, root: Path | None) -> ConfigError | DataError:

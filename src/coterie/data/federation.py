@@ -19,7 +19,8 @@ from torch import Tensor
 
 from coterie._util.facts import Described, spread
 from coterie._util.files import replacing
-from coterie.data.source import Part, all_finite
+from coterie._util.names import called, few, short
+from coterie.data.source import Part, all_finite, said
 from coterie.errors import DataError
 
 PADDING, TRAIN, VALIDATION = -1, 0, 1
@@ -74,13 +75,13 @@ class Federation(Described):
     Args:
         x: inputs of every client, padded to the largest client. uint8 images are scaled to [0, 1] and normalized
             with `mean` and `std` per batch; floats are used as they are (float16 is widened).
-        y: integer classes, or float targets for regression.
+        y: integers (one class a sample, or several integers), or float targets, of any shape.
         split: -1 padding, 0 train, 1 validation.
         tests: the test sets.
         test_of: index of each client's test set.
         ids: the id of each client: its position in the population.
         population: number of clients in all; more than the rows here when only some are hosted.
-        classes: number of classes; 0 for regression.
+        classes: number of classes; 0 where a target is not one class.
         mean: per channel, for uint8 images; empty for "do not normalize".
         std: per channel.
         origin: index in the source of each client's samples (-1 for padding); part of the fingerprint.
@@ -119,22 +120,30 @@ class Federation(Described):
 
     def name_of(self, row: int) -> str:
         """Return how people call the client of a row: by its name, else "client 7"."""
-        return self.client_names[row] if self.client_names else f"client {int(self.ids[row])}"
+        return called(self.names, int(self.ids[row]))
+
+    @property
+    def names(self) -> dict[int, str]:
+        """The name of each client here by its id; empty where clients are numbers."""
+        return dict(zip(self.ids.tolist(), self.client_names, strict=True)) if self.client_names else {}
 
     def facts(self) -> tuple[str, dict[str, Any]]:
         """Return a title, and what there is to know in a few words; `print` and notebooks show it."""
         hosted = len(self) if len(self) == self.population else f"{len(self)} of {self.population}"
         samples = [f"{split} {spread(self.counts(split).tolist())}" for split in SPLITS]
         tests = [len(self.tests[place].x) for place in self.test_of.tolist()]
-        what = f"{self.classes} classes" if self.classes else f"{self.outputs} numbers (regression)"
+        numbers = "numbers (regression)" if self.y.is_floating_point() else "whole numbers"
+        what = f"{self.classes} classes" if self.classes else f"{self.outputs} {numbers}"
         clusters = "unknown"
         if self.truth is not None:
             sizes = torch.bincount(self.truth.cluster, minlength=len(self.truth.names)).tolist()
             clusters = ", ".join(f"{name} ({size})" for name, size in zip(self.truth.names, sizes, strict=True))
         return f"Federation {self.name!r}", {
-            "clients": hosted,
+            "clients": f"{hosted} ({few(self.names, self.ids.tolist())})" if self.names else hosted,
             "samples of a client": ", ".join([*samples, f"test {spread(tests)}"]),
-            "inputs": f"{' x '.join(map(str, self.features))} of {str(self.x.dtype).removeprefix('torch.')}",
+            "inputs": said(self.parts) if self.parts else (
+                f"{' x '.join(map(str, self.features))} of {str(self.x.dtype).removeprefix('torch.')}"
+            ),
             "targets": what,
             "planted clusters": clusters,
         }
@@ -204,7 +213,7 @@ class Federation(Described):
         noise = None if self.noise is None else self.noise.tolist()
         shift = self.truth.shift if self.truth else ()
         cluster = self.truth.cluster.tolist() if self.truth else ()
-        more = [
+        more: list[Any] = [
             self.name,
             self.mean,
             self.std,
@@ -214,6 +223,8 @@ class Federation(Described):
             [test.noise for test in self.tests],
             self.classes,
         ]
+        if self.parts:
+            more.append([[part.name, part.shape, part.whole] for part in self.parts])
         digest.update(json.dumps([*more, self.population]).encode())
         return digest.hexdigest()
 
@@ -223,26 +234,51 @@ class Federation(Described):
         Raises:
             DataError: with what was found, what was expected and what to do.
         """
+        self._check_names()
         if self.x.is_floating_point() and not all_finite(self.x):
             bad = int((~torch.isfinite(self.x)).reshape(len(self), -1).any(1).nonzero()[0])
-            raise DataError(f"the inputs of client {int(self.ids[bad])} contain NaN or infinity; clean or drop them")
+            raise DataError(f"the inputs of {self._called(bad)} contain NaN or infinity; fill or drop them")
         used = self.split >= 0
         if self.classes:
             labels = self.y[used]
             if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= self.classes):
+                bad = int((used & ((self.y < 0) | (self.y >= self.classes))).any(1).nonzero()[0])
                 raise DataError(
                     f"labels run from {int(labels.min())} to {int(labels.max())}; expected 0 to {self.classes - 1}: "
-                    "raise `classes` or map the labels"
+                    f"raise `classes` or map the labels (the first other one is of {self._called(bad)})"
                 )
         elif not all_finite(self.y):
-            raise DataError("the targets contain NaN or infinity; clean or drop them")
+            bad = int((~torch.isfinite(self.y)).reshape(len(self), -1).any(1).nonzero()[0])
+            raise DataError(f"the targets contain NaN or infinity (first of {self._called(bad)}); drop those samples")
         levels = [*([] if self.noise is None else self.noise.tolist()), *(test.noise for test in self.tests)]
         if not all(0 <= level < float("inf") for level in levels):
             raise DataError(f"noise from {min(levels)} to {max(levels)}; expected finite numbers, not negative")
         empty = (self.counts("train") == 0).nonzero().flatten().tolist()
         if empty:
-            raise DataError(f"client {int(self.ids[empty[0]])} has no training samples; give every client at least one")
+            raise DataError(
+                f"{self._called(empty[0])} has no training samples; give every client at least one, or leave it out"
+            )
         return self
+
+    def _called(self, row: int) -> str:
+        """How messages call the client of a row."""
+        return f"client {self.client_names[row]!r}" if self.client_names else self.name_of(row)
+
+    def _check_names(self) -> None:
+        """There is a name for all or for none; clients have names that can be told apart and written."""
+        for names, many, what in (
+            (self.client_names, len(self), "clients"),
+            (self.feature_names, int(torch.tensor(self.features).prod()), "entries of an input"),
+        ):
+            if len(names) not in (0, many):
+                raise DataError(f"there are {len(names)} names for {many} {what}; expected one for each, or none")
+        names = self.client_names
+        for name in names:
+            if not name.strip() or any("\ud800" <= sign <= "\udfff" for sign in name):
+                raise DataError(f"a client is called {name!r}; expected a text that is not empty and valid Unicode")
+        if len(set(names)) < len(names):
+            twice = next(name for place, name in enumerate(names) if name in names[:place])
+            raise DataError(f"two clients are called {short(twice, 80)!r}; give every client a name of its own")
 
     def save(self, path: str | Path) -> None:
         """Write the federation to one safetensors file, atomically."""

@@ -79,6 +79,7 @@ class Client:
         reuse: with `counts`: other clients may get the same samples.
         planted: number and name of its cluster in each shift that plants clusters.
         notes: descriptions of other changes.
+        name: how people call it; empty for its number.
     """
 
     samples: int | None
@@ -91,6 +92,7 @@ class Client:
     reuse: bool = False
     planted: tuple[tuple[int, str], ...] = ()
     notes: tuple[str, ...] = ()
+    name: str = ""
 
     @property
     def size(self) -> int:
@@ -107,9 +109,10 @@ class Client:
         _, validation, test = (max(1, round(self.size * part)) if part > 0 else 0 for part in self.shares)
         train = self.size - validation - test
         if train < 1:
+            who = f"client {self.name!r}" if self.name else "a client"
             raise DataError(
-                f"a client has {self.size} samples, which leaves none for training after {validation} for validation "
-                f"and {test} for testing: give every client more samples, or ask for less validation or testing"
+                f"{who} has {self.size} samples, which leaves none for training after {validation} for validation "
+                f"and {test} for testing: give it more samples, leave it out, or ask for less validation or testing"
             )
         return train, validation, test
 

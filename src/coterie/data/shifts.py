@@ -235,6 +235,7 @@ class KFold(Shift):
         _require_free(clients, self.kind)
         _require_whole_pool(clients, self.kind)
         for source in sources:
+            _require_classes(source)
             require(self.folds <= source.classes, "folds", self.folds, f"at most the {source.classes} classes")
         require(self.folds <= len(clients), "folds", self.folds, f"at most the {len(clients)} clients")
         next_primary, next_rest = [0] * (self.folds * len(sources)), [0] * len(sources)
@@ -297,6 +298,7 @@ def require_label(label: int, source: Source) -> None:
     Raises:
         ConfigError: when it does not.
     """
+    _require_classes(source)
     if not 0 <= label < source.classes:
         raise ConfigError(f"label {label} is not in {source.name}; expected 0 to {source.classes - 1}")
 
@@ -316,8 +318,16 @@ def _require_whole_pool(clients: Clients, kind: str) -> None:
 
 
 def _present(source: Source) -> Int[np.ndarray, " classes"]:
-    require(source.classes > 0, "dataset", source.name, "one with classes, for a shift of labels")
+    _require_classes(source)
     return np.bincount(source.train.y.numpy(), minlength=source.classes)
+
+
+def _require_classes(source: Source) -> None:
+    if not source.classes:
+        raise DataError(
+            f"the targets of {source.name} are not one class a sample, which a shift of labels needs: leave that shift "
+            "out (rotation, visual, quantity and natural groups work without classes)"
+        )
 
 
 def _prior(client: Client, sources: Sequence[Source]) -> Float[np.ndarray, " classes"]:
@@ -501,8 +511,10 @@ class RegressionTargets(Shift):
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Give each cluster its coefficients."""
         for source in sources:
-            if source.classes or source.train.x.ndim != 2:
-                raise DataError(f"{source.name} is not a regression problem; {self.kind} needs one with flat features")
+            if source.classes or source.train.x.ndim != 2 or source.train.y.ndim != 1 or source.parts:
+                raise DataError(
+                    f"{source.name} is not a regression problem of one number; {self.kind} needs one with flat features"
+                )
         clusters = len(self.sizes) if self.sizes is not None else self.clusters
         place = members(clusters, len(clients), self.sizes, self.assign, streams(EVERYONE))
         dim = sources[0].train.x.shape[1]
@@ -579,13 +591,19 @@ class Natural(Shift):
                 f"{len(clients)} clients ask for that: lower num_clients, train or validation"
             )
         chosen = np.sort(streams(EVERYONE).permutation(enough)[: len(clients)])
+        numbers = groups[chosen].tolist()
+        unnamed = numbers == list(range(len(numbers)))
         return tuple(
-            self._of_group(replace(c, samples=c.samples or int(sizes[g])), int(groups[g]), values, sources[0])
+            self._of_group(replace(c, samples=c.samples or int(sizes[g])), int(groups[g]), values, sources[0], unnamed)
             for c, g in zip(clients, chosen, strict=True)
         )
 
-    def _of_group(self, client: Client, group: int, values: Int[np.ndarray, " samples"], source: Source) -> Client:
-        client = replace(client, group=(self.column, group)).note(f"{self.column} {group}")
+    def _of_group(
+        self, client: Client, group: int, values: Int[np.ndarray, " samples"], source: Source, unnamed: bool
+    ) -> Client:
+        named = source.client_names if self.column == source.clients else ()
+        name = named[group] if named else "" if unnamed else str(group)
+        client = replace(client, group=(self.column, group), name=name).note(f"{self.column} {name or group}")
         if self.cluster is None:
             return client
         clusters = np.unique(source.train.columns[self.cluster].numpy()[values == group])

@@ -1,10 +1,10 @@
 """Source: a dataset as a pool, from which clients draw their samples, and a test set.
 
-Images are uint8, channels first; other inputs are floats.
+Images are uint8, channels first; other inputs are numbers or integers as they came, or several tensors in one.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,11 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from coterie.data.preparation import Preparation
 from coterie.errors import DataError, require
+
+LARGEST = 1 << 24
+"""The largest whole number of an input: inputs travel as float32, which holds all up to here exactly."""
 
 Constants = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation of each channel."""
@@ -21,6 +25,11 @@ Constants = tuple[tuple[float, ...], tuple[float, ...]]
 def all_finite(values: Shaped[Tensor, "..."]) -> bool:
     """Whether no value is NaN or infinite; checks the extremes, which is much faster than every value."""
     return not values.numel() or all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values))
+
+
+def is_images(x: Shaped[Tensor, "*features"]) -> bool:
+    """Whether an input is an image of bytes: uint8, channels first."""
+    return x.dtype == torch.uint8 and x.ndim == 3
 
 
 @dataclass(frozen=True)
@@ -43,8 +52,8 @@ class Samples:
     """Inputs, targets and further columns of samples.
 
     Args:
-        x: uint8 images, channels first, or floats.
-        y: integer classes, or float targets.
+        x: uint8 images, channels first, or numbers.
+        y: integers (one class a sample, or several), or float targets.
         columns: further integers, such as the writer of each sample.
     """
 
@@ -64,9 +73,14 @@ class Source:
         name: its name.
         train: the pool.
         test: the test set; it may be empty.
-        classes: number of classes; 0 for regression.
+        classes: number of classes; 0 where a target is not one class.
         class_names: a name for each class, when known.
         standard: the usual mean and standard deviation of each channel; computed from the pool when not given.
+        clients: the column that says whose a sample is, where data come with clients.
+        client_names: a name for each value of that column, from 0.
+        feature_names: a name for each entry of an input, when known.
+        parts: what `x` holds one after another, where an input is several tensors.
+        preparation: what each client still does to its inputs, fitted on its own training samples.
     """
 
     name: str
@@ -75,6 +89,75 @@ class Source:
     classes: int
     class_names: tuple[str, ...] = ()
     standard: Constants | None = None
+    clients: str = ""
+    client_names: tuple[str, ...] = ()
+    feature_names: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    preparation: Preparation | None = None
+
+    @staticmethod
+    def of(
+        x: Any,
+        y: Any,
+        *,
+        clients: Any = None,
+        clusters: Sequence[int] | Mapping[Any, int] | None = None,
+        test: tuple[Any, Any] | None = None,
+        classes: int | None = None,
+        class_names: Sequence[str] = (),
+        feature_names: Sequence[str] = (),
+        normalize: str = "half",
+        name: str = "arrays",
+    ) -> "Source":
+        """Make a source from arrays or tensors; the arguments are those of `from_arrays`.
+
+        Args:
+            x: inputs: an array, or a tuple or table of arrays where an input is several tensors.
+            y: targets.
+            clients: the client of each sample; without it the samples are a pool that others divide.
+            clusters: the known cluster of each client.
+            test: (x, y) of a test set for all clients.
+            classes: number of classes.
+            class_names: a name for each class.
+            feature_names: a name for each entry of an input; the columns of a table of pandas or polars by default.
+            normalize: of images among several tensors, which are scaled here; other images are scaled later.
+            name: a name for the data.
+
+        Raises:
+            DataError: on data that cannot be used.
+
+        Example:
+            >>> source = Source.of(torch.rand(4, 2), ["yes", "no", "no", "yes"], clients=["ann", "bob", "ann", "bob"])
+            >>> source.class_names, source.client_names, source.train.y.tolist()
+            (('no', 'yes'), ('ann', 'bob'), [1, 0, 0, 1])
+        """
+        feature_names = tuple(feature_names) or _columns_of(x)
+        if test is not None and len(test) != 2:
+            raise DataError(f"test has {len(test)} parts; expected (x, y)")
+        targets, names = named_labels([y] if test is None else [y, test[1]], class_names)
+        inputs, parts, constants = _inputs(x, normalize)
+        pool = as_samples(inputs, targets[0], classes)
+        columns, client_names = ({}, ()) if clients is None else numbered_clients(clients, len(pool), clusters)
+        pool = replace(pool, columns=columns)
+        if classes is None:
+            one = not pool.y.is_floating_point() and pool.y.ndim == 1
+            classes = (max(len(names), int(pool.y.max()) + 1) if len(pool) else 1) if one else 0
+        if test is None:
+            kept = Samples(pool.x[:0], pool.y[:0], {column: values[:0] for column, values in columns.items()})
+        else:
+            x_held, parts_held, _ = _inputs(test[0], normalize, constants)
+            if parts_held != parts:
+                raise DataError(f"{name}: test inputs are {said(parts_held)}; training inputs are {said(parts)}")
+            kept = as_samples(x_held, targets[1], classes)
+        if classes:
+            require(len(names) in (0, classes), "class_names", names, f"{classes} names, one for each class")
+        entries = int(np.prod(pool.x.shape[1:]))
+        if parts or feature_names and len(feature_names) != entries:
+            feature_names = ()
+        return Source(
+            name, pool, kept, classes, names, clients="client" if columns else "", client_names=client_names,
+            feature_names=feature_names, parts=parts,
+        ).check()  # fmt: skip
 
     @property
     def is_images(self) -> bool:
@@ -85,7 +168,11 @@ class Source:
     def form(self) -> str:
         """The type and shape of one input, in words."""
         shape = "x".join(map(str, self.train.x.shape[1:])) or "scalar"
-        return f"{shape} {str(self.train.x.dtype).removeprefix('torch.')} inputs"
+        return said(self.parts) if self.parts else f"{shape} {str(self.train.x.dtype).removeprefix('torch.')} inputs"
+
+    def named(self, value: int) -> str:
+        """Return the name of a value of the column of clients; empty where clients are numbers."""
+        return self.client_names[value] if self.client_names else ""
 
     def constants(self, normalize: str) -> Constants:
         """Return mean and standard deviation of each channel for images; empty for "none" and for other inputs.
@@ -108,13 +195,44 @@ class Source:
             DataError: on labels out of range, NaN, different lengths or shapes; with what to do.
         """
         for part, samples in (("training", self.train), ("test", self.test)):
-            _check_samples(samples, self.classes, f"{self.name}: the {part} data")
+            self._check_samples(samples, f"{self.name}: the {part} data")
         if len(self.test) and self.train.x.shape[1:] != self.test.x.shape[1:]:
             shapes = tuple(self.train.x.shape[1:]), tuple(self.test.x.shape[1:])
             raise DataError(
                 f"{self.name}: training inputs have shape {shapes[0]}, test inputs {shapes[1]}; make them equal"
             )
         return self
+
+    def _check_samples(self, samples: Samples, what: str) -> None:
+        given = samples.x
+        if self.preparation is None and given.is_floating_point() and not all_finite(given):
+            bad = (~torch.isfinite(given)).reshape(len(given), -1)
+            place = int(bad.any(1).nonzero()[0])
+            entry = int(bad[place].nonzero()[0])
+            column = f" in {self.feature_names[entry]!r}" if self.feature_names else ""
+            where = self._whose(samples, place)
+            raise DataError(f"{what} have NaN or infinity in the inputs (first{column} {where}); fill or drop them")
+        if not self.classes:
+            if not all_finite(samples.y):
+                place = int((~torch.isfinite(samples.y)).reshape(len(samples), -1).any(1).nonzero()[0])
+                where = self._whose(samples, place)
+                raise DataError(f"{what} have NaN or infinity in the targets (first {where}); drop those samples")
+        elif len(samples.y) and not 0 <= int(samples.y.min()) <= int(samples.y.max()) < self.classes:
+            low, high = int(samples.y.min()), int(samples.y.max())
+            place = int(((samples.y < 0) | (samples.y >= self.classes)).nonzero()[0])
+            raise DataError(
+                f"{what} have labels from {low} to {high}; expected 0 to {self.classes - 1}: raise `classes` or map "
+                f"the labels (the first other one is {self._whose(samples, place)})"
+            )
+
+    def _whose(self, samples: Samples, place: int) -> str:
+        """Where a sample is, in words."""
+        if not self.clients or self.clients not in samples.columns:
+            return f"in sample {place}"
+        client = int(samples.columns[self.clients][place])
+        return f"in sample {place}, of client {self.named(client)!r}" if self.client_names else (
+            f"in sample {place}, of client {client}"
+        )
 
 
 def _moments(x: Shaped[Tensor, "samples *features"]) -> Constants:
@@ -130,60 +248,217 @@ def _moments(x: Shaped[Tensor, "samples *features"]) -> Constants:
     return tuple(mean), tuple(std)
 
 
-def _check_samples(samples: Samples, classes: int, what: str) -> None:
-    if samples.x.is_floating_point() and not all_finite(samples.x):
-        bad = int(
-            (~torch.isfinite(samples.x.flatten(1) if samples.x.ndim > 1 else samples.x[:, None])).any(1).nonzero()[0]
-        )
-        raise DataError(f"{what} have NaN or infinity in the inputs (first in sample {bad}); clean or drop them")
-    if not classes:
-        if not all_finite(samples.y):
-            raise DataError(f"{what} have NaN or infinity in the targets; clean or drop them")
-    elif len(samples.y) and not 0 <= int(samples.y.min()) <= int(samples.y.max()) < classes:
-        low, high = int(samples.y.min()), int(samples.y.max())
-        raise DataError(
-            f"{what} have labels from {low} to {high}; expected 0 to {classes - 1}: raise `classes` or map the labels"
-        )
-
-
 def as_samples(x: Any, y: Any, classes: int | None, columns: Mapping[str, Tensor] | None = None) -> Samples:
     """Make samples from arrays or tensors.
 
     Args:
-        x: uint8 images ([samples, height, width] or [samples, channels, height, width]) or numbers of any shape, which
-            become float32 (float16 stays).
-        y: integer classes, or float targets for regression.
-        classes: 0 for regression; None to infer it from the type of y.
+        x: uint8 images ([samples, height, width] or [samples, channels, height, width]) or numbers of any shape.
+            Integers become int32, float16 stays, other floats become float32.
+        y: integers, one class a sample or several, or float targets, of any shape.
+        classes: 0 where a target is not one class; None to infer it from y: one integer a sample is a class.
         columns: further integers.
 
     Raises:
         DataError: when the arrays cannot be used.
     """
-    x, y = _tensor(x, "x"), _tensor(y, "y")
+    x, y = _input(x, "x"), _tensor(y, "y")
     if len(x) != len(y):
         raise DataError(f"there are {len(x)} inputs and {len(y)} targets; expected one target for each input")
-    if x.dtype == torch.uint8 and x.ndim == 3:
-        x = x[:, None]
-    if x.dtype == torch.uint8 and x.ndim == 4 and x.shape[1] > 4 and x.shape[3] in (1, 3, 4):
-        raise DataError(
-            f"x has shape {tuple(x.shape)}, channels last; expected channels first: x.transpose(0, 3, 1, 2)"
-        )
-    if x.dtype not in (torch.uint8, torch.float16, torch.float32):
-        x = x.float()
-    regression = y.is_floating_point() if classes is None else classes == 0
-    if not regression:
-        if y.is_floating_point() and not bool((y == y.round()).all()):
+    return Samples(x, _targets(y, classes), columns or {})
+
+
+def _targets(y: Shaped[Tensor, "samples *targets"], classes: int | None) -> Shaped[Tensor, "samples *kept"]:
+    """Targets as they are kept: integers as int64, floats as float32."""
+    if y.is_floating_point():
+        if not classes:
+            return y.float()
+        if not bool((y == y.round()).all()):
             raise DataError("y has fractions; expected whole numbers as classes, or classes=0 for regression")
-        y = y.squeeze(-1) if y.ndim == 2 and y.shape[1] == 1 else y
-        if y.ndim != 1:
-            raise DataError(f"y has shape {tuple(y.shape)}; expected one class for each sample")
-    return Samples(x, y.float() if regression else y.long(), columns or {})
+    one = y.squeeze(-1) if y.ndim == 2 and y.shape[1] == 1 else y
+    if one.ndim == 1:
+        return y.float() if classes == 0 else one.long()
+    if classes:
+        raise DataError(
+            f"y has shape {tuple(y.shape)}; expected one class for each sample: leave classes out where a target is "
+            "several integers"
+        )
+    return y.long()
+
+
+def _input(value: Any, name: str) -> Shaped[Tensor, "samples *features"]:
+    """One tensor of inputs as it is kept."""
+    x = _tensor(value, name)
+    if x.dtype == torch.bool:
+        return x.float() if x.ndim > 2 else x.to(torch.uint8)  # numbers, never an image of black and nearly black
+    if x.dtype == torch.uint8:
+        if x.ndim == 4 and x.shape[1] > 4 and x.shape[3] in (1, 3, 4):
+            raise DataError(
+                f"{name} has shape {tuple(x.shape)}, channels last; expected channels first: "
+                f"{name}.transpose(0, 3, 1, 2)"
+            )
+        return x[:, None] if x.ndim == 3 else x
+    if x.is_floating_point():
+        return x if x.dtype == torch.float16 else x.float()
+    largest = max((abs(int(end)) for end in torch.aminmax(x)), default=0) if x.numel() else 0
+    if largest > LARGEST:
+        raise DataError(
+            f"{name} has whole numbers up to {largest:,}; expected at most {LARGEST:,}, beyond which models do not see "
+            "them exactly: scale them, or give them as floats"
+        )
+    return x.to(torch.int32)
+
+
+def _inputs(
+    x: Any, normalize: str, constants: Mapping[int, Constants] | None = None
+) -> tuple[Any, tuple[Part, ...], Mapping[int, Constants]]:
+    """Inputs as one tensor: several are packed, one after another, as numbers; images among them are normalized.
+
+    Args:
+        x: an array; or a tuple or table of arrays.
+        normalize: of images: "half", "standard" or "none".
+        constants: mean and deviation of the channels of each part that is images; found here when not given.
+    """
+    several = isinstance(x, Mapping) or (isinstance(x, tuple) and bool(x) and all(getattr(one, "ndim", 0) for one in x))
+    if not several:
+        return x, (), {}
+    named = {str(key): value for key, value in x.items()} if isinstance(x, Mapping) else dict(enumerate(x))
+    found = dict(constants or {})
+    tensors, parts = [], []
+    for place, (key, value) in enumerate(named.items()):
+        part = _input(value, f"x[{key!r}]")
+        whole = not part.is_floating_point()
+        if part.dtype == torch.uint8 and part.ndim == 4:
+            pixels = Samples(part, part[:, 0, 0, 0])
+            mean, std = found.setdefault(place, Source("x", pixels, pixels, 0).constants(normalize))
+            part, whole = part.float() / 255, False
+            if mean:
+                part = (part - torch.tensor(mean).reshape(-1, 1, 1)) / torch.tensor(std).reshape(-1, 1, 1)
+        parts.append(Part(key if isinstance(key, str) else "", tuple(part.shape[1:]), whole))
+        tensors.append(part.reshape(len(part), -1).float())
+    lengths = [len(one) for one in tensors]
+    if len(set(lengths)) > 1:
+        raise DataError(f"the parts of x hold {lengths} samples; expected as many in each: an input is one of each")
+    return torch.cat(tensors, 1), tuple(parts), found
+
+
+def said(parts: Sequence[Part]) -> str:
+    """Parts of an input in words."""
+    said = []
+    for part in parts:
+        shape = " x ".join(map(str, part.shape)) or "1"
+        said.append(f"{f'{part.name}: ' if part.name else ''}{shape} {'whole numbers' if part.whole else 'numbers'}")
+    return " + ".join(said) or "one tensor"
+
+
+def named_labels(targets: Sequence[Any], names: Sequence[str] = ()) -> tuple[list[Any], tuple[str, ...]]:
+    """Return targets with numbers in place of text, and the name of each number.
+
+    Args:
+        targets: arrays that share their labels, such as those for training and for testing.
+        names: the labels in order; all that occur, sorted, when not given (the categories of categorical data).
+
+    Raises:
+        DataError: when labels are missing, or not among `names`.
+
+    Example:
+        >>> [found], names = named_labels([["b", "a", "b"]])
+        >>> found.tolist(), names
+        ([1, 0, 1], ('a', 'b'))
+    """
+    arrays = [one if isinstance(one, Tensor) else _array(one, "y") for one in targets]
+    if not any(isinstance(one, np.ndarray) and one.dtype.kind in "UOT" and one.size for one in arrays):
+        return list(targets), tuple(names)
+    texts = []
+    for array in arrays:
+        flat = np.asarray(array).reshape(-1).tolist()
+        bad = next((place for place, one in enumerate(flat) if not isinstance(one, str)), None)
+        if bad is not None:
+            empty = flat[bad] is None or flat[bad] != flat[bad]
+            what = "no label" if empty else f"{flat[bad]!r}, which is no text, among labels that are"
+            raise DataError(f"y has {what} in sample {bad}; expected a label for each sample: fill or drop it")
+        texts.append(flat)
+    given = [getattr(getattr(one, "dtype", None), "categories", None) for one in targets]
+    known = [list(map(str, one)) for one in given if one is not None]
+    valid = tuple(names) or tuple(known[0] if known else sorted({label for flat in texts for label in flat}))
+    place_of = {label: place for place, label in enumerate(valid)}
+    for flat in texts:
+        strange = next((label for label in flat if label not in place_of), None)
+        if strange is not None:
+            raise DataError(f"y has the label {strange!r}; expected one of class_names: {', '.join(valid[:20])}")
+    coded = [
+        np.array([place_of[label] for label in flat], np.int64).reshape(np.asarray(array).shape)
+        for flat, array in zip(texts, arrays, strict=True)
+    ]
+    return coded, valid
+
+
+def numbered_clients(
+    clients: Any, samples: int, clusters: Sequence[int] | Mapping[Any, int] | None = None
+) -> tuple[dict[str, Int[Tensor, " samples"]], tuple[str, ...]]:
+    """Number the clients in sorted order; return the columns of samples, and the names unless they are 0 to n - 1."""
+    owners = np.asarray(clients)
+    if owners.ndim != 1 or len(owners) != samples:
+        raise DataError(f"clients has shape {owners.shape}; expected one value for each of the {samples} samples")
+    given = clients if isinstance(clients, list | tuple) else owners.tolist()
+    missing = [place for place, one in enumerate(given) if one is None or one != one]
+    if missing:
+        raise DataError(f"clients has no value for sample {missing[0]}; fill it, or drop the sample")
+    try:
+        values, owner = np.unique(owners, return_inverse=True)
+    except TypeError:
+        kinds = sorted({type(one).__name__ for one in owners.tolist()})
+        raise DataError(
+            f"clients mixes {' and '.join(kinds)}; expected values that can be sorted: make all text"
+        ) from None
+    found = values.tolist()
+    names = () if found == list(range(len(found))) else tuple(map(str, found))
+    columns = {"client": torch.from_numpy(owner.astype(np.int64))}
+    if clusters is None:
+        return columns, names
+    if isinstance(clusters, Mapping):
+        without = [name for name in found if name not in clusters]
+        if without:
+            raise DataError(f"clusters has nothing for client {without[0]!r}; give the cluster of every client")
+        clusters = [clusters[name] for name in found]
+    if len(clusters) != len(found):
+        raise DataError(f"clusters has {len(clusters)} values; expected one for each of the {len(found)} clients")
+    columns["cluster"] = torch.as_tensor(np.asarray(clusters), dtype=torch.int64)[columns["client"]]
+    return columns, names
+
+
+def _columns_of(x: Any) -> tuple[str, ...]:
+    """The names of the columns of a table of pandas, polars or arrow."""
+    names = getattr(x, "column_names", getattr(x, "columns", ()))
+    return tuple(map(str, names)) if len(getattr(x, "shape", ())) == 2 else ()
+
+
+def _array(value: Any, name: str) -> np.ndarray:
+    """An array of what a caller gives; whole numbers or floats in place of objects that are."""
+    try:
+        array = np.asarray(value)
+        if array.dtype.kind == "U" and isinstance(value, list | tuple):  # numpy writes None and NaN as words
+            array = np.asarray(value, object)
+        if array.dtype.kind == "O" and array.size and not any(isinstance(one, str) for one in array.flat):
+            array = np.asarray(array.tolist())
+    except ValueError as error:
+        raise DataError(
+            f"{name} has samples of different shapes ({error}); make them equal, such as by padding"
+        ) from None
+    return array
 
 
 def _tensor(value: Any, name: str) -> Tensor:
     if isinstance(value, Tensor):
-        return torch.atleast_1d(value.detach().cpu())
-    array = np.asarray(value)
+        tensor = torch.atleast_1d(value.detach().cpu())
+        kept = (torch.bool, torch.uint8)
+        return tensor if tensor.is_floating_point() or tensor.dtype in kept else tensor.long()
+    array = _array(value, name)
     if array.dtype.kind not in "buif":
-        raise DataError(f"{name} has type {array.dtype}; expected numbers")
-    return torch.from_numpy(np.ascontiguousarray(array))
+        advice = ": coterie.from_table reads tables with text" if _columns_of(value) else ""
+        raise DataError(f"{name} has type {array.dtype}; expected numbers{advice}")
+    if array.dtype == np.uint64 and array.size and int(array.max()) >= 1 << 63:
+        raise DataError(f"{name} has whole numbers up to {int(array.max()):,}; expected at most {LARGEST:,}")
+    kind = array.dtype.newbyteorder("=")
+    kept = np.int64 if kind.kind in "ui" and kind != np.uint8 else np.float64 if kind.itemsize > 8 else kind
+    array = np.ascontiguousarray(array, dtype=kept)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -7,37 +7,29 @@ them. Engines compute the same results at different speeds. The default `train` 
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
-from torch.nn import functional
 
 from coterie.engine._work import Pairs, Training, alike, sent
 from coterie.engine.optim import RowOptimizer
 from coterie.errors import ModelError
-from coterie.functional.metrics import ACCURACY, LOSS, MSE
+from coterie.functional.losses import CrossEntropy, SquaredError
+from coterie.functional.metrics import LOSS
 from coterie.models.layout import Layout
 
 Objective = Callable[[Tensor, Tensor], Tensor]
-"""(outputs [samples ...], targets [samples ...]) -> one loss a sample."""
+"""(outputs [samples ...], targets [samples ...]) -> one loss a sample; usually a `Loss`, which says more of itself."""
 
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # input entries of one evaluation call, which bounds the activations
 _ALONE = 32  # samples of one call of one model on a CPU: the activations of a convolution stay in the cache
 _PIECE = {"cpu": 256, "cuda": 2048}  # samples of one call of many models; sums must not depend on how many they are
 
 
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of logits, one value a sample."""
-    return functional.cross_entropy(outputs, targets, reduction="none")
-
-
-def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Squared error, one value a sample (the mean over a target's entries)."""
-    difference = (outputs.reshape(targets.shape) - targets).square()
-    return difference.reshape(len(targets), -1).mean(1)
+cross_entropy, squared_error = CrossEntropy(), SquaredError()
 
 
 class Engine(ABC):
@@ -49,6 +41,7 @@ class Engine(ABC):
         precision: see `engine.precision.computing`.
 
     Attributes:
+        metrics: what is measured: the loss, and what the objective says that it is judged by.
         modules: the modules for training and for evaluation.
         compile_seconds: time of compiling in this process; 0 when nothing was compiled, or the program was cached.
         reason: the engine, what it does, and why no faster one runs: a line for people.
@@ -62,6 +55,7 @@ class Engine(ABC):
 
     def __init__(self, layout: Layout, objective: Objective, precision: str = "full") -> None:
         self.layout, self.objective, self.precision = layout, objective, precision
+        self.metrics = measured(objective)
         self.modules: tuple[nn.Module, ...] = (layout.train_module, layout.eval_module)
 
     @abstractmethod
@@ -142,6 +136,7 @@ class Engine(ABC):
         trainable = self.layout.trainable
         optimizer = RowOptimizer(work.local, rows[:, :trainable], work.moments, work.taken)
         losses = rows.new_full(work.length.shape, torch.nan)
+        rates = None if work.rates is None else work.rates.to(rows.device)
         for step in range(work.steps):
             for size, members in work.groups(step):
                 whole = len(members) == len(rows)
@@ -150,7 +145,7 @@ class Engine(ABC):
                 if work.anchor is not None and work.prox:
                     away = part[:, :trainable] - work.anchor[members, :trainable]
                     grads = grads.add_(away, alpha=work.prox)
-                state.step(part[:, :trainable], grads, step + 1)
+                state.step(part[:, :trainable], grads, step + 1, None if rates is None else rates[members, step, None])
                 if self.layout.size > trainable:
                     part[:, trainable:] = buffers
                 losses[members, step] = loss.to(losses)
@@ -173,8 +168,10 @@ class Engine(ABC):
             block: number of models run at once.
         """
         alone, work = self.one_by_one(table.device), pairs.there()
+        if getattr(self.objective, "whole", False):
+            return self._measure_whole(table, pairs, inputs, block)
         while True:
-            totals = {name: table.new_zeros(len(pairs.models)) for name in pairs.metrics}
+            totals = {name: table.new_zeros(len(pairs.models)) for name in self.metrics}
             step = 1 if alone else max(1, block // self._pieces)
             try:
                 if alone or len(pairs.count) < len(pairs.models):
@@ -209,7 +206,7 @@ class Engine(ABC):
                 for part in chosen.split(min(block, most)):
                     models = pairs.models[part]
                     outputs = self.forward(table[models], x, {k: v[models] for k, v in inputs.items()})
-                    for name, value in self._values(outputs, y.expand(len(part), *y.shape), pairs).items():
+                    for name, value in self._values(outputs, y.expand(len(part), *y.shape)).items():
                         totals[name][part] += value.sum(1)
 
     def _measure_blocks(
@@ -230,7 +227,7 @@ class Engine(ABC):
                 chosen = {k: v[models] for k, v in inputs.items()}
                 for places in pairs.places[sets, :number].split(size, dim=1) if number else ():
                     outputs = self.forward(table[models], pairs.inputs(sets, places), chosen)
-                    for name, value in self._values(outputs, pairs.samples.targets(places), pairs).items():
+                    for name, value in self._values(outputs, pairs.samples.targets(places)).items():
                         totals[name][part] += value.sum(1)
 
     def _piece(self, pairs: Pairs, table: Tensor) -> tuple[int, int]:
@@ -243,15 +240,63 @@ class Engine(ABC):
     def _entries(self, table: Tensor) -> int:
         return _CHUNK.get(table.device.type, _CHUNK["cuda"]) // self._pieces
 
-    def _values(self, outputs: Tensor, targets: Tensor, pairs: Pairs) -> dict[str, Tensor]:
+    def _values(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return each metric of every sample: [models, samples]."""
         models, samples = outputs.shape[:2]
-        flat = targets.reshape(models * samples, *targets.shape[2:])
-        losses = self.objective(outputs.reshape(models * samples, *outputs.shape[2:]), flat)
-        values = {LOSS.name: losses.reshape(models, samples)}
-        if pairs.samples.classes:
-            values[ACCURACY.name] = (outputs.argmax(-1) == targets).to(outputs.dtype)
-        else:
-            error = (outputs.reshape(targets.shape) - targets).square()
-            values[MSE.name] = error.reshape(models, samples, -1).mean(2)
-        return values
+        flat = outputs.reshape(models * samples, *outputs.shape[2:])
+        wanted = targets.reshape(models * samples, *targets.shape[2:])
+        found = [self.objective(flat, wanted)]
+        if len(self.metrics) > 1:
+            found.append(self.objective.score(flat, wanted))  # type: ignore[attr-defined]
+        values = (value.to(outputs.dtype).reshape(models, samples) for value in found)
+        return dict(zip(self.metrics, values, strict=True))
+
+    def _measure_whole(
+        self, table: Tensor, pairs: Pairs, inputs: Mapping[str, Tensor], block: int
+    ) -> dict[str, Tensor]:
+        """Measure where a sample's loss depends on the other samples of its set."""
+        totals = {name: torch.full((len(pairs.models),), torch.nan, dtype=table.dtype) for name in self.metrics}
+        for number, part, outputs in self.outputs(table, pairs, inputs, block):
+            targets = pairs.samples.targets(pairs.places[number, : int(pairs.count[number])])
+            for pair, own in zip(part.tolist(), outputs, strict=True):
+                for name, value in self._values(own[None], targets[None]).items():
+                    totals[name][pair] = value.mean().cpu()
+        return totals
+
+    def outputs(
+        self, table: Float[Tensor, "models params"], pairs: Pairs, inputs: Mapping[str, Tensor], block: int
+    ) -> Iterator[tuple[int, Int[Tensor, " some"], Float[Tensor, "some samples *outputs"]]]:
+        """Give the outputs of models on whole sets, set by set.
+
+        Args:
+            table: the models.
+            pairs: pairs of a model and a set.
+            inputs: values of the layout's input buffers, one per row of the table.
+            block: number of models run at once.
+
+        Yields:
+            The number of a set, some of the pairs with it (their places among all pairs, on the CPU), and the outputs
+            of their models on all of its samples, where the models are.
+        """
+        work, alone = pairs.there(), self.one_by_one(table.device)
+        size, most = self._piece(work, table)
+        step = 1 if alone else max(1, min(block, most))
+        for number in torch.unique(pairs.sets).tolist():
+            who = (pairs.sets == number).nonzero().flatten()
+            places = work.places[number, : int(pairs.count[number])]
+            if not len(places):
+                continue
+            of = torch.tensor([number], device=places.device)
+            for part in who.split(step):
+                models = pairs.models[part].to(table.device)
+                chosen = {name: value[models] for name, value in inputs.items()}
+                found = [
+                    self.forward(table[models], work.inputs(of, some[None]), chosen) for some in places.split(size)
+                ]
+                yield number, part, torch.cat(found, 1)
+
+
+def measured(objective: Objective) -> tuple[str, ...]:
+    """Return what models are measured by on samples: the loss, and what the objective is judged by beside it."""
+    metric = getattr(objective, "metric", None)
+    return (LOSS.name,) if metric is None else (LOSS.name, metric)

@@ -92,6 +92,19 @@ def steps(local: LocalTraining, samples: int) -> int:
     return local.epochs * (samples // size if local.drop_last else -(-samples // size))
 
 
+def smallest(local: LocalTraining, samples: int) -> int:
+    """Return the size of the smallest batch of a client with a number of samples.
+
+    Example:
+        >>> smallest(LocalTraining(batch_size=4), 9), smallest(LocalTraining(batch_size=4, drop_last=True), 9)
+        (1, 4)
+    """
+    size = min(local.batch_size, samples)
+    rest = samples % size if samples else 0
+    reached = local.steps is None or local.steps > samples // max(1, size)
+    return rest if rest and reached and not local.drop_last else size
+
+
 def last_epoch_mean(losses: Float[Tensor, "clients steps"], schedule: BatchPlan) -> Float[Tensor, " clients"]:
     """Return the mean batch loss of each client's last epoch; NaN when it took no step."""
     inside = (torch.arange(schedule.steps) >= schedule.last_epoch[:, None]) & (schedule.length > 0)

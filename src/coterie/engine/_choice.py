@@ -110,6 +110,7 @@ def make(
     batch_size: int | None = None,
     precision: str = "full",
     cuda_graphs: bool = False,
+    own_optimizer: str | None = None,
 ) -> Engine:
     """Return an engine that can run a module, tried on a sample batch.
 
@@ -123,15 +124,21 @@ def make(
         batch_size: samples of a client's step; "auto" batches clients only where that is expected to be faster.
         precision: see `engine.precision.computing`.
         cuda_graphs: see `VmapEngine`.
+        own_optimizer: the import path of an optimizer that only the loop engine runs; None for another.
 
     Raises:
-        ConfigError: for an unknown name, or an engine that does not compute at that precision.
+        ConfigError: for an unknown name, or an engine that does not compute at that precision or with that optimizer.
         ModelError: when the module cannot be run on such inputs at all.
     """
     if name != "auto" and name not in ENGINES:
         raise ConfigError(unknown("engine", name, ["auto", *ENGINES]))
     if name == "compiled" and precision != "full":
         raise ConfigError(f"engine = 'compiled' computes in full; found precision = {precision!r}: take another engine")
+    if own_optimizer and name not in ("auto", "loop"):
+        raise ConfigError(
+            f"optimizer = {own_optimizer!r} trains one client after another; found engine = {name!r}, expected 'auto' "
+            "or 'loop'"
+        )
     loop, problem = _loop(layout, objective, x, y, precision)
     if problem is not None:
         layer, error = problem
@@ -139,6 +146,8 @@ def make(
         raise ModelError(f"the module cannot be trained on inputs of shape {shape}: {layer}: {error}") from error
     if name == "loop":
         return _because(loop, _ASKED)
+    if own_optimizer:
+        return _because(loop, f"the optimizer {own_optimizer} has no faster program here")
     against = []  # what speaks against a faster engine
     if name in ("auto", "compiled"):
         unfit = _too_little(layout, x, expected, precision) if name == "auto" else None

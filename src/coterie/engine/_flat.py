@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from coterie.engine.optim import ADAM_BETAS, ADAM_EPS, LocalTraining
+from coterie.engine._own_optimizer import own_optimizer
+from coterie.engine.optim import LocalTraining, RowOptimizer
 from coterie.models.layout import Layout, ReturnedBatchNorm, Slot
 
 
@@ -152,7 +153,7 @@ def _lent(module: nn.Module, parameter: nn.Parameter, view: Tensor) -> nn.Parame
 
 
 class FlatOptimizer:
-    """SGD or Adam on the trained parameters of one model, by PyTorch's fused kernels; equal to torch.optim's.
+    """An optimizer on the trained parameters of one model, by PyTorch's fused kernels or by its own class.
 
     Args:
         model: the model.
@@ -160,9 +161,12 @@ class FlatOptimizer:
     """
 
     def __init__(self, model: FlatModel, local: LocalTraining) -> None:
-        self.model, self.local = model, local
+        self.model, self.local, self.arguments = model, local, local.arguments
         self.moments = [torch.zeros_like(model.trained) for _ in range(local.moments)]
         self.taken = torch.zeros((), dtype=torch.float32, device=model.trained.device)
+        self._number = 0  # of the last step of this training
+        self._rows: RowOptimizer | None = None  # of what has no fused kernel
+        self._own: torch.optim.Optimizer | None = None
 
     @contextmanager
     def state(self, moments: Float[Tensor, "moments trainable"] | None, taken: Tensor | None) -> Iterator[None]:
@@ -177,25 +181,53 @@ class FlatOptimizer:
         if taken is not None:
             self.taken.copy_(taken)
         for own in self.moments:
-            own.zero_()
+            own.fill_(self.local.initial_accumulator_value)
         for own, kept in zip(self.moments, given, strict=False):
             self.model.take(own, kept)
+        self._begin(taken)
         yield
         for own, kept in zip(self.moments, given, strict=False):
             self.model.give(own, kept)
 
-    def step(self) -> None:
-        """Update the parameters by their gradient."""
-        local, parameters, gradients = self.local, [self.model.trained], [self.model.gradient]
-        if local.optimizer == "sgd":
+    def _begin(self, taken: Tensor | None) -> None:
+        local, kind = self.local, self.local.optimizer
+        self._number = 0
+        if local.own:
+            parameter = nn.Parameter(self.model.trained)
+            parameter.grad = self.model.gradient
+            self._own = own_optimizer(local.own, self.arguments, local.lr, [parameter])
+        elif kind in ("rmsprop", "adagrad"):
+            self._rows = RowOptimizer(local, self.model.trained[None], taken=None if taken is None else taken[None])
+            self._rows.state = [one[None] for one in self.moments]
+        elif kind == "sgd" and taken is not None and self.arguments["dampening"]:
+            self._number = int(taken)  # only the first gradient of all is not dampened
+
+    def step(self, lr: float | None = None) -> None:
+        """Update the parameters by their gradient; `lr` is that of the settings when None."""
+        rate = self.local.lr if lr is None else lr
+        self._number += 1
+        if self._own is not None:
+            for group in self._own.param_groups:
+                group["lr"] = rate
+            self._own.step()
+        elif self._rows is not None:
+            self._rows.step(self.model.trained[None], self.model.gradient[None], self._number, rate)
+        else:
+            self._fused(rate)
+
+    def _fused(self, rate: float) -> None:
+        given, parameters, gradients = self.arguments, [self.model.trained], [self.model.gradient]
+        if self.local.optimizer == "sgd":
             torch._fused_sgd_(
-                parameters, gradients, self.moments, weight_decay=local.weight_decay, momentum=local.momentum,
-                lr=local.lr, dampening=0.0, nesterov=False, maximize=False, is_first_step=False,
+                parameters, gradients, self.moments, weight_decay=given["weight_decay"], momentum=given["momentum"],
+                lr=rate, dampening=given["dampening"], nesterov=given["nesterov"], maximize=False,
+                is_first_step=given["dampening"] > 0 and self._number == 1,
             )  # fmt: skip
             return
         self.taken.add_(1)
-        first, second = self.moments
-        torch._fused_adam_(
-            parameters, gradients, [first], [second], [], [self.taken], lr=local.lr, beta1=ADAM_BETAS[0],
-            beta2=ADAM_BETAS[1], weight_decay=local.weight_decay, eps=ADAM_EPS, amsgrad=False, maximize=False,
+        (first, second), (beta1, beta2) = self.moments, given["betas"]
+        step = torch._fused_adamw_ if self.local.optimizer == "adamw" else torch._fused_adam_
+        step(
+            parameters, gradients, [first], [second], [], [self.taken], lr=rate, beta1=beta1, beta2=beta2,
+            weight_decay=given["weight_decay"], eps=given["eps"], amsgrad=False, maximize=False,
         )  # fmt: skip

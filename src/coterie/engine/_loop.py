@@ -36,7 +36,7 @@ class LoopEngine(Engine):
         self, layout: Layout, objective: Objective, precision: str = "full", channels_last: bool = False
     ) -> None:
         super().__init__(layout, objective, precision)
-        self.channels_last, self._plain = channels_last, objective is cross_entropy
+        self.channels_last, self._plain = channels_last, objective == cross_entropy
         self._room = threading.local()  # a model and its optimizers in each thread
         model = self._model(next(layout.train_module.parameters()).device)
         self.modules = (model.train_module, model.eval_module)
@@ -79,14 +79,16 @@ class LoopEngine(Engine):
             model.take(anchor, work.anchor[number, : self.layout.trainable])
         moments = None if work.moments is None else work.moments[number]
         taken = None if work.taken is None else work.taken[number]
-        losses = []
+        rates = None if work.rates is None else work.rates[number].tolist()
+        losses: list[Tensor] = []
         model.load(row)
         with optimizer.state(moments, taken):
             for x, y, inputs in work.batches(number):
+                rate = None if rates is None else rates[len(losses)]
                 losses.append(self._backward(model, x, y, inputs))
                 if away is not None and anchor is not None:
                     model.gradient.add_(torch.sub(model.trained, anchor, out=away), alpha=work.prox)
-                optimizer.step()
+                optimizer.step(rate)
         model.store(row)
         return losses
 

@@ -44,7 +44,7 @@ class VmapEngine(Engine):
         if cuda_graphs:
             whole = torch.func.grad_and_value(partial(self._loss, layout.train_module), has_aux=True)
             self._gradients["other"] = torch.compile(vmap(whole), mode="reduce-overhead")
-        self._objective = gathered_cross_entropy if objective is cross_entropy else objective
+        self._objective = gathered_cross_entropy if objective == cross_entropy else objective
         self._forward = vmap(self._outputs)
         self._forward_shared = vmap(self._outputs, in_dims=(0, None, 0))
 

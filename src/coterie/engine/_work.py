@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from coterie.data.source import is_images
 from coterie.engine._augment import CropFlip
 from coterie.engine.noise import Noise
 from coterie.engine.optim import LocalTraining
-from coterie.functional.metrics import measured
 
 _GOLDEN = 0x1F123BB5159A55E5  # an odd constant that spreads the keys of successive steps
 _STEPS, _GATHERED = 64, 1 << 18  # steps of a client, and entries of their inputs, that are gathered at once
@@ -28,9 +28,8 @@ class RawSamples:
     """Samples as they are stored; they are prepared batch by batch.
 
     Args:
-        x: the inputs. uint8 images are scaled to [0, 1] and normalized.
-        y: the targets.
-        classes: number of classes; 0 for regression.
+        x: the inputs. uint8 images are scaled to [0, 1] and normalized; other integers become equal numbers of `dtype`.
+        y: the targets: integers, or numbers.
         dtype: floating-point type of models and inputs.
         mean: per channel, for uint8 images; empty for "do not normalize".
         std: per channel.
@@ -38,7 +37,6 @@ class RawSamples:
 
     x: Shaped[Tensor, "samples *features"]
     y: Shaped[Tensor, "samples *targets"]
-    classes: int
     dtype: torch.dtype
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -56,10 +54,15 @@ class RawSamples:
         """The shape of one input."""
         return tuple(self.x.shape[1:])
 
+    @property
+    def is_images(self) -> bool:
+        """Whether the inputs are images of bytes."""
+        return is_images(self.x[0])
+
     def inputs(self, places: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
-        """Return samples as the model takes them: floats, images scaled and normalized."""
+        """Return samples as engines take them: as numbers, images scaled and normalized."""
         x = self.x[places.to(self.device)]
-        if x.dtype != torch.uint8:
+        if not self.is_images:
             return x.to(self.dtype)
         x = x.to(self.dtype).div_(255)
         if self.mean:
@@ -70,7 +73,7 @@ class RawSamples:
     def black(self) -> Float[Tensor, " channels"]:
         """Return the value of a black pixel as the model takes it, per channel."""
         channels = self.features[0]
-        if self.x.dtype != torch.uint8 or not self.mean:
+        if not self.is_images or not self.mean:
             return torch.zeros(channels, dtype=self.dtype, device=self.device)
         mean, std = self._channels
         return (-mean / std).flatten()
@@ -83,9 +86,9 @@ class RawSamples:
         return mean.reshape(shape), std.reshape(shape)
 
     def targets(self, places: Int[Tensor, "..."]) -> Shaped[Tensor, "..."]:
-        """Return targets: integer classes, or floats for regression."""
+        """Return targets: integers as int64, numbers as `dtype`."""
         y = self.y[places.to(self.device)]
-        return y.to(torch.int64) if self.classes else y.to(self.dtype)
+        return y.to(self.dtype) if y.is_floating_point() else y.to(torch.int64)
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class Training:
         noise: added after augmentation.
         moments: the state of each client's optimizer, changed in place; a fresh one when None.
         taken: with `moments`: steps that each client took before.
+        rates: the learning rate of each step of each client, in float64 on the CPU; that of `local` when None.
         foreign: (client's row) -> a context in which PyTorch's own generator is that client's, for foreign modules.
     """
 
@@ -123,6 +127,7 @@ class Training:
     noise: Noise | None = None
     moments: Float[Tensor, "clients moments trainable"] | None = None
     taken: Int[Tensor, " clients"] | None = None
+    rates: Float[Tensor, "clients steps"] | None = None
     foreign: Callable[[int], AbstractContextManager[None]] = lambda _row: nullcontext()
 
     @property
@@ -143,6 +148,7 @@ class Training:
             noise=None if self.noise is None else self.noise.part(rows),
             moments=None if self.moments is None else self.moments[rows],
             taken=None if self.taken is None else self.taken[rows],
+            rates=None if self.rates is None else self.rates[rows],
             foreign=lambda row: self.foreign((rows.start or 0) + row),
         )
 
@@ -255,11 +261,6 @@ class Pairs:
         """Return samples of some sets as the model takes them."""
         x = self.samples.inputs(places)
         return x if self.noise is None else self.noise.add(x, sets, 0, places)
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """What is measured: the loss, and accuracy for classes or mean squared error else."""
-        return measured(self.samples.classes > 0)
 
 
 def distinct(rows: Float[Tensor, "rows params"]) -> Int[Tensor, " rows"]:

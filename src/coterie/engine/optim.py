@@ -1,17 +1,35 @@
-"""SGD and Adam on rows of parameters, each client with its own state; equal to torch.optim's."""
+"""Optimizers on rows of parameters, each client with its own state; equal to torch.optim's."""
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any, Literal
 
 import torch
 from annotated_types import Ge, Lt
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie._util.settings import Configurable, NonNegativeFloat, NonNegativeInt, PositiveInt
-from coterie.errors import require
+from coterie._util.importing import path_of
+from coterie._util.settings import Configurable, NonNegativeFloat, NonNegativeInt, PositiveInt, Share
+from coterie.engine import _own_optimizer
+from coterie.engine.schedules import LrSchedule, Own, rates, read_schedules, stored_schedules
+from coterie.errors import ConfigError, require, unknown
 
-ADAM_BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0},
+    "adam": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    "adamw": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+    "rmsprop": {"alpha": 0.99, "eps": 1e-8, "momentum": 0.0, "centered": False, "weight_decay": 0.0},
+    "adagrad": {"lr_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10, "weight_decay": 0.0},
+}
+"""The optimizers of every engine, with their arguments beside the learning rate and PyTorch's defaults of these."""
+
+_ARGUMENTS = tuple(dict.fromkeys(name for arguments in OPTIMIZERS.values() for name in arguments))
+YOUNGER = (*(name for name in _ARGUMENTS if name not in ("momentum", "weight_decay")),
+           "optimizer_options", "lr_schedule")  # fmt: skip
+"""Fields of `LocalTraining` that are younger than runs that are about."""
+
+_Decay = Annotated[float, Ge(0), Lt(1)]
 
 
 @dataclass(frozen=True)
@@ -22,40 +40,141 @@ class LocalTraining(Configurable):
         epochs: passes over the local training data ($E$).
         steps: optimizer steps instead of epochs ($S$); the data are reshuffled when they are used up.
         batch_size: samples a step ($B$); a client with fewer samples uses all of them.
-        optimizer: "adam" or "sgd". Its state starts fresh in every round, but see `persistent_client_optimizer`.
-        lr: step size, above 0 (0 is allowed and trains nothing).
-        momentum: of SGD, in [0, 1).
-        weight_decay: L2 penalty added to the gradient, 0 or larger.
+        optimizer: "adam", "adamw", "sgd", "rmsprop" or "adagrad", in every engine, with PyTorch's arguments and their
+            defaults, except `lr`. Or the import path of any other class like torch.optim's that treats each parameter
+            alone, such as "torch.optim:NAdam", in the loop engine. Its state starts fresh in every round, but see
+            `persistent_client_optimizer`.
+        lr: step size, above 0 (0 is allowed and trains nothing); 0.001 whatever the optimizer.
+        momentum: of "sgd" and "rmsprop", in [0, 1).
+        weight_decay: L2 penalty added to the gradient, 0 or larger; with "adamw" decoupled from it: each step shrinks
+            parameters by `lr` times it. PyTorch's default when None: 0.01 for "adamw", 0 for the others.
         drop_last: leave out the last, smaller batch of an epoch.
         augment: "crop-flip" pads images by `padding` black pixels, cuts random pieces and mirrors half of them.
         padding: see `augment`.
-        persistent_client_optimizer: each client keeps the state of its optimizer (the moments, and with Adam the count
-            of its steps) from round to round, whatever model it trains next. Some published code works so; it needs
+        persistent_client_optimizer: each client keeps the state of its optimizer (the moments, and the count of its
+            steps) from round to round, whatever model it trains next. Some published code works so; it needs
             an optimizer with a state, and the synchronous schedule.
+        dampening: of the momentum of "sgd": every gradient but the first counts with 1 minus this.
+        nesterov: step along the gradient plus `momentum` times the new momentum, of "sgd".
+        betas: of "adam" and "adamw": shares of the old mean and of the old mean square of gradients that are kept.
+        eps: added to the root of the mean square, of all but "sgd"; PyTorch's default when None: 1e-8, and 1e-10 for
+            "adagrad".
+        alpha: of "rmsprop": share of the old mean square that is kept.
+        centered: of "rmsprop": divide by the deviation of gradients instead of the root of their mean square.
+        lr_decay: of "adagrad": the rate of step k, from 0, is divided by 1 + k times this.
+        initial_accumulator_value: of "adagrad": of the sum of squares.
+        optimizer_options: arguments of an optimizer that is given by import path, beside `lr`.
+        lr_schedule: a factor on `lr` for each round or step: a table such as `{ kind = "cosine", over = "rounds" }`, a
+            list of tables, whose factors multiply, or the import path of a function (number, total) -> factor. Kinds
+            are "warmup", "linear", "cosine", "exponential" and "step"; see `engine.schedules`. None: a constant rate.
     """
 
     epochs: NonNegativeInt = 1
     steps: NonNegativeInt | None = None
     batch_size: PositiveInt = 8
-    optimizer: Literal["adam", "sgd"] = "adam"
+    optimizer: str = "adam"
     lr: NonNegativeFloat = 1e-3
-    momentum: Annotated[float, Ge(0), Lt(1)] = 0.0
-    weight_decay: NonNegativeFloat = 0.0
+    momentum: _Decay = 0.0
+    weight_decay: NonNegativeFloat | None = None
     drop_last: bool = False
     augment: Literal["none", "crop-flip"] = "none"
     padding: NonNegativeInt = 4
     persistent_client_optimizer: bool = False
+    dampening: Share = 0.0
+    nesterov: bool = False
+    betas: Sequence[_Decay] = (0.9, 0.999)
+    eps: NonNegativeFloat | None = None
+    alpha: _Decay = 0.99
+    centered: bool = False
+    lr_decay: NonNegativeFloat = 0.0
+    initial_accumulator_value: NonNegativeFloat = 0.0
+    optimizer_options: Mapping[str, Any] | None = None
+    lr_schedule: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        """Keep what Python can name, and a file cannot, by its import path or as a table."""
+        if isinstance(self.optimizer, type):
+            object.__setattr__(self, "optimizer", path_of(self.optimizer, "optimizer"))
+        object.__setattr__(self, "lr_schedule", stored_schedules(self.lr_schedule))
+        super().__post_init__()
 
     def check(self) -> None:
-        """Only an optimizer with a state can keep it."""
-        stateless = self.persistent_client_optimizer and not self.moments
-        sentence = "momentum above 0, or optimizer = 'adam': plain SGD has no state to keep"
-        require(not stateless, "persistent_client_optimizer", True, sentence)
+        """The arguments must be those of the optimizer, and only one with a state can keep it."""
+        if self.own is None and self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"{unknown('optimizer', self.optimizer, OPTIMIZERS)}, or package.module:Class")
+        usual = {item.name: item.default for item in fields(self)}
+        for name in _ARGUMENTS:
+            if name not in OPTIMIZERS.get(self.optimizer, ()) and (found := getattr(self, name)) != usual[name]:
+                who = ", ".join(other for other, arguments in OPTIMIZERS.items() if name in arguments)
+                advice = "put it into optimizer_options" if self.own else f"leave it out, or take one of {who}"
+                raise ConfigError(f"{name} is {found!r}; optimizer = {self.optimizer!r} has no such setting: {advice}")
+        plain = self.own is not None or not self.optimizer_options
+        require(plain, "optimizer_options", self.optimizer_options, "none: they are for an optimizer by import path")
+        require(len(self.betas) == 2, "betas", self.betas, "two numbers")
+        ahead = not self.nesterov or (self.momentum > 0 and self.dampening == 0)
+        require(ahead, "nesterov", True, "momentum above 0 and dampening 0 with it")
+        if self.persistent_client_optimizer:
+            text = f"one of {', '.join(OPTIMIZERS)} with it: the state of {self.optimizer!r} is not kept between rounds"
+            require(self.own is None, "persistent_client_optimizer", True, text)
+            sentence = "momentum above 0, or an optimizer such as 'adam': plain SGD has no state to keep"
+            require(self.moments > 0, "persistent_client_optimizer", True, sentence)
+        read_schedules(self.lr_schedule)
+
+    @property
+    def own(self) -> str | None:
+        """The import path of an optimizer that is not one of `OPTIMIZERS`; None for one of them."""
+        return self.optimizer if ":" in self.optimizer else None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the optimizer beside `lr`, by PyTorch's names."""
+        if self.own:
+            return dict(self.optimizer_options or {})
+        usual, given = OPTIMIZERS[self.optimizer], {name: getattr(self, name) for name in OPTIMIZERS[self.optimizer]}
+        return {name: usual[name] if value is None else value for name, value in given.items()}
+
+    @property
+    def schedules(self) -> tuple[LrSchedule, ...]:
+        """The learning-rate schedules, whose factors multiply; none for a constant rate."""
+        return read_schedules(self.lr_schedule)
+
+    @property
+    def needs_rounds(self) -> bool:
+        """Whether rates depend on the number of rounds of the run."""
+        return any(one.over == "rounds" and one.needs_total for one in self.schedules)
 
     @property
     def moments(self) -> int:
         """How many numbers the optimizer remembers of each parameter."""
-        return 2 if self.optimizer == "adam" else int(self.momentum > 0)
+        moving = int(self.momentum > 0)
+        counts = {"sgd": moving, "adam": 2, "adamw": 2, "rmsprop": 1 + moving + self.centered, "adagrad": 1}
+        return counts.get(self.optimizer, 0)
+
+    def rates(
+        self, length: Int[Tensor, "clients steps"], round: int, rounds: int | None
+    ) -> Float[Tensor, "clients steps"] | None:
+        """Return the learning rate of each step of a local training; None when it is `lr` in all; see `schedules`."""
+        schedules = self.schedules
+        return rates(schedules, self.lr, length, round, rounds) if schedules else None
+
+    def verify(self) -> None:
+        """Import what is named by its path and try it on a few numbers.
+
+        Raises:
+            ConfigError: when it is not there, or does not do what is needed.
+        """
+        if self.own:
+            _own_optimizer.check(self.own, self.arguments)
+        for schedule in self.schedules:
+            if isinstance(schedule, Own):
+                schedule.function()
+
+    def identity(self) -> dict[str, Any]:
+        """Return what decides the results, in which younger fields are said only where they differ from defaults."""
+        usual = {item.name: item.default for item in fields(self)}
+        younger = {*YOUNGER, "persistent_client_optimizer"}
+        said = {k: v for k, v in asdict(self).items() if k not in younger or v != usual[k]}
+        return said if self.own else {**said, "weight_decay": self.arguments["weight_decay"]}
 
 
 @dataclass(frozen=True)
@@ -63,7 +182,8 @@ class Moments:
     """What clients keep of their optimizers between rounds, for each model that they train (a track).
 
     Args:
-        values: the first moment, and with Adam the second, of each trained parameter.
+        values: what the optimizer remembers of each trained parameter, such as the first moment and the second of
+            Adam; see `RowOptimizer`.
         taken: steps taken so far.
     """
 
@@ -71,7 +191,7 @@ class Moments:
     taken: Int[Tensor, "clients tracks"]
 
     @staticmethod
-    def zeros(local: LocalTraining, tracks: int, rows: Float[Tensor, "clients trainable"]) -> "Moments":
+    def fresh(local: LocalTraining, tracks: int, rows: Float[Tensor, "clients trainable"]) -> "Moments":
         """Return those of clients that have not trained.
 
         Args:
@@ -80,12 +200,16 @@ class Moments:
             rows: the trainable parameters; only their shape and type are used.
         """
         clients, trainable = rows.shape
-        values = rows.new_zeros(clients, tracks, local.moments, trainable)
+        values = rows.new_full((clients, tracks, local.moments, trainable), local.initial_accumulator_value)
         return Moments(values, torch.zeros(clients, tracks, dtype=torch.int64))
 
 
 class RowOptimizer:
     """One optimizer state for each row, updated in place.
+
+    The moments are, of "sgd": the momentum, where there is one; of "adam" and "adamw": the mean gradient and the mean
+    square; of "rmsprop": the mean square, then the momentum and the mean gradient, where there are such; of "adagrad":
+    the sum of squares.
 
     Args:
         local: which optimizer and its settings.
@@ -101,12 +225,20 @@ class RowOptimizer:
         moments: Float[Tensor, "clients moments trainable"] | None = None,
         taken: Int[Tensor, " clients"] | None = None,
     ) -> None:
+        if local.own:
+            raise ConfigError(f"optimizer {local.own!r} trains one client after another; expected engine = 'loop'")
         self.local, self.taken = local, None if taken is None else taken.to(rows.device)
-        state = [torch.zeros_like(rows) for _ in range(local.moments)] if moments is None else [*moments.unbind(1)]
-        self.first, self.second = (*state, None, None)[:2]
+        self.arguments = local.arguments
+        initial = local.initial_accumulator_value
+        fresh = moments is None
+        self.state = [torch.full_like(rows, initial) for _ in range(local.moments)] if fresh else [*moments.unbind(1)]
 
     def step(
-        self, rows: Float[Tensor, "clients trainable"], grads: Float[Tensor, "clients trainable"], number: int
+        self,
+        rows: Float[Tensor, "clients trainable"],
+        grads: Float[Tensor, "clients trainable"],
+        number: int,
+        lr: float | Float[Tensor, "clients 1"] | None = None,
     ) -> None:
         """Update `rows` in place; `grads` may be overwritten.
 
@@ -117,42 +249,70 @@ class RowOptimizer:
             rows: the trainable parameters.
             grads: their gradients.
             number: of this step in this training, from 1.
+            lr: the learning rate of this step, that of each client in float64; that of the settings when None.
         """
-        if self.local.weight_decay:
-            grads = grads.add_(rows * self.local.weight_decay)
-        if self.local.optimizer == "sgd":
-            self._sgd(rows, grads)
-        else:
-            self._adam(rows, grads, number)
-
-    def _sgd(self, rows: Tensor, grads: Tensor) -> None:
-        if self.first is not None:
-            grads = self.first.mul_(self.local.momentum).add_(grads)
-        rows.sub_(grads * self.local.lr)
-
-    def _adam(self, rows: Tensor, grads: Tensor, number: int) -> None:
-        assert self.first is not None
-        assert self.second is not None
-        beta1, beta2 = ADAM_BETAS
-        self.first.lerp_(grads, 1 - beta1)
-        self.second.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
-        count: int | Tensor = number
+        rate: Any = self.local.lr if lr is None else lr
+        count: Any = number
         if self.taken is not None:  # each client has its own
             count = (self.taken + number)[:, None].double()
-        scale = self.second.sqrt().div_((1 - beta2**count) ** 0.5).add_(ADAM_EPS)
-        rows.sub_(torch.div(self.first, scale).mul_(self.local.lr / (1 - beta1**count)))
+        decay, kind = self.arguments["weight_decay"], self.local.optimizer
+        if decay and kind == "adamw":
+            rows.mul_(_like(rows, 1 - rate * decay))
+        elif decay:
+            grads = grads.add_(rows * decay)
+        steps = {"sgd": self._sgd, "rmsprop": self._rmsprop, "adagrad": self._adagrad}
+        steps.get(kind, self._adam)(rows, grads, rate, count)
+
+    def _sgd(self, rows: Tensor, grads: Tensor, rate: Any, count: Any) -> None:
+        momentum, dampening = self.arguments["momentum"], self.arguments["dampening"]
+        if momentum:
+            own = grads
+            if dampening:
+                later = (count > 1).double() if isinstance(count, Tensor) else count > 1
+                own = grads * _like(rows, 1 - dampening * later)
+            velocity = self.state[0].mul_(momentum).add_(own)
+            grads = grads.add_(velocity * momentum) if self.arguments["nesterov"] else velocity
+        rows.sub_(grads * _like(rows, rate))
+
+    def _adam(self, rows: Tensor, grads: Tensor, rate: Any, count: Any) -> None:
+        first, second = self.state
+        beta1, beta2 = self.arguments["betas"]
+        first.lerp_(grads, 1 - beta1)
+        second.mul_(beta2).addcmul_(grads, grads, value=1 - beta2)
+        scale = second.sqrt().div_((1 - beta2**count) ** 0.5).add_(self.arguments["eps"])
+        rows.sub_(torch.div(first, scale).mul_(rate / (1 - beta1**count)))
+
+    def _rmsprop(self, rows: Tensor, grads: Tensor, rate: Any, count: Any) -> None:
+        square, *others = self.state
+        alpha, momentum = self.arguments["alpha"], self.arguments["momentum"]
+        square.mul_(alpha).addcmul_(grads, grads, value=1 - alpha)
+        spread = square
+        if self.arguments["centered"]:
+            mean = others[-1].lerp_(grads, 1 - alpha)
+            spread = torch.addcmul(square, mean, mean, value=-1)
+        change = grads / spread.sqrt().add_(self.arguments["eps"])
+        if momentum:
+            change = others[0].mul_(momentum).add_(change)
+        rows.sub_(change * _like(rows, rate))
+
+    def _adagrad(self, rows: Tensor, grads: Tensor, rate: Any, count: Any) -> None:
+        total = self.state[0].addcmul_(grads, grads)
+        change = grads / total.sqrt().add_(self.arguments["eps"])
+        rows.sub_(change * _like(rows, rate / (1 + (count - 1) * self.arguments["lr_decay"])))
 
     def take(self, chosen: Tensor) -> "RowOptimizer":
         """Return the optimizer of some rows, on copies of their state."""
         part = RowOptimizer(self.local, torch.empty(0, 0))
-        part.first = None if self.first is None else self.first[chosen]
-        part.second = None if self.second is None else self.second[chosen]
+        part.state = [one[chosen] for one in self.state]
         part.taken = None if self.taken is None else self.taken[chosen]
         return part
 
     def put(self, chosen: Tensor, part: "RowOptimizer") -> None:
         """Take back the state of some rows."""
-        if self.first is not None and part.first is not None:
-            self.first[chosen] = part.first
-        if self.second is not None and part.second is not None:
-            self.second[chosen] = part.second
+        for own, other in zip(self.state, part.state, strict=True):
+            own[chosen] = other
+
+
+def _like(rows: Tensor, value: Any) -> Any:
+    """Return a number of each row in the type of the rows, in which it then multiplies them."""
+    return value.to(rows.dtype) if isinstance(value, Tensor) else value

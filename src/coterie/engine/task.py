@@ -2,19 +2,21 @@
 
 import copy
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
 from coterie._util import pages
 from coterie.data.federation import SPLITS, Federation
+from coterie.data.source import is_images
 from coterie.engine._augment import CropFlip
-from coterie.engine._base import Objective, cross_entropy, squared_error
-from coterie.engine._batches import last_epoch_mean, plan, steps
+from coterie.engine._base import measured
+from coterie.engine._batches import last_epoch_mean, plan, smallest, steps
 from coterie.engine._choice import default_block, make
 from coterie.engine._work import Pairs, RawSamples, Training, distinct
 from coterie.engine.device import check as check_device
@@ -24,7 +26,9 @@ from coterie.engine.precision import check as check_precision
 from coterie.errors import ModelError, require
 from coterie.exchange.base import Inbox
 from coterie.functional import metrics
-from coterie.models.layout import BUFFER_POLICIES, Layout, ModelSource, initial, source, template
+from coterie.functional.losses import Loss, loss_targets, usual_loss
+from coterie.functional.metrics import SampleMetric, Undefined
+from coterie.models.layout import BUFFER_POLICIES, Inputs, Layout, ModelSource, initial, source, template
 from coterie.rng import EVERYONE, Rng
 
 
@@ -63,6 +67,25 @@ def positions(split: Int[Tensor, "clients samples"], wanted: int) -> Positions:
     return Positions(torch.where(inside, order, 0), count)
 
 
+def _arguments(module: nn.Module, federation: Federation, dtype: torch.dtype) -> Inputs:
+    """Return what becomes of an input before the module takes it.
+
+    Whole numbers stay whole for a module that can take them (an embedding needs them), and are numbers of `dtype` for
+    others, such as a linear layer.
+    """
+    x = federation.x[0, :2]
+    whole = not (federation.parts or x.is_floating_point() or is_images(x[0]))
+    if not whole:
+        return Inputs(federation.parts)
+    layout = Layout(module, dtype, Inputs(whole=True))
+    try:
+        with torch.no_grad():
+            layout.eval_module(x)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError):
+        return Inputs()
+    return layout.arguments
+
+
 @dataclass
 class Carried:
     """The state of the optimizers of the clients of a round: what trainings start from, and what they leave."""
@@ -70,12 +93,12 @@ class Carried:
     before: Moments
     after: Moments | None = None  # a copy, made when the first training ends
 
-    def leave(self, rows: Tensor, track: int, moments: Tensor, taken: Tensor) -> None:
+    def leave(self, rows: Tensor, track: int, moments: Tensor, taken: Tensor, initial: float = 0.0) -> None:
         """Take the state of some clients' optimizers after a training; who diverged starts afresh."""
         if self.after is None:
             self.after = Moments(self.before.values.clone(), self.before.taken.clone())
         lost = not_finite(moments.flatten(1))
-        moments[lost] = 0
+        moments[lost] = initial
         self.after.values[rows, track] = moments
         self.after.taken[rows, track] = taken.masked_fill(lost, 0)
 
@@ -113,14 +136,19 @@ class Task:
         device: where models and data live; ids, counts, losses and other reports are on the CPU.
         precision: of the products in training and measuring: "full", "tf32" or "bf16"; see `engine.precision`.
         cuda_graphs: capture the steps of the vmap engine and replay them, on a CUDA device.
-        objective: (outputs, targets) -> one loss a sample; cross-entropy for classes and squared error else.
+        loss: what is minimized; cross-entropy for classes and squared error for numbers when None.
+        metrics: what `evaluate` measures beside the loss and the metric that goes with it.
         clusters: planted cluster of each hosted client, for methods that declare that they need it.
         expected: number of training samples in all, so that "auto" compiles only where that pays.
         batch_size: samples of a client's step, so that "auto" batches clients only where that pays.
+        own_optimizer: `LocalTraining.own`, which only the loop engine runs.
+        rounds: of the run, for learning-rate schedules that run over all of them.
 
     Attributes:
         ids: the hosted clients, in the order of all rows.
         samples: training samples of each, as floats: the $n_i$ of the papers.
+        objective: the loss of each sample.
+        metrics: what `evaluate` measures further.
         layout: how the model's tensors lie in a row.
     """
 
@@ -137,10 +165,13 @@ class Task:
         device: str = "cpu",
         precision: str = "full",
         cuda_graphs: bool = False,
-        objective: Objective | None = None,
+        loss: Loss | None = None,
+        metrics: Sequence[SampleMetric] = (),
         clusters: Int[Tensor, " clients"] | None = None,
         expected: float | None = None,
         batch_size: int | None = None,
+        own_optimizer: str | None = None,
+        rounds: int | None = None,
     ) -> None:
         require(init in ("shared", "per_client", "given"), "init", init, "'shared', 'per_client' or 'given'")
         require(buffers in BUFFER_POLICIES, "buffers", buffers, f"one of {', '.join(BUFFER_POLICIES)}")
@@ -150,14 +181,16 @@ class Task:
         federation.validate()
         self.model = source(model, federation.features, federation.outputs)
         module = template(self.model)
-        self.layout = Layout(module, dtype).to(device)
+        self.objective = loss or usual_loss(federation.y.flatten(0, 1), federation.classes)
+        self.layout = Layout(module, dtype, _arguments(module, federation, dtype)).to(device)
         self.init_mode, self.buffers, self.device, self.dtype = init, buffers, device, dtype
         self.ids, self.population, self.classes = federation.ids, federation.population, federation.classes
         self.clusters = clusters
         where = {name: positions(federation.split, number) for name, number in SPLITS.items()}
 
         def samples(x: Tensor, y: Tensor) -> RawSamples:
-            return RawSamples(x.to(device), y.to(device), self.classes, dtype, federation.mean, federation.std)
+            targets = loss_targets(self.objective, y, dtype).to(device)
+            return RawSamples(x.to(device), targets, dtype, federation.mean, federation.std)
 
         everything = samples(federation.x.flatten(0, 1), federation.y.flatten(0, 1))
         tests = tuple(samples(test.x, test.y) for test in federation.tests)
@@ -167,35 +200,75 @@ class Task:
         self._rng = Rng(0)
         self._fixed = False  # first models are the module's own values
         self.samples = where["train"].count.to(dtype)
-        objective = objective or (cross_entropy if self.classes else squared_error)
         probe = torch.arange(8) % max(1, len(everything))
         x, y = everything.inputs(probe), everything.targets(probe)
-        self._check_outputs(x)
+        self._check_outputs(x, y)
+        self.metrics = tuple(one for one in metrics if one.name not in measured(self.objective))
+        for metric in self.metrics:
+            self.objective.require(metric, y)
         self.engine = make(
             engine,
             self.layout,
-            objective,
+            self.objective,
             x,
             y,
             expected,
             batch_size=batch_size,
             precision=precision,
             cuda_graphs=cuda_graphs,
+            own_optimizer=own_optimizer,
         )
+        self.rounds = rounds
         self.block = block or (1 if self.engine.name == "loop" else default_block(self.layout, device))
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def _check_outputs(self, x: Tensor) -> None:
-        """Refuse a module with fewer outputs than classes; one that fails on such inputs is left to the engines."""
+    def _check_outputs(self, x: Tensor, y: Tensor) -> None:
+        """Refuse outputs that the loss does not take; a module that fails on such inputs is left to the engines."""
         try:
             with torch.no_grad():
                 outputs = self.layout.eval_module(x)
         except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError):
             return
-        if self.classes and outputs.shape[-1] < self.classes:
+        if self.objective.targets == "class" and outputs.shape[-1] < self.classes:
             raise ModelError(f"the module has {outputs.shape[-1]} outputs; expected {self.classes}, one a class")
+        self.objective.fits(outputs, y)
+
+    def check_batches(self, local: LocalTraining) -> None:
+        """Refuse clients one of whose batches holds one sample, where the module normalizes over batches.
+
+        Raises:
+            ModelError: with the client, and what to do.
+        """
+        counts = self.counts("train").tolist()
+        alone = [row for row, samples in enumerate(counts) if smallest(local, samples) == 1]
+        if not alone or self._takes_one():
+            return
+        name, samples = self._shared.federation.name_of(int(self._at[alone[0]])), counts[alone[0]]
+        more = f" ({len(alone) - 1} more like it)" if len(alone) > 1 else ""
+        needs, other = "batch normalization needs two or more", "a model without it (nn.GroupNorm, nn.LayerNorm)"
+        if local.batch_size == 1:
+            raise ModelError(f"local.batch_size is 1, and {needs} samples a batch: choose a larger one, or {other}")
+        if samples == 1:
+            raise ModelError(
+                f"{name} has one training sample{more}, and {needs} a batch: leave it out, or take {other}"
+            )
+        raise ModelError(
+            f"{name} has {samples} training samples, so its last batch of local.batch_size = {local.batch_size} holds "
+            f"one{more}, and {needs}: set local.drop_last = true, choose another batch size, or take {other}"
+        )
+
+    def _takes_one(self) -> bool:
+        """Whether the module trains on a batch of one sample."""
+        try:
+            with torch.no_grad():
+                copy.deepcopy(self.layout.train_module)(self._shared.samples.inputs(torch.zeros(1, dtype=torch.int64)))
+        except ValueError as error:
+            return "more than one value a channel" not in str(error)
+        except (RuntimeError, TypeError, NotImplementedError, IndexError):  # left to the engines
+            return True
+        return True
 
     @property
     def train_seconds(self) -> float:
@@ -324,7 +397,7 @@ class Task:
             tracks: how many models each client trains in a round.
         """
         like = torch.empty(1, dtype=self.dtype, device=self.device).expand(len(self), self.layout.trainable)
-        return Moments.zeros(local, tracks, like)
+        return Moments.fresh(local, tracks, like)
 
     def steps(self, local: LocalTraining) -> int:
         """Return the most optimizer steps any hosted client takes in one local training."""
@@ -385,6 +458,7 @@ class Task:
             noise=None if noise is None else noise.to(self._shared.samples.device),
             moments=moments,
             taken=taken,
+            rates=local.rates(schedule.length, rng.round, self.rounds),
             foreign=lambda row: rng.torch_globals(f"{purpose}.torch", int(self.ids[row]), self.device),
         )
         out = params.detach() if in_place else pages.copy(params.detach())
@@ -399,7 +473,7 @@ class Task:
         }
         if self._carried is not None and moments is not None and taken is not None:
             carried, rows = self._carried
-            carried.leave(rows, track, moments, taken + stepped.sum(1))
+            carried.leave(rows, track, moments, taken + stepped.sum(1), local.initial_accumulator_value)
         self._shared.train_seconds += time.perf_counter() - started
         return out, info
 
@@ -442,7 +516,7 @@ class Task:
     def measure(
         self, params: Float[Tensor, "clients params"], split: str, inputs: Mapping[str, Tensor] | None = None
     ) -> dict[str, Float[Tensor, " clients"]]:
-        """Return loss and (for classes) accuracy of each client's model on its own data. No random draw is made."""
+        """Return the loss of each client's model on its own data, and what it is judged by. No random draw is made."""
         return self._measure(params, torch.arange(len(self)), torch.arange(len(self)), split, inputs)
 
     def score(self, inbox: Inbox, split: str = "train", *, keep: bool = False) -> Float[Tensor, "clients peers"]:
@@ -487,7 +561,8 @@ class Task:
         noise = self._noise(self._rng, "noise")
         pairs = Pairs(self._shared.samples, self._places(split), self.counts(split), models, clients, noise)
         values = self._run(table, pairs, inputs)
-        return values if self.classes else {metrics.LOSS.name: values[metrics.LOSS.name]}
+        repeats = self.objective.kind == self.objective.metric  # then the metric says what the loss says
+        return {metrics.LOSS.name: values[metrics.LOSS.name]} if repeats else values
 
     def _run(self, table: Tensor, pairs: Pairs, inputs: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         extra = self.layout.zero_inputs(len(table)) if inputs is None else inputs
@@ -498,10 +573,15 @@ class Task:
     ) -> dict[str, Float[Tensor, " clients"]]:
         """Return each client's metrics on the test set that serves it; equal models are measured once on each.
 
-        "loss", and "accuracy" for classes; for regression "mse", the mean squared error. No random draw is made.
+        The loss, what it is judged by ("accuracy" for classes, "mse" for squared errors), and `metrics`. No random draw
+        is made.
         """
-        names = metrics.measured(self.classes > 0)
-        out = {name: torch.full((len(self),), torch.nan, dtype=self.dtype) for name in names}
+        return {**self._evaluate(params, inputs), **self.judged(params, self.metrics, inputs)}
+
+    def _evaluate(
+        self, params: Float[Tensor, "clients params"], inputs: Mapping[str, Tensor] | None
+    ) -> dict[str, Float[Tensor, " clients"]]:
+        out = {name: torch.full((len(self),), torch.nan, dtype=self.dtype) for name in self.engine.metrics}
         serves = self._shared.federation.test_of[self._at]
         same = distinct(params) if inputs is None else torch.arange(len(params))
         for number in range(len(self._shared.tests)):
@@ -510,6 +590,44 @@ class Task:
             for name, value in self._run(params, self._whole_test(number, models), inputs).items():
                 out[name][rows] = value[which]
         return out
+
+    def judged(
+        self,
+        params: Float[Tensor, "clients params"],
+        wanted: Sequence[SampleMetric],
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Float[Tensor, " clients"]]:
+        """Return metrics of each client's outputs for all samples of the test set that serves it.
+
+        Args:
+            params: the models.
+            wanted: the metrics; NaN where one is not defined, and for a test set without samples.
+            inputs: values of the layout's input buffers.
+        """
+        out = {metric.name: torch.full((len(self),), torch.nan, dtype=self.dtype) for metric in wanted}
+        serves = self._shared.federation.test_of[self._at]
+        same = distinct(params) if inputs is None else torch.arange(len(params))
+        for number, test in enumerate(self._shared.tests if wanted else ()):
+            rows = (serves == number).nonzero().flatten()
+            models, which = same[rows].unique(return_inverse=True)
+            pairs = self._whole_test(number, models)
+            values = {metric.name: torch.full((len(models),), torch.nan, dtype=self.dtype) for metric in wanted}
+            extra = self.layout.zero_inputs(len(params)) if inputs is None else inputs
+            targets = test.targets(torch.arange(len(test)))
+            for _, part, outputs in self.engine.outputs(params, pairs, extra, self.block):
+                for pair, own in zip(part.tolist(), outputs, strict=True):
+                    for metric in wanted:
+                        values[metric.name][pair] = self._judge(metric, own, targets)
+            for name, value in values.items():
+                out[name][rows] = value[which]
+        return out
+
+    def _judge(self, metric: SampleMetric, outputs: Tensor, targets: Tensor) -> float:
+        """Return a metric of one model's outputs."""
+        seen = self.objective.seen_by(metric, outputs, targets)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Undefined)  # a NaN says it, and the run says why
+            return metric(*(seen if metric.each else (each.cpu() for each in seen)))
 
     def _whole_test(self, number: int, models: Int[Tensor, " models"]) -> Pairs:
         test = self._shared.tests[number]
@@ -533,7 +651,7 @@ class Task:
         With it the recall of each class on the test set that serves each client, NaN for a class without samples, and
         how many samples it has.
         """
-        values = {name: torch.full((len(self),), torch.nan, dtype=self.dtype) for name in metrics.measured(True)}
+        values = {name: torch.full((len(self),), torch.nan, dtype=self.dtype) for name in self.engine.metrics}
         recall = torch.full((len(self), self.classes), torch.nan, dtype=self.dtype)
         number = torch.zeros(len(self), self.classes, dtype=torch.int64)
         serves, same = self._shared.federation.test_of[self._at], distinct(params)

@@ -5,22 +5,33 @@ that a study file can set them: `loss = { kind = "cross-entropy", label_smoothin
 which it is usually judged, measured on each sample beside the loss.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import torch
-from jaxtyping import Float, Shaped
+from annotated_types import Gt, Lt, MinLen
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional
 
 from coterie._util.importing import imported, path_of
-from coterie._util.settings import Configurable, parse, plain
-from coterie.errors import ConfigError, unknown
-from coterie.functional.metrics import ACCURACY, MSE
+from coterie._util.settings import Configurable, NonNegativeFloat, PositiveFloat, Share, parse, plain
+from coterie.errors import ConfigError, CoterieError, DataError, ModelError, unknown
+from coterie.functional.metrics import (
+    ACCURACY,
+    LABEL_ACCURACY,
+    MAE,
+    MEASURES,
+    MSE,
+    PIXEL_ACCURACY,
+    TOKEN_ACCURACY,
+    SampleMetric,
+)
+from coterie.functional.scores import UNCOUNTED, Form
 
-Targets = Literal["class", "integers", "numbers"]
-"""What a loss takes as the target of a sample: one class; integers of any shape; or numbers of any shape."""
+Targets = Literal["class", "labels", "integers", "numbers"]
+"""What a loss takes as the target of a sample: one class; yes or no, one or several; integers of any shape; numbers."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,8 @@ class Loss(Configurable):
         kind: its name in study files.
         summary: what it is, in a line.
         targets: what it takes as a target.
+        form: in which form `judged` gives outputs and targets to metrics, see `functional.scores`; None where only the
+            type and the shape of targets tell.
         whole: whether the loss of a sample depends on the others of its batch: evaluations then take all samples of a
             set at once.
         metric: name of what `score` measures; None for nothing.
@@ -39,6 +52,7 @@ class Loss(Configurable):
     kind: ClassVar[str]
     summary: ClassVar[str]
     targets: ClassVar[Targets]
+    form: ClassVar[Form | None] = None
     whole: ClassVar[bool] = False
     metric: ClassVar[str | None] = None
 
@@ -52,47 +66,420 @@ class Loss(Configurable):
         self, outputs: Float[Tensor, "samples *outputs"], targets: Shaped[Tensor, "samples *targets"]
     ) -> Float[Tensor, " samples"]:
         """Return what `metric` says of each sample; its mean over samples is the metric."""
-        raise NotImplementedError
+        if self.metric is None:
+            raise NotImplementedError(f"loss {self.kind!r} names no metric")
+        return MEASURES[self.metric].values(*self.judged(outputs, targets))
+
+    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return outputs and targets in the form that metrics take; here numbers in the shape of the targets."""
+        alike = self.form is None and targets.is_floating_point() and outputs.numel() == targets.numel()
+        return (outputs.reshape(targets.shape) if alike else outputs), targets
+
+    def seen_by(self, metric: SampleMetric, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return outputs and targets as a metric takes them: in the form of this loss, or as they are."""
+        return self.judged(outputs, targets) if metric.takes else (outputs, targets)
+
+    def forms(self, targets: Tensor) -> tuple[Form, ...]:
+        """Return the forms that outputs and targets may have."""
+        if self.form is not None:
+            return (self.form,)
+        if targets.is_floating_point():
+            return "numbers", "labels", "times"
+        return ("class",) if targets.dim() == 1 else ("positions", "labels")
+
+    def require(self, metric: SampleMetric, targets: Shaped[Tensor, "samples *targets"]) -> None:
+        """Refuse a metric that cannot be computed from these targets and the outputs that this loss trains.
+
+        Raises:
+            ConfigError: with the metrics that can.
+        """
+        forms = self.forms(targets)
+        if metric.takes and not set(metric.takes) & set(forms):
+            fitting = [one.name for one in MEASURES.values() if set(one.takes) & set(forms)]
+            raise ConfigError(
+                f"metric {metric.name!r} is of {_words(metric.takes)}; loss {self.kind!r} trains outputs for "
+                f"{_words(forms)}: take one of {', '.join(fitting)}, or a function of yours"
+            )
+
+    def width(self, y: Shaped[Tensor, "samples *targets"], classes: int) -> int:
+        """Return how many outputs a network that Coterie makes has for this loss.
+
+        Args:
+            y: targets.
+            classes: number of classes, where each target is one; else 0.
+        """
+        return classes or _entries(y)
+
+    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+        """Refuse outputs and targets that this loss does not take.
+
+        Args:
+            outputs: of the module for a few samples.
+            targets: of those or, so that every value is checked, of all.
+
+        Raises:
+            ModelError: when their shapes do not fit.
+            DataError: when a target has no value that is expected.
+        """
+
+    def _shapes(self, fit: bool, expected: str, outputs: Tensor, targets: Tensor, advice: str) -> None:
+        if not fit:
+            found = f"{_shape(outputs)} and {_shape(targets)}"
+            raise ModelError(f"loss {self.kind!r} takes {expected}; found {found}: {advice}")
+
+    def _values(self, fit: Bool[Tensor, "samples *targets"], expected: str, targets: Tensor) -> None:
+        if not bool(fit.all()):
+            found = targets[~fit].flatten()[0].item()
+            raise DataError(f"loss {self.kind!r}: a target is {found}; expected {expected}")
+
+
+_FORMS: dict[Form, str] = {
+    "class": "one class a sample",
+    "labels": "yes or no in each column",
+    "positions": "a class at each position",
+    "numbers": "numbers",
+    "times": "times of events",
+}
+
+
+def _words(forms: Sequence[Form]) -> str:
+    return ", or ".join(_FORMS[form] for form in forms)
+
+
+def _entries(y: Tensor) -> int:
+    """Return the number of entries of a sample's target."""
+    return int(torch.Size(y.shape[1:]).numel())
+
+
+def _shape(values: Tensor) -> str:
+    return f"({', '.join(['samples', *map(str, values.shape[1:])])}{',' if values.dim() == 1 else ''})"
+
+
+def _tensor(values: Sequence[float], like: Tensor) -> Tensor | None:
+    """Return arguments of a loss beside its outputs; None for none."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device) if values else None
+
+
+# ---------------------------------------------------------------- classes and labels
 
 
 @final
 @dataclass(frozen=True)
 class CrossEntropy(Loss):
-    """Cross-entropy of logits, for one class a sample.
+    r"""Cross-entropy of logits, for one class a sample: $-\sum_c w_c q_c \log p_c$ with $p$ the softmax of the outputs.
+
+    $q_c$ is 1 for the class and 0 else, or with label smoothing $\varepsilon$ that times $1 - \varepsilon$, plus
+    $\varepsilon$ / classes (Szegedy et al., Rethinking the Inception architecture, CVPR 2016).
 
     Args:
-        weight: factor on the loss of the samples of each class; 1 for all when empty. The mean over samples is not
-            divided by the mean weight.
-        label_smoothing: share of the target that is spread evenly over all classes, in [0, 1].
+        weight: factor on the loss of the samples of each class ($w$); 1 for all when empty. The mean over samples is
+            not divided by the mean weight.
+        label_smoothing: share of the target that is spread evenly over all classes ($\varepsilon$), in [0, 1].
     """
 
     kind: ClassVar[str] = "cross-entropy"
     summary: ClassVar[str] = "one class a sample: cross-entropy of logits"
     targets: ClassVar[Targets] = "class"
-    metric: ClassVar[str] = ACCURACY.name
+    form: ClassVar[Form | None] = "class"
+    metric: ClassVar[str | None] = ACCURACY.name
+    weight: Sequence[NonNegativeFloat] = ()
+    label_smoothing: Share = 0.0
 
     def __call__(
         self, outputs: Float[Tensor, "samples classes"], targets: Shaped[Tensor, " samples"]
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
-        return functional.cross_entropy(outputs, targets, reduction="none")
+        weight = _tensor(self.weight, outputs)
+        return functional.cross_entropy(
+            outputs, targets, weight, reduction="none", label_smoothing=self.label_smoothing
+        )
 
-    def score(
-        self, outputs: Float[Tensor, "samples classes"], targets: Shaped[Tensor, " samples"]
-    ) -> Float[Tensor, " samples"]:
-        """Return 1 where the largest output is that of the class, else 0."""
-        return (outputs.argmax(-1) == targets).to(outputs.dtype)
+    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+        """See `Loss.fits`."""
+        expected = "outputs (samples, classes) and targets (samples,), one class a sample"
+        advice = "a class at each position is for 'tokens' or 'segmentation', columns of 0 and 1 are for 'multi-label'"
+        self._shapes(outputs.dim() == 2 and targets.dim() == 1, expected, outputs, targets, advice)
+        classes = outputs.shape[1]
+        whole = "whole numbers: numbers are for a loss such as 'mse'"
+        self._values(targets == targets.round(), whole, targets)
+        self._values((targets >= 0) & (targets < classes), f"a class from 0 to {classes - 1}", targets)
+        if self.weight and len(self.weight) != classes:
+            raise ConfigError(
+                f"loss {self.kind!r}: weight has {len(self.weight)} entries; expected {classes}, one a class"
+            )
 
 
 @final
 @dataclass(frozen=True)
-class SquaredError(Loss):
+class Binary(Loss):
+    r"""Cross-entropy of one logit $z$ a sample: $-w y \log \sigma(z) - (1 - y) \log(1 - \sigma(z))$.
+
+    Targets are 0 and 1, as numbers or as two classes.
+
+    Args:
+        pos_weight: factor on the loss of the samples whose target is 1 ($w$).
+    """
+
+    kind: ClassVar[str] = "binary"
+    summary: ClassVar[str] = "one yes or no a sample: cross-entropy of one logit"
+    targets: ClassVar[Targets] = "labels"
+    form: ClassVar[Form | None] = "class"
+    metric: ClassVar[str | None] = ACCURACY.name
+    pos_weight: PositiveFloat = 1.0
+
+    def __call__(
+        self, outputs: Float[Tensor, "samples *one"], targets: Shaped[Tensor, "samples *one_too"]
+    ) -> Float[Tensor, " samples"]:
+        """Return the loss of each sample."""
+        logits, wanted = outputs.reshape(-1), targets.reshape(-1).to(outputs.dtype)
+        losses = functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+        return losses if self.pos_weight == 1 else losses * (1 + (self.pos_weight - 1) * wanted)
+
+    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Loss.judged`: as two classes, of which the logit of the first is 0."""
+        logits = outputs.reshape(-1)
+        return torch.stack([torch.zeros_like(logits), logits], 1), targets.reshape(-1).to(torch.int64)
+
+    def width(self, y: Shaped[Tensor, "samples *targets"], classes: int) -> int:
+        """See `Loss.width`."""
+        return 1
+
+    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+        """See `Loss.fits`."""
+        expected = "outputs (samples, 1) and targets (samples,), one yes or no a sample"
+        advice = "one output a class is for 'cross-entropy', several columns of 0 and 1 are for 'multi-label'"
+        self._shapes(_entries(outputs) == 1 and _entries(targets) == 1, expected, outputs, targets, advice)
+        self._values((targets == 0) | (targets == 1), "0 or 1", targets)
+
+
+@final
+@dataclass(frozen=True)
+class MultiLabel(Loss):
+    r"""Cross-entropy of a logit $z_c$ for each label: $-w_c y_c \log \sigma(z_c) - (1 - y_c) \log(1 - \sigma(z_c))$.
+
+    The loss of a sample is the mean over labels. Targets are 0 and 1, as numbers or as integers.
+
+    Args:
+        pos_weight: factor on the loss of a label where its target is 1 ($w$), one a label; 1 for all when empty.
+    """
+
+    kind: ClassVar[str] = "multi-label"
+    summary: ClassVar[str] = "a yes or no in each column: cross-entropy of a logit each, the mean over columns"
+    targets: ClassVar[Targets] = "labels"
+    form: ClassVar[Form | None] = "labels"
+    metric: ClassVar[str | None] = LABEL_ACCURACY.name
+    pos_weight: Sequence[PositiveFloat] = ()
+
+    def __call__(
+        self, outputs: Float[Tensor, "samples *labels"], targets: Shaped[Tensor, "samples *labels"]
+    ) -> Float[Tensor, " samples"]:
+        """Return the loss of each sample."""
+        logits, wanted = self.judged(outputs, targets.to(outputs.dtype))
+        weight = _tensor(self.pos_weight, outputs)
+        every = functional.binary_cross_entropy_with_logits(logits, wanted, pos_weight=weight, reduction="none")
+        return every.mean(1)
+
+    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Loss.judged`."""
+        return outputs.reshape(len(outputs), -1), targets.reshape(len(targets), -1)
+
+    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+        """See `Loss.fits`."""
+        expected = "outputs (samples, labels) and targets (samples, labels)"
+        advice = "the module needs one output a label, its logit"
+        self._shapes(outputs.shape[1:] == targets.shape[1:], expected, outputs, targets, advice)
+        self._values((targets == 0) | (targets == 1), "0 or 1 in each column", targets)
+        labels = _entries(targets)
+        if self.pos_weight and len(self.pos_weight) != labels:
+            found = len(self.pos_weight)
+            raise ConfigError(f"loss {self.kind!r}: pos_weight has {found} entries; expected {labels}, one a label")
+
+
+# ---------------------------------------------------------------- a class at each position
+
+
+def _counted(targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+    """Return which positions count, and targets with a class everywhere."""
+    counted = targets != ignored
+    return counted, torch.where(counted, targets, 0)
+
+
+def _over_positions(values: Tensor, counted: Tensor) -> Tensor:
+    """Return the mean of each sample over the positions that count, 0 where none does."""
+    shares = counted.to(values.dtype).reshape(len(values), -1)
+    every = torch.where(counted, values, 0.0).reshape(len(values), -1)
+    return every.sum(1) / shares.sum(1).clamp(min=1)
+
+
+@dataclass(frozen=True)
+class _Positions(Loss):
+    """A class at each position; those whose target is `ignore_index` do not count."""
+
+    targets: ClassVar[Targets] = "integers"
+    form: ClassVar[Form | None] = "positions"
+    ignore_index: int = UNCOUNTED
+
+    def _judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return outputs, torch.where(targets == self.ignore_index, UNCOUNTED, targets)
+
+    def _classes(self, classes: int, targets: Tensor) -> None:
+        """Refuse targets that are no class."""
+        self._values(targets == targets.round(), "whole numbers, the class of each position", targets)
+        fit = (targets == self.ignore_index) | ((targets >= 0) & (targets < classes))
+        ignored = f"or {self.ignore_index} where a position does not count (ignore_index)"
+        self._values(fit, f"a class from 0 to {classes - 1}, {ignored}", targets)
+
+
+@final
+@dataclass(frozen=True)
+class Tokens(_Positions):
+    r"""Cross-entropy of the class at each position, the mean over the positions of a sample that count.
+
+    A sample where no position counts has the loss 0.
+
+    Args:
+        ignore_index: the target of a position that does not count.
+        label_smoothing: see `CrossEntropy`.
+    """
+
+    kind: ClassVar[str] = "tokens"
+    summary: ClassVar[str] = "a class at each position of a sequence: cross-entropy, the mean over those that count"
+    metric: ClassVar[str | None] = TOKEN_ACCURACY.name
+    label_smoothing: Share = 0.0
+
+    def __call__(
+        self, outputs: Float[Tensor, "samples positions classes"], targets: Int[Tensor, "samples positions"]
+    ) -> Float[Tensor, " samples"]:
+        """Return the loss of each sample."""
+        log = functional.log_softmax(outputs, -1)
+        counted, known = _counted(targets, self.ignore_index)
+        losses = -log.gather(-1, known.unsqueeze(-1)).squeeze(-1)
+        if self.label_smoothing:
+            losses = (1 - self.label_smoothing) * losses - self.label_smoothing * log.mean(-1)
+        return _over_positions(losses, counted)
+
+    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Loss.judged`."""
+        return self._judged(outputs, targets)
+
+    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+        """See `Loss.fits`."""
+        fit = outputs.dim() == 3 and targets.dim() == 2 and outputs.shape[1] == targets.shape[1]
+        expected = "outputs (samples, positions, classes) and targets (samples, positions)"
+        advice = "the module needs one output a class at each position, the classes last"
+        self._shapes(fit, expected, outputs, targets, advice)
+        self._classes(outputs.shape[2], targets)
+
+
+@dataclass(frozen=True)
+class _Pixels(_Positions):
+    """A class at each pixel; outputs have the classes first."""
+
+    metric: ClassVar[str | None] = PIXEL_ACCURACY.name
+
+    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Loss.judged`."""
+        return self._judged(outputs.flatten(2).transpose(1, 2), targets.flatten(1))
+
+    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+        """See `Loss.fits`."""
+        fit = outputs.dim() > 2 and outputs.shape[2:] == targets.shape[1:]
+        expected = "outputs (samples, classes, height, width) and targets (samples, height, width)"
+        advice = "the module needs one output a class at each pixel, the classes before height and width"
+        self._shapes(fit, expected, outputs, targets, advice)
+        self._classes(outputs.shape[1], targets)
+
+
+def _of_pixels(outputs: Tensor, counted: Tensor, known: Tensor) -> Tensor:
+    """Return the cross-entropy of each sample."""
+    log = functional.log_softmax(outputs, 1)
+    return _over_positions(-log.gather(1, known.unsqueeze(1)).squeeze(1), counted)
+
+
+@final
+@dataclass(frozen=True)
+class Segmentation(_Pixels):
+    """Cross-entropy of the class of each pixel, the mean over the pixels of a sample that count.
+
+    A sample where no pixel counts has the loss 0. Volumes, with a third axis behind height and width, are taken too.
+
+    Args:
+        ignore_index: the target of a pixel that does not count.
+    """
+
+    kind: ClassVar[str] = "segmentation"
+    summary: ClassVar[str] = "a class at each pixel: cross-entropy, the mean over pixels that count"
+
+    def __call__(
+        self, outputs: Float[Tensor, "samples classes *places"], targets: Int[Tensor, "samples *places"]
+    ) -> Float[Tensor, " samples"]:
+        """Return the loss of each sample."""
+        return _of_pixels(outputs, *_counted(targets, self.ignore_index))
+
+
+@final
+@dataclass(frozen=True)
+class Dice(_Pixels):
+    r"""Soft Dice loss: 1 - the mean over classes of $(2 \sum p_c y_c + s) / (\sum p_c + \sum y_c + s)$.
+
+    $p$ is the softmax of the outputs and $y_c$ is 1 at pixels of the class; sums are over the pixels of a sample that
+    count (Milletari et al., V-Net, 3DV 2016; Sudre et al., Generalised Dice overlap, DLMIA 2017).
+
+    Args:
+        ignore_index: the target of a pixel that does not count.
+        smooth: $s$; the larger, the less a class counts that a sample has few pixels of.
+        cross_entropy: weight of the mean cross-entropy of pixels that is added.
+    """
+
+    kind: ClassVar[str] = "dice"
+    summary: ClassVar[str] = "a class at each pixel: soft Dice over classes, on request with cross-entropy"
+    smooth: PositiveFloat = 1.0
+    cross_entropy: NonNegativeFloat = 0.0
+
+    def __call__(
+        self, outputs: Float[Tensor, "samples classes *places"], targets: Int[Tensor, "samples *places"]
+    ) -> Float[Tensor, " samples"]:
+        """Return the loss of each sample."""
+        counted, known = _counted(targets, self.ignore_index)
+        classes = torch.arange(outputs.shape[1], device=outputs.device).reshape(-1, *[1] * (targets.dim() - 1))
+        there = counted.unsqueeze(1).to(outputs.dtype)
+        wanted = (known.unsqueeze(1) == classes).to(outputs.dtype) * there
+        found = functional.softmax(outputs, 1) * there
+        both, either = ((values).flatten(2).sum(2) for values in (found * wanted, found + wanted))
+        loss = 1 - ((2 * both + self.smooth) / (either + self.smooth)).mean(1)
+        return loss + self.cross_entropy * _of_pixels(outputs, counted, known) if self.cross_entropy else loss
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@dataclass(frozen=True)
+class _Numbers(Loss):
+    """As many outputs as a target has entries; the loss of a sample is the mean over them."""
+
+    targets: ClassVar[Targets] = "numbers"
+    form: ClassVar[Form | None] = "numbers"
+    metric: ClassVar[str | None] = MAE.name
+
+    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Loss.judged`."""
+        return outputs.reshape(targets.shape), targets
+
+    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+        """See `Loss.fits`."""
+        expected = "as many outputs as a target has entries"
+        advice = "the module needs one output for each entry of a target"
+        self._shapes(_entries(outputs) == _entries(targets), expected, outputs, targets, advice)
+
+
+@final
+@dataclass(frozen=True)
+class SquaredError(_Numbers):
     """Mean squared error over the entries of a sample's target."""
 
     kind: ClassVar[str] = "mse"
     summary: ClassVar[str] = "numbers: squared error, the mean over a target's entries"
-    targets: ClassVar[Targets] = "numbers"
-    metric: ClassVar[str] = MSE.name
+    metric: ClassVar[str | None] = MSE.name
 
     def __call__(
         self, outputs: Float[Tensor, "samples *outputs"], targets: Float[Tensor, "samples *targets"]
@@ -101,11 +488,168 @@ class SquaredError(Loss):
         difference = (outputs.reshape(targets.shape) - targets).square()
         return difference.reshape(len(targets), -1).mean(1)
 
-    def score(
+
+@final
+@dataclass(frozen=True)
+class AbsoluteError(_Numbers):
+    """Mean absolute error over the entries of a sample's target."""
+
+    kind: ClassVar[str] = "mae"
+    summary: ClassVar[str] = "numbers: absolute error, the mean over a target's entries"
+
+    def __call__(
         self, outputs: Float[Tensor, "samples *outputs"], targets: Float[Tensor, "samples *targets"]
     ) -> Float[Tensor, " samples"]:
-        """Return the same as the loss."""
-        return self(outputs, targets)
+        """Return the loss of each sample."""
+        return (outputs.reshape(targets.shape) - targets).abs().reshape(len(targets), -1).mean(1)
+
+
+@final
+@dataclass(frozen=True)
+class Huber(_Numbers):
+    r"""Half the squared error up to an error of $\delta$, then $\delta (|e| - \delta / 2)$; the mean over entries.
+
+    P. J. Huber, Robust estimation of a location parameter, Annals of Mathematical Statistics 35, 1964.
+
+    Args:
+        delta: $\delta$, where the square ends.
+    """
+
+    kind: ClassVar[str] = "huber"
+    summary: ClassVar[str] = "numbers: squared error where it is small, absolute error where it is large"
+    delta: PositiveFloat = 1.0
+
+    def __call__(
+        self, outputs: Float[Tensor, "samples *outputs"], targets: Float[Tensor, "samples *targets"]
+    ) -> Float[Tensor, " samples"]:
+        """Return the loss of each sample."""
+        every = functional.huber_loss(outputs.reshape(targets.shape), targets, reduction="none", delta=self.delta)
+        return every.reshape(len(targets), -1).mean(1)
+
+
+@final
+@dataclass(frozen=True)
+class Poisson(_Numbers):
+    r"""Negative log-likelihood of counts $y$, of which the outputs $z$ are the logarithms of the means: $e^z - y z$.
+
+    The mean over entries; $\log y!$, which depends on the targets alone, is left out. Metrics see $e^z$.
+    """
+
+    kind: ClassVar[str] = "poisson"
+    summary: ClassVar[str] = "counts: Poisson likelihood, outputs are logarithms of means"
+
+    def __call__(
+        self, outputs: Float[Tensor, "samples *outputs"], targets: Float[Tensor, "samples *targets"]
+    ) -> Float[Tensor, " samples"]:
+        """Return the loss of each sample."""
+        logs = outputs.reshape(targets.shape)
+        return (logs.exp() - targets * logs).reshape(len(targets), -1).mean(1)
+
+    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Loss.judged`: the means."""
+        return outputs.reshape(targets.shape).exp(), targets
+
+    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+        """See `Loss.fits`."""
+        super().fits(outputs, targets)
+        self._values(targets >= 0, "a count, 0 or more", targets)
+
+
+@final
+@dataclass(frozen=True)
+class Quantile(_Numbers):
+    r"""Pinball loss of quantiles $q$: $\max(q e, (q - 1) e)$ with $e$ the target minus the output, the mean over all.
+
+    A target's entry has an output for each quantile, those of an entry beside each other. Metrics see the quantile
+    nearest to the median (R. Koenker and G. Bassett, Regression quantiles, Econometrica 46, 1978).
+
+    Args:
+        quantiles: $q$, each between 0 and 1.
+    """
+
+    kind: ClassVar[str] = "quantile"
+    summary: ClassVar[str] = "numbers: pinball loss, an output for each quantile of each entry"
+    quantiles: Annotated[Sequence[Annotated[float, Gt(0), Lt(1)]], MinLen(1)] = (0.1, 0.5, 0.9)
+
+    def __call__(
+        self, outputs: Float[Tensor, "samples *outputs"], targets: Float[Tensor, "samples *targets"]
+    ) -> Float[Tensor, " samples"]:
+        """Return the loss of each sample."""
+        away = targets.unsqueeze(-1) - self._apart(outputs, targets)
+        every = [torch.maximum(q * away[..., i], (q - 1) * away[..., i]) for i, q in enumerate(self.quantiles)]
+        return torch.stack(every, -1).reshape(len(targets), -1).mean(1)
+
+    def _apart(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.reshape(*targets.shape, len(self.quantiles))
+
+    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Loss.judged`: the quantile nearest to the median."""
+        nearest = min(range(len(self.quantiles)), key=lambda i: abs(self.quantiles[i] - 0.5))
+        return self._apart(outputs, targets)[..., nearest], targets
+
+    def width(self, y: Shaped[Tensor, "samples *targets"], classes: int) -> int:
+        """See `Loss.width`."""
+        return _entries(y) * len(self.quantiles)
+
+    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+        """See `Loss.fits`."""
+        number = len(self.quantiles)
+        expected = f"{number} outputs, one a quantile, for each entry of a target"
+        fit = _entries(outputs) == number * _entries(targets)
+        self._shapes(fit, expected, outputs, targets, f"the module needs {number * _entries(targets)} outputs")
+
+
+# ---------------------------------------------------------------- times of events
+
+
+@final
+@dataclass(frozen=True)
+class Cox(Loss):
+    r"""Negative partial log-likelihood of proportional hazards: at each event $\log \sum_{t_j \ge t_i} e^{z_j} - z_i$.
+
+    A target is a time, and 1 where the event took place at it, 0 where it had not by then (censored); an output $z$ is
+    the logarithm of a hazard, up to a constant. The loss of a censored sample is 0. Ties are handled as by Breslow:
+    all events of one time see the same samples at risk. The mean over all n samples of a set is 1/n of the negative
+    partial log-likelihood of the set; in training only the samples of the batch are at risk, so take large batches.
+
+    D. R. Cox, Regression models and life-tables, J. R. Stat. Soc. B 34, 1972; N. Breslow, discussion of it.
+    """
+
+    kind: ClassVar[str] = "cox"
+    summary: ClassVar[str] = "times of events, some censored: Cox's partial likelihood"
+    targets: ClassVar[Targets] = "numbers"
+    form: ClassVar[Form | None] = "times"
+    whole: ClassVar[bool] = True
+
+    def __call__(
+        self, outputs: Float[Tensor, "samples *one"], targets: Float[Tensor, "samples 2"]
+    ) -> Float[Tensor, " samples"]:
+        """Return the loss of each sample."""
+        logs, time, event = outputs.reshape(-1), targets[:, 0], targets[:, 1]
+        order = torch.argsort(time, descending=True, stable=True)
+        sums = torch.logcumsumexp(logs.gather(0, order), 0)  # of the samples at risk, from the last time to the first
+        last = torch.searchsorted(-time.gather(0, order), -time, right=True) - 1
+        return event * (sums.gather(0, last) - logs)
+
+    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Loss.judged`."""
+        return outputs.reshape(-1), targets
+
+    def width(self, y: Shaped[Tensor, "samples *targets"], classes: int) -> int:
+        """See `Loss.width`."""
+        return 1
+
+    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+        """See `Loss.fits`."""
+        expected = "outputs (samples, 1) and targets (samples, 2): a time, and 1 for an event or 0 for none"
+        advice = "the module needs one output, the logarithm of a hazard"
+        fit = _entries(outputs) == 1 and targets.shape[1:] == (2,)
+        self._shapes(fit, expected, outputs, targets, advice)
+        event = targets[:, 1]
+        self._values((event == 0) | (event == 1), "1 for an event or 0 for none, in the second column", event)
+
+
+# ---------------------------------------------------------------- by name or import path
 
 
 @final
@@ -140,8 +684,23 @@ class Own(Loss):
             )
         return found
 
+    def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
+        """See `Loss.fits`: try the function."""
+        try:
+            self(outputs, targets[: len(outputs)])
+        except CoterieError:
+            raise
+        except Exception as error:
+            said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            shapes = f"outputs {tuple(outputs.shape)} and targets {(len(outputs), *targets.shape[1:])}"
+            raise ModelError(f"loss {self.path!r} fails on {shapes}: {said}") from error
 
-LOSSES: dict[str, type[Loss]] = {one.kind: one for one in (CrossEntropy, SquaredError)}
+
+_BUNDLED = (
+    *(CrossEntropy, Binary, MultiLabel, Tokens, Segmentation, Dice),
+    *(SquaredError, AbsoluteError, Huber, Poisson, Quantile, Cox),
+)
+LOSSES: dict[str, type[Loss]] = {one.kind: one for one in _BUNDLED}
 """Every bundled loss by its name."""
 
 
@@ -157,8 +716,8 @@ def read_loss(given: str | Mapping[str, Any] | Loss | Callable[..., Any], where:
         ConfigError: on an unknown name or key, or a value that does not fit.
 
     Example:
-        >>> read_loss("cross-entropy")
-        CrossEntropy()
+        >>> read_loss("cross-entropy") == CrossEntropy()
+        True
     """
     if isinstance(given, Loss):
         return given
@@ -171,11 +730,28 @@ def read_loss(given: str | Mapping[str, Any] | Loss | Callable[..., Any], where:
     if kind in LOSSES:
         return parse(LOSSES[kind], table, where)
     if ":" not in kind:
-        raise ConfigError(f"{where}: {unknown('loss', kind, LOSSES)}")
+        raise ConfigError(f"{where}: {unknown('loss', kind, LOSSES)}; or package.module:name")
     found = imported(kind, f"loss {kind!r}")
+    if isinstance(found, Loss):
+        return found
     if isinstance(found, type) and issubclass(found, Loss):
         return parse(found, table, where)
     return parse(Own, {"path": kind, **table}, where)
+
+
+def loss_table(given: Any, where: str = "loss") -> dict[str, Any] | None:
+    """Return what sets a loss as a plain table, `kind` first, that `read_loss` takes; None for None.
+
+    What has an import path is not imported.
+    """
+    table = {"kind": given} if isinstance(given, str) else given
+    if given is None or (isinstance(table, Mapping) and ":" in str(table.get("kind"))):
+        return None if table is None else dict(table)
+    if not (isinstance(table, Loss | Mapping) or callable(table)):
+        raise ConfigError(
+            f"{where} is {given!r}; expected one of {', '.join(LOSSES)}, package.module:function, or a table"
+        )
+    return stored_loss(read_loss(table, where))
 
 
 def stored_loss(loss: Loss) -> dict[str, Any]:
@@ -183,7 +759,7 @@ def stored_loss(loss: Loss) -> dict[str, Any]:
     if isinstance(loss, Own):
         return {"kind": loss.path}
     kind = loss.kind if LOSSES.get(loss.kind) is type(loss) else path_of(type(loss), "loss")
-    return {"kind": kind, **plain(loss)}
+    return {**plain(loss), "kind": kind}
 
 
 def usual_loss(y: Shaped[Tensor, "samples *targets"], classes: int) -> Loss:
@@ -194,17 +770,21 @@ def usual_loss(y: Shaped[Tensor, "samples *targets"], classes: int) -> Loss:
         classes: number of classes, where each target is one.
 
     Raises:
-        ConfigError: when several losses would fit: whole numbers of several a sample, or 0 and 1 in several columns.
+        ConfigError: when several losses would fit: whole numbers that are no classes, or 0 and 1 in several columns.
     """
     if classes:
         return CrossEntropy()
-    entries = y[0].numel() if len(y) else 1
+    entries = _entries(y)
+    answers = bool(((y == 0) | (y == 1)).all()) and bool((y == 1).any())
     if not y.is_floating_point():
+        fitting = {1: ["poisson", "mse"], 2: ["tokens"], 3: ["segmentation", "dice"]}.get(y.dim(), [])
+        fitting = ["multi-label", *fitting] if answers and entries > 1 else fitting
+        many = "a whole number" if entries == 1 else f"{entries} whole numbers"
         raise ConfigError(
-            f"the targets are {entries} whole numbers a sample, which several losses fit; "
-            f"set loss to one of {', '.join(LOSSES)}, or to a function of yours"
+            f"the targets are {many} a sample, of which it is not clear what they are: set loss to "
+            f"{' or '.join(map(repr, fitting or ['mse']))}, or to a function of yours"
         )
-    if entries > 1 and bool(((y == 0) | (y == 1)).all()) and bool((y == 1).any()):
+    if entries > 1 and answers:
         raise ConfigError(
             f"the targets are 0 and 1 in {entries} columns: set loss = 'multi-label' (each column is a yes or no), "
             "or loss = 'mse' (they are numbers)"
@@ -215,10 +795,13 @@ def usual_loss(y: Shaped[Tensor, "samples *targets"], classes: int) -> Loss:
 def loss_targets(loss: Loss, y: Shaped[Tensor, "*shape"], dtype: torch.dtype) -> Shaped[Tensor, "*shape"]:
     """Return targets as the losses take them: whole numbers as int64, numbers as `dtype`.
 
+    Yes and no, and the targets of a function of yours, stay what they are of the two.
+
     Args:
         loss: which of the two.
         y: targets as they are stored.
         dtype: floating-point type of models.
     """
-    numbers = loss.targets == "numbers" and not (isinstance(loss, Own) and not y.is_floating_point())
-    return y.to(dtype) if numbers else y.to(torch.int64)
+    either = loss.targets == "labels" or isinstance(loss, Own)
+    numbers = y.is_floating_point() if either else loss.targets == "numbers"
+    return y.to(dtype if numbers else torch.int64)

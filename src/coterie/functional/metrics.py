@@ -1,15 +1,17 @@
 """Metrics: the registry of what is measured and how it is shown, and the formulas of clients, clusters and runs.
 
 Each metric is one `Metric`; the rest of the code refers to it as an attribute of this module (`metrics.ACCURACY`) or
-finds it by the name that a table holds (`REGISTRY[name]`). A method adds its own in `Method.reports`.
+finds it by the name that a table holds (`REGISTRY[name]`). A method adds its own in `Method.reports`. One that is
+computed from outputs and targets is a `SampleMetric` too, found by its name or import path (`read_metric`).
 A value that is not defined for its arguments is NaN, never 0, and a warning of class `Undefined` names the reason.
 """
 
 import dataclasses
 import math
 import re
+import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,8 +19,11 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from coterie._util.importing import imported, path_of
 from coterie._util.settings import Configurable, parse, plain
-from coterie.errors import require
+from coterie.errors import ConfigError, require, unknown
+from coterie.functional import scores
+from coterie.functional.scores import Form, Undefined, undefined
 
 Better = Literal["higher", "lower"]
 Over = Literal["client", "run"]
@@ -102,6 +107,100 @@ class Metric(Configurable):
         return f"{self.scale * value:{'+' if signed else ''}{digits}}"
 
 
+@dataclass(frozen=True)
+class SampleMetric(Metric):
+    """A metric that is computed from the outputs of a model and the targets.
+
+    Args:
+        function: (outputs, targets) -> one number for all samples of a set, or, with `each`, one a sample. NaN with a
+            warning of class `Undefined` where there is none.
+        each: whether it is a value of each sample, whose mean over samples is the metric; it is then computed in
+            batches, where the model is. Else it gets all outputs of a set, on the CPU.
+        takes: the forms of outputs and targets that it takes, see `functional.scores`; nothing for a function that
+            takes those of the module and of the data as they are.
+        least: the smallest value that there can be; None where there is no limit.
+        most: the largest.
+        path: the import path under which it was found, if it is not bundled.
+    """
+
+    on_samples: bool = True
+    shown: Shown = "result"
+    function: Any = None
+    each: bool = False
+    takes: Sequence[Form] = ()
+    least: float | None = None
+    most: float | None = None
+    path: str = ""
+
+    def check(self) -> None:
+        """There is a function."""
+        super().check()
+        require(callable(self.function), "function", self.function, "a function (outputs, targets)")
+
+    @property
+    def entry(self) -> Metric:
+        """What is stored and shown of it: the same without its function."""
+        return Metric(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Metric)})
+
+    def values(
+        self, outputs: Shaped[Tensor, "samples *outputs"], targets: Shaped[Tensor, "samples *targets"]
+    ) -> Float[Tensor, " samples"]:
+        """Return the value of each sample; for metrics with `each`.
+
+        Raises:
+            ConfigError: when the function returns something else.
+        """
+        found = self.function(outputs, targets)
+        if not isinstance(found, Tensor) or found.shape != (len(outputs),):
+            raise ConfigError(
+                f"metric {self.path or self.name!r} returned {_described(found)} for {len(outputs)} samples; "
+                "expected one value a sample, as a tensor: take the mean over all other axes, and return it"
+            )
+        return found
+
+    def __call__(
+        self, outputs: Shaped[Tensor, "samples *outputs"], targets: Shaped[Tensor, "samples *targets"]
+    ) -> float:
+        """Return the metric of a set.
+
+        Args:
+            outputs: of the module for all samples of the set, in the form that `takes` says.
+            targets: in that form.
+
+        Returns:
+            NaN, with a warning of class `Undefined`, for a set without samples or where the function says so.
+
+        Raises:
+            ConfigError: when the function returns no number.
+        """
+        if not len(outputs):
+            return undefined(f"the {self.title}", "there are no samples")
+        if self.each:
+            return float(self.values(outputs, targets).double().mean())
+        found = self.function(outputs.detach().cpu(), targets.cpu())
+        try:
+            return float(found)
+        except (TypeError, ValueError, RuntimeError):
+            raise ConfigError(
+                f"metric {self.path or self.name!r} returned {_described(found)}; expected one number for all samples "
+                "together: return it (a value of each sample needs SampleMetric(..., each=True))"
+            ) from None
+
+    def explained(
+        self, outputs: Shaped[Tensor, "samples *outputs"], targets: Shaped[Tensor, "samples *targets"]
+    ) -> tuple[float, str]:
+        """Return the metric of a set, and why it is NaN, if it is."""
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", Undefined)
+            value = self(outputs, targets)
+        reasons = [str(one.message) for one in said if issubclass(one.category, Undefined)]
+        return value, reasons[-1] if reasons and math.isnan(value) else ""
+
+
+def _described(found: Any) -> str:
+    return f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+
+
 class Metrics(dict[str, Metric]):
     """Metrics by name; a name that nobody declared is a plain number that is in no table of results."""
 
@@ -127,7 +226,8 @@ class Metrics(dict[str, Metric]):
 
 def stored(metrics: Iterable[Metric]) -> dict[str, dict[str, Any]]:
     """Return, as plain values, what a run must store of metrics to be shown where nobody knows them."""
-    return {one.name: plain(one) for one in metrics if one.name not in REGISTRY}
+    entries = [one.entry if isinstance(one, SampleMetric) else one for one in metrics]
+    return {one.name: plain(one) for one in entries if one.name not in REGISTRY}
 
 
 def _share(name: str, text: str, **more: Any) -> Metric:
@@ -152,6 +252,11 @@ def _reduced(how: str, words: str, short: str) -> Metric:
     )
 
 
+def _number(name: str, text: str, better: Better, undefined: str = "", **more: Any) -> Metric:
+    """Return a metric of samples that is a plain number."""
+    return Metric(name, text, better=better, shown="result", on_samples=True, undefined=undefined, **more)
+
+
 def _cost(name: str, text: str, title: str, unit: str = "") -> Metric:
     return Metric(name, text, title, unit=unit, better="lower", shown="cost")
 
@@ -167,6 +272,64 @@ MSE = Metric(
     shown="result",
     on_samples=True,
     needs="regression",
+)
+LABEL_ACCURACY = _share("label_accuracy", "share of right answers, yes or no, over samples and labels", shown="result")
+TOKEN_ACCURACY = _share(
+    "token_accuracy", "share of positions whose class is predicted, sample by sample", shown="result"
+)
+PIXEL_ACCURACY = _share("pixel_accuracy", "share of pixels whose class is predicted, sample by sample", shown="result")
+IOU = _share(
+    "iou",
+    "intersection over union of predicted and true pixels, the mean over classes",
+    title="intersection over union",
+    short="IoU",
+    shown="result",
+    undefined="no pixel of a client counts",
+)
+AUROC = _number(
+    "auroc",
+    "area under the ROC curve, of more than two classes or of labels the mean over them",
+    "higher",
+    "no class is that of some test samples of a client and not of others",
+    title="AUROC",
+)
+AVERAGE_PRECISION = _number(
+    "average_precision",
+    "average precision, of more than two classes or of labels the mean over them",
+    "higher",
+    "no test sample of a client is a yes",
+)
+F1 = _number(
+    "f1",
+    "F1, the mean over classes or labels",
+    "higher",
+    "neither targets nor predictions of a client have a yes",
+    title="F1",
+)
+CALIBRATION_ERROR = _number(
+    "calibration_error",
+    "expected calibration error of the predicted class, in 15 bins",
+    "lower",
+    "an output is not finite",
+    short="ECE",
+)
+BRIER = _number("brier", "Brier score: squared error of probabilities", "lower", title="Brier score", short="Brier")
+PERPLEXITY = _number(
+    "perplexity", "exponential of the mean cross-entropy of positions", "lower", "no position of a client counts"
+)
+MAE = _number("mae", "mean absolute error", "lower", title="mean absolute error", short="MAE")
+R2 = _number(
+    "r2",
+    "coefficient of determination: 1 for perfect outputs, 0 for those that are the mean of the targets",
+    "higher",
+    "the test targets of a client do not vary",
+    title="R²",
+)
+CONCORDANCE = _number(
+    "concordance",
+    "Harrell's C: share of the comparable pairs whose order in time the outputs have right",
+    "higher",
+    "no event of a client's test set comes before another time",
 )
 LOSS = Metric("loss", "mean of the objective over samples", better="lower", shown="result", on_samples=True)
 BALANCED_ACCURACY = _share(
@@ -252,7 +415,10 @@ INTERACTION_CHANGE = Metric(
 
 REGISTRY = Metrics({one.name: one for one in list(globals().values()) if isinstance(one, Metric)})
 """Every metric that is built in, in the order in which tables show them."""
-MAIN = (ACCURACY, ACCURACY_MAX, BALANCED_ACCURACY, MSE, RAND, LOSS)
+MAIN = (
+    *(ACCURACY, ACCURACY_MAX, BALANCED_ACCURACY, LABEL_ACCURACY, TOKEN_ACCURACY, IOU, PIXEL_ACCURACY, CONCORDANCE),
+    *(MSE, MAE, RAND, LOSS),
+)
 """What methods are compared by: the first of these that there is."""
 COSTS = tuple(one for one in REGISTRY.values() if one.shown == "cost")
 """What any method may report of a round beside its training loss."""
@@ -260,6 +426,96 @@ MAXIMA = {ACCURACY: ACCURACY_MAX, BALANCED_ACCURACY: BALANCED_ACCURACY_MAX, GLOB
 """Metrics whose largest mean over clients is reported, and as what."""
 REDUCTIONS = {"sample_weighted": ACCURACY_SAMPLE_WEIGHTED, "cluster_then_client": ACCURACY_CLUSTER_THEN_CLIENT}
 """Ways to reduce accuracy (see `federated`) other than the mean over clients, and as what they are reported."""
+
+
+def _of_samples(entry: Metric, function: Callable[..., Any], *takes: Form, **more: Any) -> SampleMetric:
+    """Return a bundled metric with its function."""
+    told = {field.name: getattr(entry, field.name) for field in dataclasses.fields(Metric)}
+    return SampleMetric(**told, function=function, takes=takes, **more)
+
+
+_ANY_SHARE = {"least": 0.0, "most": 1.0}
+_EACH_SHARE = {"each": True, **_ANY_SHARE}
+MEASURES: dict[str, SampleMetric] = {
+    one.name: one
+    for one in (
+        _of_samples(ACCURACY, scores.accuracy, "class", **_EACH_SHARE),
+        _of_samples(BALANCED_ACCURACY, scores.balanced_accuracy, "class", **_ANY_SHARE),
+        _of_samples(LABEL_ACCURACY, scores.label_accuracy, "labels", **_EACH_SHARE),
+        _of_samples(TOKEN_ACCURACY, scores.position_accuracy, "positions", **_EACH_SHARE),
+        _of_samples(PIXEL_ACCURACY, scores.position_accuracy, "positions", **_EACH_SHARE),
+        _of_samples(IOU, scores.iou, "positions", **_ANY_SHARE),
+        _of_samples(AUROC, scores.auroc, "class", "labels", **_ANY_SHARE),
+        _of_samples(AVERAGE_PRECISION, scores.average_precision, "class", "labels", **_ANY_SHARE),
+        _of_samples(F1, scores.f1, "class", "labels", **_ANY_SHARE),
+        _of_samples(CALIBRATION_ERROR, scores.calibration_error, "class", **_ANY_SHARE),
+        _of_samples(BRIER, scores.brier, "class", "labels", each=True, least=0.0, most=2.0),
+        _of_samples(PERPLEXITY, scores.perplexity, "positions", least=1.0),
+        _of_samples(MSE, scores.squared_error, "numbers", each=True, least=0.0),
+        _of_samples(MAE, scores.absolute_error, "numbers", each=True, least=0.0),
+        _of_samples(R2, scores.r2, "numbers", most=1.0),
+        _of_samples(CONCORDANCE, scores.concordance, "times", **_ANY_SHARE),
+    )
+}
+"""The bundled metrics of outputs and targets, by name."""
+
+
+def read_metric(given: str | SampleMetric | Callable[..., Any], where: str = "metrics") -> SampleMetric:
+    """Return a metric of outputs and targets.
+
+    Args:
+        given: a name of `MEASURES`; an import path "package.module:name" of a `SampleMetric` or of a function (outputs,
+            targets) -> number; or one of these. A function becomes a metric of its own name, with the first line of
+            its docstring.
+        where: how the user finds it.
+
+    Raises:
+        ConfigError: when there is none, or its name is that of another metric.
+
+    Example:
+        >>> read_metric("auroc").heading("test")
+        'test AUROC'
+    """
+    if isinstance(given, SampleMetric):
+        return _of_own_name(given)
+    path = given if isinstance(given, str) else path_of(given, where)
+    if path in MEASURES:
+        return MEASURES[path]
+    if ":" not in path:
+        raise ConfigError(f"{where}: {unknown('metric', path, MEASURES)}; or package.module:name")
+    found = imported(path, f"metric {path!r}")
+    if isinstance(found, type) or not callable(found):
+        raise ConfigError(f"metric {path!r} is {found!r}; expected a function (outputs, targets), or a SampleMetric")
+    if not isinstance(found, SampleMetric):
+        text = (getattr(found, "__doc__", None) or "").strip().partition("\n")[0]
+        found = SampleMetric(path.rpartition(":")[2].rpartition(".")[2], text, function=found)
+    return found if MEASURES.get(found.name) == found else _of_own_name(replace(found, path=path))
+
+
+def _of_own_name(metric: SampleMetric) -> SampleMetric:
+    """Refuse another metric under the name of one that is built in."""
+    free = metric.name not in REGISTRY or MEASURES.get(metric.name) == metric
+    what = f"the name of metric {metric.path!r}" if metric.path else "the name of a metric"
+    require(free, what, metric.name, "one that no built-in metric has")
+    return metric
+
+
+def stored_metric(metric: SampleMetric) -> str:
+    """Return the name or import path from which `read_metric` makes a metric again.
+
+    Raises:
+        ConfigError: when there is none: it is made inside a function.
+    """
+    if MEASURES.get(metric.name) == metric:
+        return metric.name
+    module = getattr(metric.function, "__module__", None)
+    names = [name for name, value in vars(sys.modules.get(module or "", None) or object).items() if value is metric]
+    if not metric.path and not names:
+        raise ConfigError(
+            f"metric {metric.name!r} has no import path; define it at the top of a module, beside its function"
+        )
+    return metric.path or f"{module}:{names[0]}"
+
 
 ExtraMetric = Literal[
     "balanced_accuracy",
@@ -275,19 +531,14 @@ ExtraMetric = Literal[
 """What `Settings.extra_metrics` may ask for: metrics, and groups of them."""
 
 
-def measured(classes: bool) -> tuple[str, ...]:
-    """Return what models are measured by on samples: the loss, and accuracy for classes or squared error else."""
-    kind = "classes" if classes else "regression"
-    return tuple(one.name for one in (LOSS, ACCURACY, MSE) if one.needs in (None, kind))
+def metric_name(given: Any) -> str:
+    """Return the name or import path under which a metric is found again: of a name, a metric or a function.
 
-
-class Undefined(UserWarning):
-    """A metric is NaN; the message says why."""
-
-
-def _undefined(metric: str, reason: str) -> float:
-    warnings.warn(f"{metric} is undefined: {reason}", Undefined, stacklevel=3)
-    return math.nan
+    What has an import path is not imported.
+    """
+    if isinstance(given, str) and ":" in given:
+        return given
+    return stored_metric(read_metric(given))
 
 
 # ---------------------------------------------------------------- the federation
@@ -354,7 +605,7 @@ def was(counts: Int[Tensor, "clients classes"], label: Int[Tensor, " clients"]) 
 
     reason = _clusters("WAS", label)
     if reason is not None:
-        return _undefined("WAS", reason)
+        return undefined("WAS", reason)
     return float(silhouette_score(frequencies(counts).numpy(), label.numpy()))
 
 
@@ -369,11 +620,11 @@ def wadb(counts: Int[Tensor, "clients classes"], label: Int[Tensor, " clients"])
 
     reason = _clusters("WADB", label)
     if reason is not None:
-        return _undefined("WADB", reason)
+        return undefined("WADB", reason)
     points = frequencies(counts)
     centers = torch.stack([points[label == cluster].mean(0) for cluster in label.unique()])
     if float(torch.pdist(centers).min()) <= 1e-12:
-        return _undefined("WADB", "the centroids of two clusters coincide")
+        return undefined("WADB", "the centroids of two clusters coincide")
     return float(davies_bouldin_score(points.numpy(), label.numpy()))
 
 
@@ -387,7 +638,7 @@ def rand(truth: Int[Tensor, " clients"], label: Int[Tensor, " clients"]) -> floa
     from sklearn.metrics import rand_score
 
     if len(truth) < 2:
-        return _undefined("the Rand index", "there are no pairs of clients")
+        return undefined("the Rand index", "there are no pairs of clients")
     return float(rand_score(truth.numpy(), label.numpy()))
 
 
@@ -396,7 +647,7 @@ def adjusted_rand(truth: Int[Tensor, " clients"], label: Int[Tensor, " clients"]
     from sklearn.metrics import adjusted_rand_score
 
     if len(truth) < 2:
-        return _undefined("the adjusted Rand index", "there are no pairs of clients")
+        return undefined("the adjusted Rand index", "there are no pairs of clients")
     return float(adjusted_rand_score(truth.numpy(), label.numpy()))
 
 
@@ -406,7 +657,7 @@ def adjusted_rand(truth: Int[Tensor, " clients"], label: Int[Tensor, " clients"]
 def acc_max(accuracy: Sequence[float]) -> float:
     """The largest accuracy of all evaluations (on test data, so optimistic); NaN entries do not count."""
     values = [value for value in accuracy if not math.isnan(value)]
-    return max(values) if values else _undefined("the largest accuracy", "nothing was evaluated")
+    return max(values) if values else undefined("the largest accuracy", "nothing was evaluated")
 
 
 def time_to_accuracy(rounds: Sequence[int], accuracy: Sequence[float], target: float) -> float:
@@ -418,7 +669,7 @@ def time_to_accuracy(rounds: Sequence[int], accuracy: Sequence[float], target: f
         target: usually the largest accuracy of a baseline.
     """
     if math.isnan(target):
-        return _undefined("the time to accuracy", "the target is undefined")
+        return undefined("the time to accuracy", "the target is undefined")
     return float(next((r for r, value in zip(rounds, accuracy, strict=True) if value >= target), math.inf))
 
 
@@ -434,7 +685,7 @@ def tta_ratio(
     target = acc_max(base)
     own, theirs = time_to_accuracy(rounds, accuracy, target), time_to_accuracy(base_rounds, base, target)
     if own == 0:
-        return 1.0 if theirs == 0 else _undefined("the TTA ratio", "the method was there in round 0")
+        return 1.0 if theirs == 0 else undefined("the TTA ratio", "the method was there in round 0")
     return theirs / own
 
 
@@ -446,6 +697,6 @@ def total_variance(updates: Float[Tensor, "clients params"]) -> float:
             all endpoints, one beside another.
     """
     if not len(updates):
-        return _undefined("the total variance", "there are no updates")
+        return undefined("the total variance", "there are no updates")
     flat = updates.double()
     return float((flat - flat.mean(0)).square().sum(1).mean())

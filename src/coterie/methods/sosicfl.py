@@ -123,8 +123,11 @@ class SimplexMethod(WithPresets, OneModel):
 
     def shared(self, task: Task, rng: Rng) -> Regions:
         """Return the first model and one region: the whole simplex."""
-        if self.assignment == "labels":
-            require(task.classes > 0, f"{self.kind} by label counts", "regression data", "classes")
+        if self.assignment == "labels" and not task.classes:
+            raise ConfigError(
+                f"{self.kind} compares clients by how many samples of each class they have; these targets are not one "
+                "class a sample: set assignment = 'gradient' (and warmup_rounds, 1 or more), or take another method"
+            )
         begin = Averaging().start(self.start(task, rng)[None], task.population, task.layout)
         middle = torch.full((1, self.endpoints), 1 / self.endpoints, dtype=torch.float64)
         counts = torch.zeros(task.population, task.classes, dtype=torch.int64)

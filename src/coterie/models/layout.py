@@ -24,6 +24,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from coterie._util.importing import imported
+from coterie.data.source import Part
 from coterie.errors import ConfigError, ModelError, unknown
 from coterie.models import networks
 from coterie.rng import EVERYONE, Rng
@@ -187,6 +188,35 @@ def rewrite(module: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """How an input that travels as one tensor of numbers becomes the arguments of a module's `forward`.
+
+    Args:
+        parts: the tensors that it is made of, one after another; empty where it is one.
+        whole: without parts: whether the module takes whole numbers (int64).
+    """
+
+    parts: tuple[Part, ...] = ()
+    whole: bool = False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the arguments: a hook before `forward`."""
+        if not self.parts:
+            return ((args[0].long(), *args[1:]) if self.whole else args), kwargs
+        given, named, start = [], dict(kwargs), 0
+        for part in self.parts:
+            stop = start + math.prod(part.shape)
+            value = args[0][:, start:stop].unflatten(1, part.shape or (1,))
+            value = (value if part.shape else value.squeeze(1)).to(torch.int64 if part.whole else args[0].dtype)
+            start = stop
+            if part.name:
+                named[part.name] = value
+            else:
+                given.append(value)
+        return tuple(given), named
+
+
+@dataclass(frozen=True)
 class Slot:
     """The position of one tensor of a module in a row."""
 
@@ -202,6 +232,7 @@ class Layout:
     Args:
         module: the module; it is copied, never changed.
         dtype: floating-point type of the rows.
+        arguments: what becomes of an input before the module takes it.
 
     Attributes:
         trainable: number of leading entries of a row that are trained.
@@ -217,9 +248,12 @@ class Layout:
         (8, 8)
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-        self.dtype = dtype
+    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32, arguments: Inputs | None = None) -> None:
+        self.dtype, self.arguments = dtype, arguments or Inputs()
         self.train_module = rewrite(module).to(dtype).train()
+        self._hook: int | None = None
+        if self.arguments != Inputs():
+            self._hook = self.train_module.register_forward_pre_hook(self.arguments, with_kwargs=True, prepend=True).id
         owners = [(f"{path}." if path else "", part) for path, part in self.train_module.named_modules()]
         self.inputs = tuple(path + name for path, part in owners for name in getattr(part, "input_buffers", ()))
         self.keys = tuple(path + "key" for path, part in owners if isinstance(part, KeyedDropout))
@@ -293,8 +327,10 @@ class Layout:
         return functional_call(self.train_module if training else self.eval_module, tensors, (x,))
 
     def module(self, row: Float[Tensor, " params"]) -> nn.Module:
-        """Return a new module with the tensors of a row, in evaluation mode."""
+        """Return a new module with the tensors of a row, in evaluation mode; it takes what the user's own takes."""
         module = copy.deepcopy(self.eval_module)
+        if self._hook is not None:
+            del module._forward_pre_hooks[self._hook], module._forward_pre_hooks_with_kwargs[self._hook]
         named = dict(module.named_parameters()) | dict(module.named_buffers())
         with torch.no_grad():
             for name, value in self.views(row).items():

@@ -146,7 +146,9 @@ class Node:
             terms=terms or Terms(), deadline=self.deadline, journal=self._journal,
         )  # fmt: skip
         self.exchange = RemoteExchange(self.post)
-        self.loop = NodeLoop(self.task, plan.method, self.exchange, plan.settings, Rng(plan.seed), Record(clusters))
+        names = {**roster.client_names, **federation.names}
+        record = Record(clusters, names)
+        self.loop = NodeLoop(self.task, plan.method, self.exchange, plan.settings, Rng(plan.seed), record)
         self._identity = checkpoint.identity(
             plan.method, plan.settings, plan.seed, federation, self.task, own_name(plan.model)
         )

@@ -12,22 +12,24 @@ import torch
 from annotated_types import Ge, Le
 
 from coterie._util.settings import Configurable, NonNegativeFloat, NonNegativeInt, Share, parse
-from coterie.data import hub
+from coterie.data import datasets, hub
 from coterie.data.arrays import from_arrays
-from coterie.data.build import build_federation
+from coterie.data.build import DataConfig, build_federation, build_from_sources
 from coterie.data.federation import Federation
 from coterie.errors import ConfigError, DataError, require
 from coterie.net.node import Patience, RunSpec
 from coterie.net.post import Terms
+from coterie.rng import Rng
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
 
 
 @dataclass(frozen=True)
 class DataSource(Configurable):
-    """The source of a node's own data: exactly one of the first five.
+    """The source of a node's own data: exactly one of the first six.
 
     Args:
+        dataset: "table", "folder", or the import path of a function, as in the [data] of a study.
         study: "own rows" of the study's own [data], for demonstrations and tests.
         federation: a file that `Federation.save` wrote, with this node's rows.
         arrays: an .npz file with x and y, and x_test and y_test if there is a test set.
@@ -36,11 +38,14 @@ class DataSource(Configurable):
             (x, y), or ((x, y), (x_test, y_test)).
         label: the label column of `folder`, when there are several.
         classes: number of classes, the same on every node; 0 for regression. Needed with arrays, folder, (x, y).
+        options: what a study has in [data.options]; paths are relative to the file. Classes and categories that are
+            text must be given, so that they mean the same on every node: `class_names`, `categories`.
         validation: share of the samples for validation.
         test: share of the samples for testing, when there is no test set.
         data_dir: the folder of the study's datasets.
     """
 
+    dataset: str = ""
     study: str = ""
     federation: str = ""
     arrays: str = ""
@@ -51,6 +56,7 @@ class DataSource(Configurable):
     validation: Share = 0.2
     test: Share = 0.2
     data_dir: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -198,7 +204,8 @@ def own_rows(file: NodeFile, study: StudyConfig, clients: tuple[int, ...], popul
         DataError: when the data cannot be used.
     """
     source = file.data
-    kinds = {kind: getattr(source, kind) for kind in ("study", "federation", "arrays", "folder", "function")}
+    every = ("dataset", "study", "federation", "arrays", "folder", "function")
+    kinds = {kind: getattr(source, kind) for kind in every}
     given = {kind: value for kind, value in kinds.items() if value}
     if len(given) != 1:
         raise ConfigError(f"[data] gives {', '.join(given) or 'nothing'}; expected exactly one of {', '.join(kinds)}")
@@ -208,11 +215,13 @@ def own_rows(file: NodeFile, study: StudyConfig, clients: tuple[int, ...], popul
         return build_federation(study.data, study.seeds[0], place).host(list(clients))
     if source.federation:
         return _placed(Federation.load(file.path(source.federation)), clients, population)
+    if source.dataset:
+        return _placed(_dataset(file, study.seeds[0]), clients, population)
     if source.function:
         made = _called(source.function)
         if isinstance(made, Federation):
             return _placed(made, clients, population)
-        pair, test = made if isinstance(made[0], tuple) else (made, None)
+        pair, test = made if all(isinstance(one, tuple) and len(one) == 2 for one in made) else (made, None)
     elif source.arrays:
         pair, test = _arrays(file.path(source.arrays))
     else:
@@ -225,7 +234,26 @@ def own_rows(file: NodeFile, study: StudyConfig, clients: tuple[int, ...], popul
         x, y, clients=["own"] * len(y), test=test, classes=source.classes,
         validation_fraction=source.validation, test_fraction=source.test, seed=study.seeds[0], name="own data",
     )  # fmt: skip
-    return _placed(federation, clients, population)
+    return _placed(replace(federation, client_names=()), clients, population)  # the roster says how the node is called
+
+
+def _dataset(file: NodeFile, seed: int) -> Federation:
+    """The data that [data] names as a study does: those of one client, unless they come with clients."""
+    name, options = file.data.dataset, dict(file.data.options)
+    if name in datasets.OWN_KINDS:
+        for key in {"path", "test"} & set(options):
+            options[key] = str(file.path(str(options[key])))
+        made = datasets.own(name, options, shared=True)
+    elif ":" in name:
+        made = datasets.called(name, options, seed)
+    else:
+        raise ConfigError(f"data.dataset is {name!r}; expected 'table', 'folder' or 'package.module:name'")
+    if isinstance(made, Federation):
+        return made
+    config = DataConfig(
+        name, None if made.clients else 1, validation_fraction=file.data.validation, test_fraction=file.data.test
+    )
+    return build_from_sources(config, (made,), Rng(seed))
 
 
 def _placed(federation: Federation, clients: tuple[int, ...], population: int) -> Federation:

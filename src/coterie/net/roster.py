@@ -126,6 +126,11 @@ class Roster:
         """The member that hosts each client."""
         return {client: member.name for member in self.members for client in member.clients}
 
+    @property
+    def client_names(self) -> dict[int, str]:
+        """The name of each client that is the only one of its member: the member's."""
+        return {member.clients[0]: member.name for member in self.members if len(member.clients) == 1}
+
     def before(self, name: str) -> tuple[Member, ...]:
         """Return the members that this one dials: those before it, so that one side of each pair dials."""
         place = self.members.index(self.member(name))

@@ -71,7 +71,10 @@ def simplex_scores(loop: Loop, options: Options) -> pd.DataFrame:
     """
     method, shared, task = loop.method, loop.state.shared, loop.task
     assert isinstance(method, SimplexMethod)
-    require(task.classes > 0, "simplex", "regression data", "classes: points are scored by accuracy")
+    if not task.classes:
+        raise ConfigError(
+            "the analysis 'simplex' scores models by their accuracy; these targets are not one class a sample"
+        )
     clients = list(options.clients) or _of_two_regions(shared.region.tolist())
     for client in clients:
         require(0 <= client < len(task), "clients", client, f"ids from 0 to {len(task) - 1}")

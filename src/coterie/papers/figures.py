@@ -12,6 +12,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
+from coterie._util.names import called, short
 from coterie.errors import DataError
 from coterie.functional.metrics import ACCURACY, GLOBAL_ACCURACY, GRADIENT_VARIANCE, INTERACTION_CHANGE, LABEL
 from coterie.report import plots
@@ -44,7 +45,7 @@ def simplexes(runs: Named) -> Drawn:
         axes.plot(outline[:, 0], outline[:, 1], color="#777777", lw=0.6, zorder=1)
         axes.scatter(place[~served, 0], place[~served, 1], c=value[~served], cmap="cividis", norm=norm, s=4, lw=0)
         axes.plot(place[served, 0], place[served, 1], "*", color="white", mec="black", ms=9, mew=0.8)
-        axes.set(title="all test sets" if client == EVERYBODY else f"client {client}", aspect="equal")
+        axes.set(title="all test sets" if client == EVERYBODY else short(called(run.names, client)), aspect="equal")
         axes.axis("off")
     figure.colorbar(ScalarMappable(norm, "cividis"), ax=panels, label="test accuracy (%); star: served", shrink=0.8)
     return figure, table.assign(method=name, seed=run.seed)

@@ -40,6 +40,7 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "coterie",
     "savefig.dpi": 200,
+    "text.parse_math": False,  # a $ in a name is a $
 }
 
 
@@ -140,7 +141,7 @@ def plot(
         raise ConfigError(unknown("format", path.suffix.removeprefix(".") or str(path), FORMATS))
     found = _found(runs)
     found = _shown(found, chosen.pop("methods", ()), asked="methods" in options)
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(STYLE), warnings.catch_warnings():
         try:
             drawn, table = kind.draw(_named(found), **chosen)
         except DataError as problem:
@@ -148,6 +149,7 @@ def plot(
                 raise
             raise DataError(f"figure {figure} needs runs of {published.study}: {problem}") from problem
         path.parent.mkdir(parents=True, exist_ok=True)
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)  # of a name; the table has it whole
         stamp = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}[path.suffix.removeprefix(".")]
         drawn.savefig(path, bbox_inches="tight", metadata=stamp)
     table.to_csv(path.with_suffix(".csv"), index=False)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie._util.files import write_atomically
+from coterie._util.names import few
 from coterie.functional.metrics import Metric
 from coterie.report.data import blank, payload
 from coterie.results.summary import MEANS, Problem, StoredRun, find_runs, metrics_of
@@ -143,6 +144,8 @@ def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     settings, local, model = (config.get(key) or {} for key in ("data", "local", "model"))
     clusters = ", ".join(_planted(cluster) for cluster in data["clusters"])
     many = [f"{len(data['cluster'])}"]
+    if names := {client: name for client, name in enumerate(data["names"] or ()) if name}:
+        many = [f"{many[0]} ({few(names, names)})"]
     if settings.get("train"):
         many.append(f"each with {settings['train']} training and {settings.get('validation', 0)} validation samples")
     entries = {
@@ -184,8 +187,15 @@ def _training(config: Mapping[str, Any], local: Mapping[str, Any]) -> str:
     if local.get("epochs"):
         parts.append(f"{local['epochs']} local epoch{'s' if local['epochs'] != 1 else ''} a round")
     if local.get("optimizer"):
-        parts.append(f"{local['optimizer']}, learning rate {local.get('lr')}, batches of {local.get('batch_size')}")
+        parts.append(f"{local['optimizer']}, {_rate(local)}, batches of {local.get('batch_size')}")
     return ", ".join(parts)
+
+
+def _rate(local: Mapping[str, Any]) -> str:
+    given = local.get("lr_schedule") or []
+    each = given if isinstance(given, list) else [given]
+    kinds = ", ".join(str(one.get("kind")) if isinstance(one, Mapping) else str(one) for one in each)
+    return f"learning rate {local.get('lr')}" + (f" ({kinds})" if kinds else "")
 
 
 def _evaluated(config: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 import math
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
@@ -14,6 +14,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
+from coterie._util.names import called, short
 from coterie.errors import ConfigError, DataError
 from coterie.functional.metrics import LABEL, Metric
 from coterie.report.data.packing import dense, over_seeds, together
@@ -21,6 +22,7 @@ from coterie.results import graph, summary
 from coterie.results.summary import (
     FEDERATION,
     StoredRun,
+    client_names,
     cluster_means,
     cluster_names,
     description,
@@ -36,6 +38,7 @@ DASHES = ("-", "--", ":", "-.", (0, (8, 2, 2, 2, 2, 2)), (0, (1, 3)), (0, (10, 3
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 WIDTH = 3.3  # inches: a column of a paper
 ACROSS = 4  # panels in a row
+MOST_NAMES = 20  # clients of which a picture has room for the names
 PERCENT = 100.0
 FAR = 10.0  # the ratio of values from which an axis becomes logarithmic
 
@@ -119,7 +122,7 @@ def heatmaps(runs: Named) -> Drawn:
     counts = {name: _reads(group) for name, group in groups.items()}
     most = max(int(count.max()) for count in counts.values())
     figure, panels = panels_of(len(groups))
-    norm, rows = PowerNorm(0.5, 0, most), []
+    norm, rows, names = PowerNorm(0.5, 0, most), [], client_names(run for _, run in runs)
     for number, (axes, (name, count)) in enumerate(zip(panels, counts.items(), strict=True)):
         cluster = planted_of(groups[name], len(count))
         order = np.argsort(cluster, kind="stable")
@@ -131,10 +134,15 @@ def heatmaps(runs: Named) -> Drawn:
         axes.set(title=textwrap.fill(name, 26), xlabel="peer whose model was used")
         if number % ACROSS == 0:
             axes.set(ylabel="client")
+        if names and len(order) <= MOST_NAMES:
+            axes.set_xlabel("peer whose\nmodel was used")
+            told = [short(called(names, client), 16) for client in order.tolist()]
+            axes.set_xticks(range(len(order)), told, rotation=90, fontsize=5)
+            axes.set_yticks(range(len(order)), told if number % ACROSS == 0 else [], fontsize=5)
         reader, read = np.nonzero(count)
         rows += [(name, int(i), int(j), int(count[i, j])) for i, j in zip(reader, read, strict=True)]
     figure.colorbar(ScalarMappable(norm, "magma_r"), ax=panels, label="times used (square-root scale)", shrink=0.8)
-    return figure, pd.DataFrame(rows, columns=["method", "reader", "read", "times"])
+    return figure, _with_names(pd.DataFrame(rows, columns=["method", "reader", "read", "times"]), names)
 
 
 def bars(runs: Named, *, metric: str | None = None, cluster: str = "all") -> Drawn:
@@ -195,7 +203,8 @@ def strips(runs: Named, *, metric: str | None = None) -> Drawn:
     axes.set_xticks(range(len(groups)), list(groups), rotation=30 if long else 0, ha="right" if long else "center")
     axes.set(ylabel=axis_of(shown))
     legend_of(axes)
-    return figure, pd.DataFrame(rows, columns=["method", "client", "cluster", shown.name])
+    table = pd.DataFrame(rows, columns=["method", "client", "cluster", shown.name])
+    return figure, _with_names(table, client_names(run for _, run in runs))
 
 
 def graphs(runs: Named, *, peers: int = 3, after: str | None = None) -> Drawn:
@@ -212,7 +221,7 @@ def graphs(runs: Named, *, peers: int = 3, after: str | None = None) -> Drawn:
     if not groups:
         raise DataError("no method here reads other clients; there is no graph to draw")
     figure, panels = panels_of(len(groups))
-    rows = []
+    rows, names = [], client_names(run for _, run in runs)
     for axes, (name, group) in zip(panels, groups.items(), strict=True):
         count = _reads(group, start)
         cluster = planted_of(group, len(count))
@@ -227,9 +236,15 @@ def graphs(runs: Named, *, peers: int = 3, after: str | None = None) -> Drawn:
         for number, c in enumerate(np.unique(cluster)):
             mine = cluster == c
             axes.plot(x[mine], y[mine], MARKS[number % 8], color=COLORS[number % 8], ms=4, zorder=2)
-        axes.set(title=name, aspect="equal")
+        for client in names if len(cluster) <= MOST_NAMES else ():
+            side = "left" if x[client] >= 0 else "right"  # of the text, so that it leads away from the circle
+            turned = math.degrees(angle[client]) - (0 if side == "left" else 180)
+            axes.text(1.08 * x[client], 1.08 * y[client], short(names[client], 16), fontsize=5, ha=side, va="center",
+                      rotation=turned, rotation_mode="anchor")  # fmt: skip
+        axes.set_title(name, pad=45 if names and len(cluster) <= MOST_NAMES else None)
+        axes.set(aspect="equal")
         axes.axis("off")
-    return figure, pd.DataFrame(rows, columns=["method", "reader", "read", "times"])
+    return figure, _with_names(pd.DataFrame(rows, columns=["method", "reader", "read", "times"]), names)
 
 
 def labels(runs: Named) -> Drawn:
@@ -260,6 +275,14 @@ def labels(runs: Named) -> Drawn:
     if len(names) <= 12:
         figure.legend(handles, names, loc="outside upper center", ncols=4, fontsize=7)
     return figure, pd.DataFrame(rows, columns=["method", "found", "of", "count"])
+
+
+def _with_names(table: pd.DataFrame, names: Mapping[int, str]) -> pd.DataFrame:
+    """The table behind a figure with the names of its clients, where they have any, in columns at its end."""
+    columns = [column for column in ("client", "reader", "read") if names and column in table]
+    return table.assign(
+        **{f"{column}_name": [called(names, one) for one in table[column].tolist()] for column in columns}
+    )
 
 
 def content_of(run: StoredRun, by: str) -> tuple[list[str], np.ndarray]:

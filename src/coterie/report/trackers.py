@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from coterie._util.names import few
 from coterie.errors import ConfigError
-from coterie.functional.metrics import ACCURACY, LOSS, Metric, stored
+from coterie.functional.metrics import LOSS, Metric, stored
 from coterie.results.summary import StoredRun
 from coterie.simulation.run import Observer, Progress
 
@@ -133,7 +134,7 @@ def live(open_writer: Opener, settings: Mapping[str, Any] | None = None) -> Iter
         key = step.label, step.seed
         if key not in writers:
             writers[key] = open_writer(f"{step.label}-seed-{step.seed}", {**(settings or {}), "seed": step.seed})
-        values = {f"validation/{LOSS.name}": step.loss, f"validation/{ACCURACY.name}": step.accuracy}
+        values = {f"validation/{LOSS.name}": step.loss, f"validation/{step.metric}": step.score}
         values |= {"seconds": step.seconds, **{f"train/{name}": value for name, value in step.reported.items()}}
         writers[key].log(step.round + 1, {name: value for name, value in values.items() if value == value})
 
@@ -153,6 +154,8 @@ def export(runs: Sequence[StoredRun], open_writer: Opener) -> int:
     for run in runs:
         declared = {name: described(run.known[name]) for name in stored(run.known.values())}
         settings = dict(_flat({**run.config, **({"metrics": declared} if declared else {})}))
+        if run.names:
+            settings["client_names"] = few(run.names, run.names, 50)
         writer = open_writer(f"{run.study}-{run.label}-seed-{run.seed}".replace(os.sep, "-"), settings)
         for index, values in _by_round(run):
             writer.log(index + 1, values)

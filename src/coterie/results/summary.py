@@ -93,6 +93,11 @@ class StoredRun:
         return int((self.config.get("seeds") or [0])[0]) if seed is None else seed
 
     @cached_property
+    def names(self) -> dict[int, str]:
+        """The name of each client that has one, by its id."""
+        return {int(client): str(name) for client, name in (self.provenance.get("client_names") or {}).items()}
+
+    @cached_property
     def clients(self) -> pd.Series:
         """The planted cluster of each client (-1 where unknown), indexed by client id."""
         first = self.metrics.drop_duplicates("client")
@@ -219,9 +224,10 @@ def _join(a: StoredRun, b: StoredRun) -> StoredRun:
     timing = {name: sum(time.get(name, 0) for time in times) for name in ("train_s", "train_samples")}
     timing["wall_s"] = max(time.get("wall_s", 0.0) for time in times)
     done = all(run.provenance.get("done") for run in (a, b))
+    names = {**(a.provenance.get("client_names") or {}), **(b.provenance.get("client_names") or {})}
     return replace(
         a,
-        provenance={**a.provenance, "done": done, "timing": timing},
+        provenance={**a.provenance, "done": done, "timing": timing, **({"client_names": names} if names else {})},
         metrics=pd.concat([a.metrics, b.metrics], ignore_index=True),
         edges=pd.concat([run.edges for run in (a, b) if len(run.edges)] or [a.edges], ignore_index=True),
     )
@@ -466,6 +472,15 @@ def cluster_names(folder: str | Path, clusters: Iterable[int]) -> dict[int, str]
     """The name of each planted cluster: from the study's federation.json where there is one, else its number."""
     known = description(folder).get("clusters", [])
     return {c: str(known[c]) if 0 <= c < len(known) else str(c) for c in sorted(set(clusters))}
+
+
+def client_names(runs: Iterable[StoredRun]) -> dict[int, str]:
+    """Return the names of clients by id, as far as some runs agree: seeds may be of other clients."""
+    found: dict[int, str] = {}
+    differ = set()
+    for run in runs:
+        differ |= {client for client, name in run.names.items() if found.setdefault(client, name) != name}
+    return {client: name for client, name in sorted(found.items()) if client not in differ}
 
 
 def summarize(study: str | Path, seeds: Iterable[int] | None = None) -> dict[str, Any]:

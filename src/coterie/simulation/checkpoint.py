@@ -60,8 +60,10 @@ def identity(
     kept = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _NOT_IDENTITY}
     if settings.precision == "full":  # younger than checkpoints that are about, as is the next
         del kept["precision"]
-    if not settings.local.persistent_client_optimizer:
-        kept["local"] = {k: v for k, v in kept["local"].items() if k != "persistent_client_optimizer"}
+    kept = {name: value for name, value in kept.items() if name not in ("loss", "metrics") or value}
+    kept["local"] = settings.local.identity()
+    if settings.local.needs_rounds:
+        kept["rounds"] = settings.rounds
     own = {k: v for k, v in dataclasses.asdict(method).items() if v is not None or k not in _YOUNG}
     what = [method.kind, own, kept, seed, federation.fingerprint(), str(task.layout.eval_module)]
     what += [model] if model else []
@@ -226,6 +228,7 @@ def _engine(loop: "Loop") -> dict[str, Any]:
 
 def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, Any]:
     """Return the provenance of a run: code, command, versions, hardware, hash of the settings, time."""
+    own = stored([*loop.recorded.values(), *(one.entry for one in loop.task.metrics)])
     return {
         "seed": loop.rng.seed,
         "round": loop.next_round,
@@ -247,7 +250,8 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "threads": torch.get_num_threads(),
         "timing": timing,
         "undefined": loop.undefined,
-        **({"metrics": own} if (own := stored(loop.recorded.values())) else {}),
+        **({"metrics": own} if own else {}),
+        **({"client_names": names} if (names := loop.record.client_names) else {}),
     }
 
 

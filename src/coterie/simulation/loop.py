@@ -277,17 +277,19 @@ class Loop:
         balanced, prior, overall = (
             one.name for one in (metrics.BALANCED_ACCURACY, metrics.TRAIN_PRIOR_ACCURACY, metrics.GLOBAL_ACCURACY)
         )
-        if not self.task.classes or not wanted & {balanced, prior}:
+        accuracy = metrics.ACCURACY.name in task.engine.metrics and self.task.classes > 0
+        if not accuracy or not wanted & {balanced, prior}:
             values = task.evaluate(params)
         else:
             values, recall, number = task.evaluate_by_class(params)
+            values |= task.judged(params, [one for one in task.metrics if one.name not in wanted])
             if balanced in wanted:
                 values[balanced] = recall.nanmean(1)
             if prior in wanted:
                 weight = (self.task.class_counts() * number).to(recall)
                 values[prior] = (weight * recall.nan_to_num()).sum(1) / weight.sum(1)
-            self._explain(values)
-        if self.task.classes and overall in wanted and self.method.server:
+        self._explain(values)
+        if accuracy and overall in wanted and self.method.server:
             self.exchange.cohort(lambda: torch.arange(self.task.population))
             self.exchange.enter(self.task.ids)
             everybody, population = torch.arange(len(self.task)), torch.arange(self.task.population)
@@ -297,8 +299,9 @@ class Loop:
 
     def _explain(self, values: Mapping[str, Tensor]) -> None:
         """Note why a client has no value of a metric."""
+        known = {**metrics.REGISTRY, **{one.name: one for one in self.task.metrics}}
         for name, value in values.items():
-            entry = metrics.REGISTRY[name]
+            entry = known[name]
             if entry.undefined and bool(value.isnan().any()):
                 self.undefined[name] = f"{entry.title} is undefined: {entry.undefined}"
 

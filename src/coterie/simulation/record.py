@@ -54,10 +54,12 @@ class Record:
 
     Args:
         clusters: planted cluster of each member of the population; -1 where unknown.
+        client_names: names of clients by id, where they have any. The tables hold ids.
     """
 
-    def __init__(self, clusters: Int[Tensor, " population"]) -> None:
+    def __init__(self, clusters: Int[Tensor, " population"], client_names: Mapping[int, str] | None = None) -> None:
         self.clusters = clusters.numpy()
+        self.client_names = dict(client_names or {})
         self.names: list[str] = []
         self._metrics, self._edges = _Table(METRIC_COLUMNS), _Table(EDGE_COLUMNS)
 

@@ -17,6 +17,7 @@ from coterie._util import pages
 from coterie._util.claims import claimed
 from coterie._util.facts import Described
 from coterie._util.importing import imported_function
+from coterie._util.names import called, few
 from coterie._util.settings import brief, own_functions
 from coterie.data.federation import Federation
 from coterie.engine.device import check as check_device
@@ -25,7 +26,8 @@ from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
 from coterie.exchange.base import Exchange
 from coterie.exchange.in_memory import InMemory
-from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics
+from coterie.functional.losses import usual_loss
+from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics, read_metric
 from coterie.methods.base import Method
 from coterie.methods.cost import Setting
 from coterie.models.layout import ModelSource, own_name, source
@@ -43,7 +45,9 @@ __all__ = ["Note", "Observer", "Progress", "Run", "Settings", "simulate"]
 class Progress:
     """What an observer hears after each round.
 
-    `reported` has means over clients of what the method reported; `engine` says which engine trains, and why.
+    `score` is the mean over clients of the validation metric that goes with the loss, and `metric` its name; NaN where
+    there is none. `reported` has means over clients of what the method reported; `engine` says which engine trains, and
+    why.
     """
 
     label: str
@@ -51,10 +55,16 @@ class Progress:
     round: int
     rounds: int
     loss: float
-    accuracy: float
+    score: float
     seconds: float
     reported: Mapping[str, float] = field(default_factory=dict)
     engine: str = ""
+    metric: str = ACCURACY.name
+
+    @property
+    def accuracy(self) -> float:
+        """The mean validation accuracy; NaN where another metric goes with the loss."""
+        return self.score if self.metric == ACCURACY.name else float("nan")
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,7 @@ class Run(Described):
         params: the evaluated model of each client.
         diverged: ids of the clients whose model became NaN or infinite.
         folder: where its files are; None when nothing was written.
+        names: the names of the clients by id; empty where clients are numbers.
     """
 
     label: str
@@ -92,17 +103,26 @@ class Run(Described):
     params: Float[Tensor, "clients params"]
     diverged: tuple[int, ...]
     folder: Path | None = None
+    names: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def metrics_by_name(self) -> pd.DataFrame:
+        """The metrics with the name of each client in place of its id."""
+        known = {client: called(self.names, client) for client in self.metrics["client"].unique().tolist()}
+        return self.metrics.assign(client=self.metrics["client"].map(known))
 
     def facts(self) -> tuple[str, dict[str, Any]]:
         """Return a title, and what the run came to in a few words; `print` and notebooks show it."""
         table = self.metrics
         last = int(table["round"].to_numpy().max())
         known, final = Metrics({**REGISTRY, **self.method.recorded()}), {}
+        known |= {one.name: one for one in map(read_metric, self.settings.metrics)}
         for name, rows in final_tests(table).groupby("metric", sort=False, observed=True):
             metric, value = known[str(name)], rows["value"].to_numpy(float)
             spread = f"{metric.show(float(value.mean()))} ± {metric.show(float(value.std()))}"
             final[metric.heading("test")] = f"{spread} (mean ± std over clients)"
         lost = f"{len(self.diverged)} of {len(self.params)} clients" if self.diverged else "no client"
+        lost += f" ({few(self.names, self.diverged)})" if self.diverged and self.names else ""
         return f"Run of {self.label!r} with seed {self.seed}", {
             "method": brief(self.method),
             "clients": len(self.params),
@@ -187,7 +207,7 @@ def simulate(
     lost = set(metrics.loc[metrics["metric"] == DIVERGED.name, "client"].tolist())
     return Run(
         label or method.kind, seed, method, settings, metrics, loop.record.edges, timing, params, tuple(sorted(lost)),
-        folder,
+        folder, federation.names,
     )  # fmt: skip
 
 
@@ -220,7 +240,7 @@ def _loop(
 ) -> Loop:
     truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
     door = exchange or InMemory(federation.ids, federation.population)
-    return Loop(task, method, door, settings, Rng(seed), Record(truth))
+    return Loop(task, method, door, settings, Rng(seed), Record(truth, federation.names))
 
 
 def make_task(federation: Federation, method: Method, model: ModelSource, settings: Settings) -> Task:
@@ -243,9 +263,11 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         imported_function(path, f"{method.kind}: {name} {path!r}")
     if knows and federation.truth is None:
         raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
-    return Task(
+    local.verify()
+    loss = settings.objective or usual_loss(federation.y.flatten(0, 1), federation.classes)
+    task = Task(
         federation.host(federation.ids),
-        method.model(source(model, federation.features, federation.outputs)),
+        method.model(source(model, federation.features, loss.width(federation.y.flatten(0, 1), federation.classes))),
         init=settings.init,
         buffers=settings.buffers,
         engine=settings.engine,
@@ -257,7 +279,21 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         clusters=federation.truth.cluster if knows and federation.truth is not None else None,
         expected=once * (settings.rounds + 1),
         batch_size=local.batch_size,
+        loss=loss,
+        metrics=[read_metric(one) for one in settings.metrics],
+        own_optimizer=local.own,
+        rounds=settings.rounds,
     )
+    task.check_batches(local)
+    return task
+
+
+def check(federation: Federation, method: Method, model: ModelSource, settings: Settings) -> None:
+    """Find what is impossible before anything is written: one training step, and what the method begins with.
+
+    The arguments and errors are those of `make_task`; a method may refuse data that it can do nothing with.
+    """
+    _forecast(make_task(federation, method, model, settings), federation, method, settings, stored=False)
 
 
 def _forecast(
@@ -307,14 +343,16 @@ def _progress(loop: Loop, label: str, seed: int, started: float) -> Progress:
         value = loop.validation.get(name)
         return float("nan") if value is None else float(value.nanmean())
 
+    metric = loop.task.engine.metrics[-1]
     return Progress(
         label=label,
         seed=seed,
         round=loop.next_round - 1,
         rounds=loop.settings.rounds,
         loss=mean(LOSS.name),
-        accuracy=mean(ACCURACY.name),
+        score=float("nan") if metric == LOSS.name else mean(metric),
         seconds=time.perf_counter() - started,
         reported=dict(loop.reported),
         engine=loop.task.engine.reason,
+        metric=metric,
     )

@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from coterie._util.settings import Configurable, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from coterie._util.settings import NONE, Configurable, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from coterie.engine.precision import Precision
 from coterie.engine.task import InitMode, LocalTraining
 from coterie.errors import require
-from coterie.functional.metrics import ExtraMetric
+from coterie.functional.losses import Loss, loss_table, read_loss
+from coterie.functional.metrics import ExtraMetric, metric_name
 from coterie.methods.base import Order
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -24,6 +25,9 @@ class Settings(Configurable):
     Args:
         rounds: rounds of exchange and training after the warm-up ($T$).
         local: how clients train.
+        loss: what clients minimize: a name of `functional.losses.LOSSES`, an import path "package.module:function", or
+            a table with one of these as `kind` and the loss's own settings; from Python a function or a `Loss` too.
+            When None: cross-entropy for classes, squared error for numbers; other targets call for a choice.
         init: "shared" (one first model for all), "per_client", or "given" (the module's own values).
         order: "exchange_first" or "train_first"; the method's own order when None.
         schedule: "synchronous"; "sequential_exchange" and "sequential" let clients act one after another on each
@@ -44,6 +48,8 @@ class Settings(Configurable):
         cuda_graphs: on a CUDA device: capture the steps of a block of clients and replay them (vmap engine).
         validate_every: rounds between two evaluations on the validation data.
         eval_every: rounds between two evaluations on the test sets, a multiple of `validate_every`; 0 for the end only.
+        metrics: what test evaluations measure beside the loss and what goes with it: names of metrics, or import paths
+            of functions (outputs, targets) -> a value.
         extra_metrics: further metrics of a classification run. At every test evaluation: "balanced_accuracy",
             "train_prior_accuracy", and with a server "global_accuracy", of the global model (or that of the client's
             cluster) on all test sets together. At the end: "clusters" (number of clusters, Rand, WAS, WADB), "maxima"
@@ -58,6 +64,7 @@ class Settings(Configurable):
 
     rounds: NonNegativeInt = 30
     local: LocalTraining = field(default_factory=LocalTraining)
+    loss: Any = None
     init: InitMode = "shared"
     order: Order | None = None
     schedule: Schedule = "synchronous"
@@ -75,15 +82,27 @@ class Settings(Configurable):
     cuda_graphs: bool = False
     validate_every: PositiveInt = 1
     eval_every: NonNegativeInt = 0
+    metrics: Sequence[Any] = ()
     extra_metrics: Sequence[ExtraMetric] = ()
     checkpoint_seconds: NonNegativeFloat = 30.0
 
     def check(self) -> None:
-        """Test evaluations come with validation; optimizer states are kept in the synchronous schedule only."""
+        """Test evaluations come with validation; optimizer states are kept in the synchronous schedule only.
+
+        Losses and metrics are kept as plain values. What has an import path is looked up when a run begins, so that
+        results can be read where it cannot be imported.
+        """
+        object.__setattr__(self, "loss", loss_table(None if self.loss == NONE else self.loss))
+        object.__setattr__(self, "metrics", tuple(metric_name(one) for one in self.metrics))
         every = self.validate_every
         require(self.eval_every % every == 0, "eval_every", self.eval_every, f"a multiple of validate_every ({every})")
         keeps = self.local.persistent_client_optimizer and self.schedule != "synchronous"
         require(not keeps, "local.persistent_client_optimizer", True, "schedule = 'synchronous' with it")
+
+    @property
+    def objective(self) -> Loss | None:
+        """The loss; None for the one that the targets call for."""
+        return None if self.loss is None else read_loss(self.loss)
 
     def keeps_best(self, server: bool) -> bool:
         """Return whether the best model of each client is needed: in the final test, or to be published when it stops.

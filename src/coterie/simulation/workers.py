@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
@@ -104,10 +105,25 @@ def _start(work: Work[J, Any], job: J, threads: int) -> _Worker[J]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, work, threads), daemon=True)
-    process.start()
+    with _undisturbed():
+        process.start()
     theirs.close()
     ours.send(job)
     return _Worker(process, ours, job)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Start processes that Ctrl-C does not reach: it comes to the whole group, also while they import, and we decide."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # with the first worker, it would let the signal through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _listen(worker: _Worker[J], waiting: Iterator[J], emit: Emit) -> Iterator[tuple[J, Any]]:

@@ -8,6 +8,7 @@ dataclasses that the library itself runs on (`Settings`, `LocalTraining`, `DataC
 import copy
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -17,14 +18,17 @@ from typing import Any
 
 from coterie._util import settings as tables
 from coterie.data.build import DataConfig
-from coterie.engine.optim import LocalTraining
+from coterie.data.datasets import OWN_KINDS
+from coterie.engine.optim import YOUNGER, LocalTraining
 from coterie.errors import ConfigError, require, unknown
 from coterie.methods import METHODS, registry
 from coterie.simulation.settings import Settings
-from coterie.studies.definition import NAME, MethodConfig, ModelConfig, StudyConfig
+from coterie.studies.definition import LABEL, MethodConfig, ModelConfig, StudyConfig, folded, is_label, written
 from coterie.studies.named import builtin
 
 DEFAULT_STUDY = "rotated-digits"
+_MOST_SEEDS = 10_000  # as a number of them; whoever gives a larger one means a seed
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
 _RUN_KEYS = tuple(f.name for f in fields(Settings) if f.name not in ("local", "patience"))
 _FREE = tuple(f.name for f in fields(StudyConfig) if f.name not in ("data", "model", "methods", "settings"))
 
@@ -77,8 +81,11 @@ def parse(content: Mapping[str, Any], overrides: Iterable[str] = (), *, to_run: 
         if key not in known:
             raise ConfigError(unknown("setting", key, known))
     free = {key: content[key] for key in _FREE if key in content}
-    if isinstance(free.get("seeds"), int):
-        free["seeds"] = list(range(free["seeds"]))
+    if isinstance(number := free.get("seeds"), int) and not isinstance(number, bool):
+        require(
+            1 <= number <= _MOST_SEEDS, "seeds", number, f"a number of seeds, 1 to {_MOST_SEEDS}, or a list of seeds"
+        )
+        free["seeds"] = list(range(number))
     for grid in {"sweep", "tune"} & set(free):
         free[grid] = _flat(grid, free[grid])
     run = {key: content[key] for key in _RUN_KEYS if key in content}
@@ -130,6 +137,10 @@ def identity(study: StudyConfig) -> dict[str, Any]:
         content.pop(key, None)
     if content.get("precision") == "full":  # so that studies from before it was a setting are the same
         del content["precision"]
+    if not content.get("metrics"):
+        content.pop("metrics", None)
+    if not study.settings.local.own:  # said or not, it is the same
+        content["local"]["weight_decay"] = study.settings.local.arguments["weight_decay"]
     for entry in content["methods"]:
         entry.pop("paper", None)
         entry.pop("package", None)
@@ -179,7 +190,18 @@ def _read(file: Traversable, readers: Sequence[Path] = ()) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
-    return _whole(text, str(file), Path(str(file)).parent, (*readers, here))
+    content = _whole(text, str(file), Path(str(file)).parent, (*readers, here))
+    _lead(content.get("data"), here.parent)
+    return content
+
+
+def _lead(data: object, folder: Path) -> None:
+    """Lead a path of own data that is not found from here to what lies beside the study file, in place."""
+    options = data.get("options") if isinstance(data, dict) and data.get("dataset") in OWN_KINDS else None
+    for key in {"path", "test"} & set(options) if isinstance(options, dict) else ():
+        value = options[key]
+        if isinstance(value, str) and not Path(value).expanduser().exists() and (folder / value).exists():
+            options[key] = str(folder / value)
 
 
 def _whole(text: str, where: str, folder: Path = Path(), readers: Sequence[Path] = ()) -> dict[str, Any]:
@@ -220,12 +242,12 @@ def _extend(base: dict[str, Any], own: dict[str, Any]) -> None:
         _merge_methods(merged, methods)
     else:
         _require_methods(methods)
-        there = {_label(entry).lower(): entry for entry in merged}
+        there = {folded(_label(entry)): entry for entry in merged}
         for entry in methods:
             label = _label(entry)
-            if label.lower() in there:
+            if folded(label) in there:
                 changed = {key: value for key, value in entry.items() if key != "label"}
-                _merge(there[label.lower()], changed, f"methods.{label}")
+                _merge(there[folded(label)], changed, f"methods.{label}")
             elif "kind" in entry:
                 merged.append(entry)
             else:
@@ -321,8 +343,8 @@ def _method(entry: object, settings: Settings, where: str, to_run: bool) -> Meth
         raise ConfigError(f"{where} is {entry!r}; expected a table with a kind")
     head = tables.parse(_Head, {key: entry[key] for key in _HEAD if key in entry}, where)
     kind = registry.find(head.kind, head.package) if to_run else METHODS.get(head.kind)
-    label = head.label or (kind.kind if kind is not None and ":" in head.kind else head.kind)
-    require(bool(NAME.fullmatch(label)), f"{where}: label", label, "letters, digits and ' ._+=,()-'")
+    label = written(head.label or (kind.kind if kind is not None and ":" in head.kind else head.kind))
+    require(is_label(label), f"{where}: label", label, LABEL)
     own = _unknown_keys(entry) if kind is None else {f.name for f in fields(kind) if f.init}
     local = {f.name for f in fields(LocalTraining)} - own
     run = {f.name for f in fields(Settings)} - {"local"} - own
@@ -346,6 +368,7 @@ def _method(entry: object, settings: Settings, where: str, to_run: bool) -> Meth
 def _unknown_keys(entry: Mapping[str, Any]) -> set[str]:
     """The keys of a [[methods]] table that may be a method's own: neither [local] nor the study has such a setting."""
     known = {key: kind for kind in (LocalTraining, Settings) for key in (f.name for f in fields(kind))}
+    known = {key: kind for key, kind in known.items() if key not in YOUNGER}
     own = set(entry) - set(known) - {"local", *_HEAD}
     for key in set(entry) & set(known) - {"local"}:
         try:
@@ -397,15 +420,19 @@ def assign(content: dict[str, Any], assignment: str) -> None:
     path, equals, value = assignment.partition("=")
     if not equals or not path.strip():
         raise ConfigError(f"--set got {assignment!r}; expected path=value, such as methods.dac.tau=30")
-    try:
-        nested = tomllib.loads(assignment)
-    except tomllib.TOMLDecodeError:
+    text, bare = json.dumps(value.strip(), ensure_ascii=False), path.strip()
+    if bare.startswith("methods.") and '"' not in bare:  # labels may have spaces and letters of any script
+        bare = ".".join(
+            part if _BARE.fullmatch(part) else json.dumps(part, ensure_ascii=False) for part in bare.split(".")
+        )
+    for line in (assignment, f"{path} = {text}", f"{bare} = {value}", f"{bare} = {text}"):
         try:
-            nested = tomllib.loads(f"{path} = {json.dumps(value.strip())}")
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(
-                f"--set got {assignment!r}; quote names with spaces: 'methods.\"my DAC\".tau=3'"
-            ) from error
+            nested = tomllib.loads(line)
+            break
+        except tomllib.TOMLDecodeError:
+            continue
+    else:
+        raise ConfigError(f"--set got {assignment!r}; quote names with spaces: 'methods.\"my DAC\".tau=3'")
     _merge(content, nested, "")
 
 
@@ -461,7 +488,7 @@ def _named(methods: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]
     labels = [_label(entry) for entry in methods]
     kinds = [str(entry.get("kind")) for entry in methods]
     for names in (labels, kinds):
-        found = [entry for entry, own in zip(methods, names, strict=True) if own.lower() == name.lower()]
+        found = [entry for entry, own in zip(methods, names, strict=True) if folded(own) == folded(name)]
         if found:
             return found
     raise ConfigError(unknown("method of this study", name, {*labels, *kinds}))

@@ -1,6 +1,6 @@
 """Studies: a set of methods and seeds over one federation, checked when it is created."""
 
-import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
@@ -17,9 +17,33 @@ from coterie.simulation.settings import Settings
 
 OWN = "own"
 """The name of a dataset or model that is passed in Python."""
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+=,()-]*")
-"""The valid labels of methods in a study: a label names a folder."""
-_STUDY_NAME = re.compile(rf"{NAME.pattern}(/{NAME.pattern})*")
+LABEL = "letters of any script, digits and ' ._+=,()-', at most 200 bytes; no dot or space at its ends, '_' not first"
+"""What a label of a method may be: it names a folder. So does each part of a study's name."""
+_LONGEST = 200  # bytes
+_TAKEN = {"config.toml", "federation.json", "summary.json", "report.html", "b2sums"}  # files of a study's folder
+
+
+def written(name: str) -> str:
+    """Return a name as it is kept: an accent and its letter are one sign (NFC), however they were typed."""
+    return unicodedata.normalize("NFC", name)
+
+
+def folded(name: str) -> str:
+    """Return what two names have in common that differ by case only, which some file systems take for one."""
+    return written(written(name).casefold())
+
+
+def is_label(name: str) -> bool:
+    """Return whether a method can be labeled so.
+
+    Example:
+        >>> [name for name in ("DAC, τ=30", "Größe 2", "../a", "a/b", ".a", "a.", "") if is_label(name)]
+        ['DAC, τ=30', 'Größe 2']
+    """
+    kinds = [unicodedata.category(sign)[0] for sign in name]
+    fits = all(kind in "LMN" or sign in " ._+=,()-" for kind, sign in zip(kinds, name, strict=True))
+    ends = bool(name) and kinds[0] in "LN" and name[-1] not in ". "
+    return fits and ends and len(name.encode()) <= _LONGEST and folded(name) not in _TAKEN
 
 
 @dataclass(frozen=True)
@@ -63,6 +87,11 @@ class MethodConfig(Configurable):
         method = self.method
         return method.name if isinstance(method, registry.StoredMethod) else registry.name_of(type(method))[0]
 
+    def check(self) -> None:
+        """The label can be a folder."""
+        object.__setattr__(self, "label", written(self.label))
+        require(is_label(self.label), "label", self.label, LABEL)
+
 
 @dataclass(frozen=True)
 class StudyConfig(Configurable):
@@ -97,14 +126,17 @@ class StudyConfig(Configurable):
 
     def check(self) -> None:
         """Names can be folders; methods and seeds are there, each once."""
-        require(bool(_STUDY_NAME.fullmatch(self.name)), "name", self.name, "letters, digits, ' ._+=,()-' and '/'")
+        object.__setattr__(self, "name", written(self.name))
+        require(
+            all(map(is_label, self.name.split("/"))), "name", self.name, f"parts with '/' between them, each of {LABEL}"
+        )
         require(len(set(self.seeds)) == len(self.seeds), "seeds", list(self.seeds), "each seed once")
         require(bool(self.methods), "methods", [], 'at least one, such as [[methods]] kind = "dac"')
         seen: set[str] = set()
         for entry in self.methods:
-            if entry.label.lower() in seen:
+            if folded(entry.label) in seen:
                 raise ConfigError(f"two methods are called {entry.label!r}; give each a label of its own")
-            seen.add(entry.label.lower())
+            seen.add(folded(entry.label))
 
     def only(self, label: str, seed: int) -> "StudyConfig":
         """Return the study of one run: this method with this seed."""

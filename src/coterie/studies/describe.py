@@ -29,10 +29,11 @@ def describe(federation: Federation) -> dict[str, Any]:
         federation: the federation, with its planted clusters where they are known.
 
     Returns:
-        `name`, `fingerprint`, `clients` (a count), `clusters` (names of the planted clusters), `shift` (a description
-        per client), `train` and `validation` (samples per client), `classes` (names of the columns of `labels`),
-        `labels` (training samples per client and class; for regression, per bin of the target), and `images`: for
-        each cluster a list of PNG images as data addresses; empty when the inputs are no images.
+        `name`, `fingerprint`, `clients` (a count), `client_names` (empty where clients are numbers), `clusters` (names
+        of the planted clusters), `shift` (a description per client), `train` and `validation` (samples per client),
+        `classes` (names of the columns of `labels`), `labels` (training samples per client and class; for regression,
+        per bin of the target), `features` (names of the entries of an input, when known), and `images`: for each
+        cluster a list of PNG images as data addresses; empty when the inputs are no images.
     """
     truth = federation.truth
     names, labels = _labels(federation)
@@ -40,12 +41,14 @@ def describe(federation: Federation) -> dict[str, Any]:
         "name": federation.name,
         "fingerprint": federation.fingerprint(),
         "clients": len(federation),
+        "client_names": list(federation.client_names),
         "clusters": list(truth.names) if truth is not None else [],
         "shift": list(truth.shift) if truth is not None else [],
         "train": federation.counts("train").tolist(),
         "validation": federation.counts("validation").tolist(),
         "classes": names,
         "labels": labels.tolist(),
+        "features": list(federation.feature_names),
         "images": _images(federation),
     }
 

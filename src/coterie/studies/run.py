@@ -10,6 +10,7 @@ leave the same bytes. Each is claimed by the process that works on it, so that s
 Beside the files of each folder lies a manifest of their digests (`_util/manifest.py`).
 """
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -33,10 +34,10 @@ from coterie.results import summary
 from coterie.results.coverage import Standing
 from coterie.simulation import checkpoint
 from coterie.simulation.loop import Loop
-from coterie.simulation.run import Note, Observer, Progress, make_task, reopen, simulate
+from coterie.simulation.run import Note, Observer, Progress, check, reopen, simulate
 from coterie.simulation.workers import fan_out
 from coterie.studies import config
-from coterie.studies.definition import OWN, StudyConfig
+from coterie.studies.definition import LABEL, OWN, StudyConfig, is_label
 from coterie.studies.describe import describe
 
 CONFIG = "config.toml"
@@ -65,6 +66,7 @@ class Study:
         summary: the content of summary.json: `rows` and `timing`, the `seeds` that rows are means over, and how each
             run stands that is `left_out`.
         diverged: for each run that lost clients to NaN or infinity: which clients.
+        names: the names of the clients by id; empty where clients are numbers.
         server: whether a method of it has a server.
         elsewhere: the runs that other processes were working on, and who; they are not in the summary yet.
     """
@@ -75,6 +77,7 @@ class Study:
     diverged: Mapping[Job, tuple[int, ...]]
     server: bool = False
     elsewhere: Mapping[Job, str] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def rows(self) -> pd.DataFrame:
@@ -148,7 +151,7 @@ class _Jobs:
             if engine not in ("auto", *ENGINES):
                 raise ConfigError(unknown("engine", engine, ("auto", *ENGINES)))
             quick = replace(entry.settings, engine="loop")
-            make_task(federation, entry.method, self.network, quick)
+            check(federation, entry.method, self.network, quick)
 
     def data(self, seed: int) -> Federation:
         """The federation of a seed."""
@@ -212,7 +215,10 @@ def run_study(
     folder = Path(out) / study.name
     plan = _Jobs(study, folder, None if data_dir is None else Path(data_dir), federation, model)
     _check_folder(study, folder, resume, overwrite)
+    _federation.cache_clear()  # the file that it was read from may have changed
     first = plan.data(study.seeds[0])
+    if resume:
+        _check_data(study, folder, first)
     plan.check(first)
     _prepare(study, folder, first, resume=resume, overwrite=overwrite and not resume)
 
@@ -276,6 +282,8 @@ def resume_study(
 def stored(folder: str | Path, *, to_run: bool = False) -> tuple[StudyConfig, Path]:
     """Return the study in a folder and the folder above it, under which the study was started.
 
+    A folder that was renamed gives its name to the study; in the files of its runs the earlier name stays.
+
     Args:
         folder: of a study, or of one of its runs.
         to_run: whether it shall go on; to read its results needs no method, see `config.loads`.
@@ -292,9 +300,13 @@ def stored(folder: str | Path, *, to_run: bool = False) -> tuple[StudyConfig, Pa
         raise ConfigError(f"{path}: {fault}; `coterie run STUDY --resume` writes it again")
     study = config.loads((path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG), to_run=to_run)
     depth = len(Path(study.name).parts)
-    if path.parts[-depth:] != Path(study.name).parts:
-        raise ConfigError(f"{folder} holds the study {study.name!r} but is not called so; rename it back")
-    return study, path.parents[depth - 1]
+    if path.parts[-depth:] == Path(study.name).parts:
+        return study, path.parents[depth - 1]
+    if to_run:
+        require(is_label(path.name), f"{path}: the name of the folder", path.name, f"{LABEL}: rename it")
+    renamed = copy.copy(study)
+    object.__setattr__(renamed, "name", path.name)  # to read its results a folder may be called anything
+    return renamed, path.parent
 
 
 def reopen_run(
@@ -371,7 +383,8 @@ def _read(study: StudyConfig, folder: Path) -> Study:
         lost = run.metrics.loc[(run.metrics["metric"] == DIVERGED.name).to_numpy(), "client"].unique()
         if len(lost):
             diverged[Job(run.label, run.seed)] = tuple(sorted(int(client) for client in lost))
-    return Study(folder, study, content, diverged, any(summary.declared(run, "server") for run in runs))
+    server = any(summary.declared(run, "server") for run in runs)
+    return Study(folder, study, content, diverged, server, names=summary.client_names(runs))
 
 
 def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: bool) -> None:
@@ -408,6 +421,25 @@ def _check_same(study: StudyConfig, folder: Path) -> None:
                 )
 
 
+def _describes(study: StudyConfig, folder: Path) -> bool:
+    """Whether a folder has the description of the data of a study's first seed, whole."""
+    if any(manifest.fault(folder, name) for name in (CONFIG, summary.FEDERATION)):
+        return False
+    return stored(folder)[0].seeds[0] == study.seeds[0]
+
+
+def _check_data(study: StudyConfig, folder: Path, first: Federation) -> None:
+    """The data must be those that the study began with: the settings cannot tell, where data come from a file."""
+    if not _describes(study, folder):
+        return
+    described = json.loads((folder / summary.FEDERATION).read_text(encoding="utf-8"))["fingerprint"]
+    if described != first.fingerprint():
+        raise CheckpointError(
+            f"{folder} was run with other data (their fingerprint is {described} there and {first.fingerprint()} "
+            "here); --overwrite starts again, --out keeps both"
+        )
+
+
 def _with_stored_seeds(study: StudyConfig, folder: Path) -> StudyConfig:
     """The study with the seeds that are there already: going on with other seeds adds to them."""
     if manifest.fault(folder, CONFIG):  # there is none, or it is damaged: it is written again
@@ -425,5 +457,7 @@ def _prepare(study: StudyConfig, folder: Path, federation: Federation, *, resume
             shutil.rmtree(folder)
     described = json.dumps(describe(federation)) + "\n"
     with claimed(folder, wait=summary.STUDY_WAIT):  # the seeds that are there are read and written as one
+        other = resume and (folder / summary.FEDERATION).exists() and not _describes(study, folder)
+        kept = {} if other and not manifest.fault(folder, summary.FEDERATION) else {summary.FEDERATION: described}
         content = config.dumps(_with_stored_seeds(study, folder) if resume else study)
-        summary.write_files(folder, {CONFIG: content, summary.FEDERATION: described})
+        summary.write_files(folder, {CONFIG: content, **kept})

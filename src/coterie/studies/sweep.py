@@ -12,7 +12,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from coterie.results.summary import SUMMARY, holds_runs, json_ready, summarize, 
 from coterie.simulation.run import Note, Observer
 from coterie.studies import config
 from coterie.studies.config import keys, put
-from coterie.studies.definition import StudyConfig
+from coterie.studies.definition import StudyConfig, folded
 from coterie.studies.run import CONFIG, FederationSource, Study, read_study, run_study, stored
 
 _FEDERATED = ("data", "model")
+_NOT_IN_NAMES = re.compile(r"[^\w.+-]+")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class _Axis:
     def tag(self, value: Any) -> str:
         """Return a name of a value that can be part of a folder's name."""
         text = json.dumps(value) if isinstance(value, (list, dict, bool)) else str(value)
-        return f"{self.path[-1]}={re.sub(r'[^A-Za-z0-9._+-]+', '-', text).strip('-')}"
+        return f"{self.path[-1]}={_NOT_IN_NAMES.sub('-', text).strip('-.')}"
 
 
 def expand(study: StudyConfig, *, to_run: bool = True) -> tuple[StudyConfig, ...]:
@@ -139,8 +140,14 @@ def read_sweep(folder: str | Path) -> tuple[Study, ...]:
     points = expand(study, to_run=False)
     begun = [(one, (out / one.name / CONFIG).is_file() and holds_runs(out / one.name)) for one in points]
     if not any(there for _, there in begun):
-        return tuple(read_study(out / one.name) for one in points)
-    return tuple(read_study(out / one.name) if there else _missing(one, out / one.name) for one, there in begun)
+        return tuple(_point(one, out) for one in points)
+    return tuple(_point(one, out) if there else _missing(one, out / one.name) for one, there in begun)
+
+
+def _point(study: StudyConfig, out: Path) -> Study:
+    """A point of a sweep, by the name that it has now: the folder of the sweep may have been renamed."""
+    found = read_study(out / study.name)
+    return replace(found, config=replace(found.config, name=study.name))
 
 
 def _missing(study: StudyConfig, folder: Path) -> Study:
@@ -203,6 +210,6 @@ def _concerns(axis: _Axis, entry: Mapping[str, Any], entries: Sequence[Mapping[s
     """Whether an axis varies a method: it names the method's label, or its kind where no label is so called."""
     if axis.path[0] != "methods":
         return True
-    name = axis.path[1].lower()
-    labels = [other["label"].lower() for other in entries]
-    return entry["label"].lower() == name if name in labels else entry["kind"].lower() == name
+    name = folded(axis.path[1])
+    labels = [folded(other["label"]) for other in entries]
+    return folded(entry["label"]) == name if name in labels else folded(entry["kind"]) == name

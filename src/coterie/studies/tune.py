@@ -18,21 +18,22 @@ import torch
 
 from coterie._util.files import write_atomically
 from coterie.data.build import build_federation
-from coterie.data.federation import SPLITS, Federation, TestSet
+from coterie.data.federation import Federation, TestSet
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, require, unknown
 from coterie.functional.metrics import REGISTRY
+from coterie.models.layout import ModelSource
 from coterie.simulation.run import simulate
 from coterie.simulation.settings import Settings
 from coterie.simulation.workers import fan_out
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
-from coterie.studies.definition import MethodConfig
+from coterie.studies.definition import OWN, MethodConfig, folded
 
 Point = tuple[tuple[str, Any], ...]
 """One choice: (setting, value) for each axis of the grid."""
 
-FederationSource = Callable[[int], Federation]
+FederationSource = Federation | Callable[[int], Federation]
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def tune(
     workers: int = 1,
     widenings: int = 3,
     federation: FederationSource | None = None,
+    model: ModelSource | None = None,
     observer: Callable[[Trial], None] | None = None,
 ) -> Tuned:
     """Choose settings of every method by the clients' own validation data.
@@ -136,7 +138,8 @@ def tune(
         data_dir: where datasets lie on disk.
         workers: processes.
         widenings: how often a grid is continued at most.
-        federation: your own data instead of the study's, by seed.
+        federation: your own data instead of the study's, or a function from seed to data.
+        model: your own module, or a factory of modules, instead of the study's [model].
         observer: hears each trial.
 
     Raises:
@@ -146,7 +149,7 @@ def tune(
     for path in grid:
         if not any(_setting(path, entry) in grids[entry.label] for entry in study.methods):
             raise ConfigError(f"--grid: no method of the study has a setting {path!r}; coterie methods lists them")
-    work = _Work(config.dumps(replace(study, sweep={}, tune={}), decided=False), data_dir, federation)
+    work = _Work(config.dumps(replace(study, sweep={}, tune={}), decided=False), data_dir, federation, model)
     trials: list[Trial] = []
     choices: list[Choice] = []
     for _ in range(widenings + 1):
@@ -203,19 +206,30 @@ class _Work:
     study: str
     data_dir: str | Path | None
     federation: FederationSource | None
+    model: ModelSource | None
 
     def __call__(self, job: tuple[str, Point, int], emit: Callable[[object], None]) -> Trial:
         label, point, seed = job
         study = config.loads(self.study)
+        if OWN in (study.data.dataset if self.federation is None else "", study.model.kind if self.model is None else ""):
+            raise ConfigError(
+                "this study has data or a module of your own; give them from Python: tune(..., federation=..., "
+                "model=...), or name them by import path in the study file"
+            )
         if self.federation is None:
             federation = build_federation(study.data, seed, self.data_dir)
         else:
-            federation = self.federation(seed)
-        if not bool((federation.split == SPLITS["validation"]).any(1).all()):
-            raise ConfigError("tuning needs validation data of every client; give data.validation")
+            federation = self.federation if isinstance(self.federation, Federation) else self.federation(seed)
+        without = (federation.counts("validation") == 0).nonzero().flatten().tolist()
+        if without:
+            raise ConfigError(
+                f"tuning needs validation data of every client, and {federation.name_of(without[0])} has none; give "
+                "data.validation, or validation= where the federation is made"
+            )
         entry = _with_point(study, label, point).scaled(label)
         settings = replace(entry.settings, eval_every=0)
-        run = simulate(blind(federation), entry.method, model=study.model.source, settings=settings, seed=seed)
+        model = self.model or study.model.source
+        run = simulate(blind(federation), entry.method, model=model, settings=settings, seed=seed)
         metric, values = _validation(run.metrics, "best" if settings.evaluate == "best_val" else "current")
         return Trial(label, point, seed, metric, float(values.mean(skipna=False)))
 
@@ -256,7 +270,7 @@ def _setting(path: str, entry: MethodConfig) -> str | None:
     if not path.startswith("methods."):
         return path
     head, _, key = path.removeprefix("methods.").rpartition(".")
-    return key if head.strip('"').lower() in (entry.label.lower(), entry.kind.lower()) else None
+    return key if folded(head.strip('"')) in (folded(entry.label), folded(entry.kind)) else None
 
 
 def _points(axes: Mapping[str, Sequence[Any]]) -> list[Point]:

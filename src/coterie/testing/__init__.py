@@ -11,9 +11,10 @@ from coterie.testing.exchanges import check_exchange
 from coterie.testing.methods import check_method, follow, run_grouped
 from coterie.testing.models import check_model
 from coterie.testing.rules import check_aggregation, check_selection
-from coterie.testing.tiny import tiny_federation, tiny_settings, tiny_source
+from coterie.testing.tiny import TinyTokens, tiny_federation, tiny_settings, tiny_source
 
 __all__ = [
+    "TinyTokens",
     "check_aggregation",
     "check_exchange",
     "check_method",

@@ -93,6 +93,9 @@ class _Maker:
             engine=self.settings.engine,
             dtype=torch.float64 if self.settings.dtype == "float64" else torch.float32,
             clusters=truth if "truth" in self.method.needs else None,
+            loss=self.settings.objective,
+            own_optimizer=self.settings.local.own,
+            rounds=self.settings.rounds,
         )
 
     def loop(self, exchange: Exchange | None = None, rng: Rng | None = None, ids: Sequence[int] | None = None) -> Loop:

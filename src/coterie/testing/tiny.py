@@ -1,16 +1,20 @@
 """Tiny federations and settings, for runs of about a second."""
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
 
 from coterie.data.federation import Federation, TestSet, Truth
 from coterie.data.source import Samples, Source
 from coterie.engine.task import LocalTraining
 from coterie.rng import Rng
 from coterie.simulation.run import Settings
+
+Kind = Literal["classes", "labels", "tokens"]
 
 
 def tiny_federation(
@@ -22,11 +26,24 @@ def tiny_federation(
     features: tuple[int, ...] = (4,),
     classes: int = 3,
     seed: int = 0,
+    kind: Kind = "classes",
 ) -> Federation:
-    """Make a small classification problem with concept shift between clusters.
+    """Make a small problem with concept shift between clusters.
 
     Every cluster labels Gaussian inputs by its own random linear rule. Client i is in cluster i modulo `clusters`;
     inputs are float64, so that engines can be compared closely.
+
+    Args:
+        num_clients: number of clients.
+        clusters: number of clusters.
+        train: training samples of a client.
+        validation: validation samples of a client.
+        features: the shape of an input.
+        classes: number of classes, of labels, or of tokens.
+        seed: what the data are drawn from.
+        kind: "classes": the target is the class with the largest value of the rule; "labels": it is 1 for each value
+            above 0, and 0 for the others (multi-label); "tokens": inputs are whole numbers, and each entry's target is
+            that number moved on by the cluster's step.
     """
     stream = Rng(seed).generator("testing.federation")
     size = int(np.prod(features))
@@ -34,8 +51,12 @@ def tiny_federation(
     samples = train + validation
 
     def draw(cluster: int, number: int) -> tuple[Tensor, Tensor]:
+        if kind == "tokens":
+            tokens = torch.from_numpy(stream.integers(classes, size=(number, *features)))
+            return tokens.int(), (tokens + 1 + cluster) % classes
         x = stream.normal(size=(number, size))
-        y = (x @ rules[cluster]).argmax(1)
+        values = x @ rules[cluster]
+        y = values.argmax(1) if kind == "classes" else (values > 0).astype(np.float32)
         return torch.from_numpy(x).reshape(number, *features), torch.from_numpy(y)
 
     cluster = torch.arange(num_clients) % clusters
@@ -51,10 +72,30 @@ def tiny_federation(
         test_of=cluster,
         ids=torch.arange(num_clients),
         population=num_clients,
-        classes=classes,
+        classes=classes if kind == "classes" else 0,
         truth=Truth(cluster, names, tuple(names[int(c)] for c in cluster)),
         name="tiny",
     )
+
+
+class TinyTokens(nn.Module):
+    """A model of tokens: an embedding and a linear layer at each position, with some dependence on the one before.
+
+    Args:
+        tokens: how many there are.
+    """
+
+    def __init__(self, tokens: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, 4)
+        self.before = nn.Linear(4, 4, bias=False)
+        self.scores = nn.Linear(4, tokens)
+
+    def forward(self, tokens: Int[Tensor, "samples positions"]) -> Float[Tensor, "samples positions scores"]:
+        """Return the scores of each position's target."""
+        seen = self.embedding(tokens)
+        before = functional.pad(seen, (0, 0, 1, 0))[:, :-1]
+        return self.scores(torch.tanh(seen + self.before(before)))
 
 
 def tiny_source(samples: int = 240, *, side: int = 6, classes: int = 3, seed: int = 0) -> Source:

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from coterie import Federation, from_arrays, from_dataset, from_datasets
+from coterie.data.source import Part
 from coterie.errors import ConfigError, DataError
 
 
@@ -171,3 +172,102 @@ def test_nan_in_the_data_is_found():
 def test_empty_arrays_are_refused():
     with pytest.raises(DataError, match="the pool has 0 samples"):
         from_arrays(np.zeros((0, 2)), np.zeros(0, int), num_clients=2)
+
+
+class Stream(IterableDataset):
+    """Pairs that come one after another and have no places."""
+
+    def __init__(self, pairs: list) -> None:
+        self.pairs = pairs
+
+    def __iter__(self):
+        return iter(self.pairs)
+
+
+def test_a_dataset_that_is_only_iterable_is_read_to_its_end():
+    pairs = [(torch.tensor([float(place), 0.0]), place % 2) for place in range(12)]
+    federation = from_dataset(Stream(pairs), ["b"] * 6 + ["a"] * 6)
+    assert [held(federation, client) for client in (0, 1)] == [set(range(6, 12)), set(range(6))]
+    assert federation.client_names == ("a", "b")
+
+
+def test_pictures_of_several_sizes_are_made_equal_by_a_transform():
+    pictures = [(Image.new("RGB", (4 + place % 3, 9), (place, 0, 0)), "odd" if place % 2 else "even") for place in range(9)]
+    with pytest.raises(DataError, match=r"inputs of different shapes: \(3, 9, 4\) and \(3, 9, 5\); .*transform=lambda"):
+        from_datasets([Pairs(pictures)])
+    federation = from_datasets([Pairs(pictures)], transform=lambda image: image.resize((4, 4)))
+    assert (federation.features, federation.class_names) == ((3, 4, 4), ("even", "odd"))
+    own = federation.split[0] >= 0
+    assert torch.equal(federation.x[0][own][:, 0, 0, 0].long() % 2, federation.y[0][own])
+
+
+def test_items_may_be_several_tensors_by_place_or_by_name():
+    pairs = [((torch.tensor([place / 2]), torch.tensor([place, 1])), place % 2) for place in range(10)]
+    federation = from_datasets([Pairs(pairs)])
+    assert federation.parts == (Part("", (1,)), Part("", (2,), whole=True))
+    assert sorted(held(federation, 0)) == sorted(int(place / 2) for place in range(10) if place % 2 == 0)
+    named = [({"age": x[0], "words": x[1]}, y) for x, y in pairs]
+    assert from_datasets([Pairs(named)]).parts == (Part("age", (1,)), Part("words", (2,), whole=True))
+    with pytest.raises(DataError, match="dataset 0: the input of item 1 has other parts than the first"):
+        from_datasets([Pairs([pairs[0], named[0]])])
+
+
+def test_a_table_of_datasets_names_the_clients():
+    x, y = (torch.from_numpy(part) for part in arrays())
+    federation = from_datasets({"west": TensorDataset(x[:10], y[:10]), "east": TensorDataset(x[10:], y[10:])})
+    assert federation.client_names == ("east", "west")
+    assert held(federation, 1) == set(range(10))
+    assert [test.name for test in federation.tests] == ["east", "west"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (DataLoader(TensorDataset(torch.zeros(3, 2), torch.zeros(3)), 2), "is a DataLoader, which makes batches"),
+        (Pairs([("a word", 0)] * 3), "the input of item 0 is 'a word'; expected numbers or a picture"),
+        (3, "is a int; expected a dataset: with __len__ and __getitem__, or __iter__"),
+        (Pairs([(torch.zeros(2), "a"), (torch.zeros(2), 1)]), "the targets mix text and numbers"),
+        (Pairs([(torch.zeros(2), torch.zeros(n)) for n in (1, 2)]), r"targets of different shapes: \(1,\) and \(2,\)"),
+    ],
+)
+def test_other_things_than_datasets_are_refused(dataset, message):
+    with pytest.raises(DataError, match=message):
+        from_dataset(dataset, [0] * 3)
+
+
+def test_names_reach_the_test_sets_and_the_planted_clusters():
+    x, y = arrays()
+    federation = from_arrays(x, y, clients=["b", "a"] * 20, clusters={"a": 0, "b": 1})
+    assert federation.client_names == ("a", "b")
+    assert [test.name for test in federation.tests] == ["a", "b"]
+    assert federation.truth is not None
+    assert [shift.partition("; ")[2] for shift in federation.truth.shift] == ["client a", "client b"]
+    assert from_arrays(x, y, clients=[0, 1] * 20).client_names == ()
+
+
+def test_three_rows_are_one_for_each_set_and_two_are_too_few():
+    x, y = arrays(43)
+    federation = from_arrays(x, y, clients=["large"] * 40 + ["tiny"] * 3)
+    assert (federation.counts("train").tolist(), federation.counts("validation").tolist()) == ([26, 1], [6, 1])
+    assert [len(test.x) for test in federation.tests] == [8, 1]
+    with pytest.raises(DataError, match="client 'tiny' has 2 samples, .*give it more samples, leave it out, or ask for less"):
+        from_arrays(x[:-1], y[:-1], clients=["large"] * 40 + ["tiny"] * 2)
+
+
+@pytest.mark.parametrize(
+    ("shift", "message"),
+    [
+        ({"kind": "rotation"}, "rotation needs uint8 images; arrays has 1 numbers \\+ 1 whole numbers"),
+        ({"kind": "visual"}, "visual needs uint8 images"),
+        ({"kind": "labels", "groups": [[0], [1]]}, "the targets of arrays are not one class a sample"),
+        ({"kind": "label-swap", "swaps": [[], [[0, 1]]]}, "the targets of arrays are not one class a sample"),
+        ({"kind": "dirichlet-per-client", "concentration_total": 1.0}, "the targets of arrays are not one class"),
+        ({"kind": "k-fold"}, "the targets of arrays are not one class a sample, which a shift of labels needs: leave"),
+        ({"kind": "regression-targets"}, "arrays is not a regression problem of one number"),
+    ],
+)
+def test_shifts_that_need_images_or_classes_refuse_other_data_in_one_line(shift, message):
+    x = (np.zeros((40, 1)), np.zeros((40, 1), int))
+    with pytest.raises(DataError, match=message) as caught:
+        from_arrays(x, np.zeros((40, 3), int), num_clients=6, shift=[shift])
+    assert "\n" not in str(caught.value)

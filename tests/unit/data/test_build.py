@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from coterie._util.settings import parse
-from coterie.data.build import DataConfig, build_federation
+from coterie.data.build import DataConfig, build_federation, build_from_sources
 from coterie.data.shifts import Rotation
+from coterie.data.source import Samples, Source
 from coterie.errors import ConfigError, DataError
+from coterie.rng import Rng
 
 DIGITS = {"dataset": "digits", "num_clients": 8, "train": 20, "validation": 5}
 
@@ -197,3 +199,56 @@ def test_fractions_are_of_what_they_say(given, total, parts):
     found, shares = DataConfig("digits", test="client", **given).shares()
     assert found == total
     assert shares == pytest.approx(parts)
+
+
+def made_whole(seed: int = 0):
+    return build_federation(parse(DataConfig, DIGITS, "data"), seed)
+
+
+def made_source():
+    """Forty rows of five clients with names, the third of which has one class."""
+    x = np.arange(80.0).reshape(40, 2)
+    return Source.of(x, np.arange(40) % 2 * (np.arange(40) % 5 != 2), clients=[f"né {i % 5}" for i in range(40)])
+
+
+def own(name: str, **change: object):
+    return build_federation(parse(DataConfig, {"dataset": f"{__name__}:{name}", **change}, "data"), 1)
+
+
+def test_a_federation_that_a_function_returns_is_used_as_it_is():
+    assert own("made_whole").fingerprint() == made_whole(1).fingerprint()
+    assert own("made_whole", fixed_seed=4).fingerprint() == made_whole(4).fingerprint()
+    assert own("made_whole", options={"seed": 5}).fingerprint() == made_whole(5).fingerprint()
+    with pytest.raises(ConfigError, match="data.num_clients is set, but .*used as it is; return a coterie.Source"):
+        own("made_whole", num_clients=3)
+    with pytest.raises(ConfigError, match="data.shift is set, but"):
+        own("made_whole", shift=[{"kind": "iid"}])
+
+
+def test_a_source_that_a_function_returns_is_divided_by_its_clients():
+    """Each holds samples out for testing, since the source has no test set; fewer clients than there are keep names."""
+    federation = own("made_source")
+    assert federation.client_names == tuple(f"né {i}" for i in range(5))
+    assert [len(test.x) for test in federation.tests] == [2] * 5
+    assert set(federation.y[2][federation.split[2] >= 0].tolist()) == {0}
+    three = own("made_source", num_clients=3)
+    for row, name in enumerate(three.client_names):
+        used = three.x[row][three.split[row] >= 0][:, 0]
+        assert {int(value) // 2 % 5 for value in used} == {int(name[-1])}
+    shifted = own("made_source", shift=[{"kind": "label-swap", "swaps": [[], [[0, 1]]], "sizes": [4, 1]}])
+    assert set(shifted.y[4][shifted.split[4] >= 0].tolist()) <= {0, 1}
+
+
+def test_natural_groups_are_called_by_their_values():
+    source = Source("notes", Samples(torch.zeros(20, 1), torch.arange(20) % 2, {"user": torch.arange(20) // 5 * 7}),
+                    Samples(torch.zeros(0, 1), torch.arange(0)), 2)  # fmt: skip
+    config = DataConfig("notes", shift=[{"kind": "natural", "column": "user"}])
+    assert build_from_sources(config, (source,), Rng(0)).client_names == ("0", "7", "14", "21")
+
+
+def test_several_datasets_have_targets_of_one_shape():
+    def of(y):
+        return Source.of(np.zeros((40, 2)), y, test=(np.zeros((2, 2)), y[:2]))
+
+    with pytest.raises(DataError, match="have other targets or columns; make them alike"):
+        build_from_sources(DataConfig(["a", "b"]), (of(np.zeros((40, 2))), of(np.zeros((40, 3)))), Rng(0))

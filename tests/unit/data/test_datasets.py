@@ -82,7 +82,7 @@ def test_arrays_take_their_form_from_their_types():
     [
         (np.zeros((5, 8, 8, 3), np.uint8), np.zeros(5, int), None, r"channels last; .* x.transpose\(0, 3, 1, 2\)"),
         (np.zeros((5, 3)), np.full(5, 0.5), 3, "y has fractions"),
-        (np.zeros((5, 3)), np.zeros((5, 2), int), None, "expected one class for each sample"),
+        (np.zeros((5, 3)), np.zeros((5, 2), int), 2, "expected one class for each sample"),
         (np.array(["a"]), np.zeros(1), None, "x has type <U1; expected numbers"),
         (np.zeros(()), np.zeros(3), None, "there are 1 inputs and 3 targets; expected one target for each input"),
         (torch.zeros(3, 2), torch.tensor(1), None, "3 inputs and 1 targets"),
@@ -152,3 +152,82 @@ def test_options_are_for_the_datasets_that_have_them():
         load("synthetic-regression", samples=7, options={"dims": 2})
     with pytest.raises(ConfigError, match="digits has no options"):
         load("digits", options={"dim": 2})
+
+
+def hospitals(beds: int = 12, seed: int = 7):
+    """Own data, as a study file names them: the seed is that of the data, unless an option gives another."""
+    x = torch.full((beds, 2), float(seed))
+    return Source.of(x, torch.arange(beds) % 3, clients=["north", "south"] * (beds // 2), name="hospitals")
+
+
+def pair():
+    return torch.zeros(4, 2), torch.arange(4) % 2
+
+
+def with_test():
+    return (torch.zeros(4, 2), torch.arange(4) % 2), (torch.ones(2, 2), torch.arange(2))
+
+
+def two_tensors():
+    return (torch.zeros(4, 2), torch.zeros(4, 1, dtype=torch.int64)), torch.arange(4) % 2
+
+
+def nothing():
+    return [1, 2, 3]
+
+
+def own_path(name: str) -> str:
+    return f"{__name__}:{name}"
+
+
+def test_a_function_by_import_path_is_a_dataset():
+    found = load(own_path("hospitals"), rng=Rng(3), options={"beds": 6})
+    assert (len(found.train), found.client_names, found.train.x.unique().tolist()) == (6, ("north", "south"), [3])
+    assert load(own_path("hospitals"), options={"seed": 5}).train.x.unique().tolist() == [5]
+    assert len(load(own_path("pair")).test) == 0
+    assert load(own_path("with_test")).test.x.unique().tolist() == [1]
+    assert len(load(own_path("two_tensors")).parts) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        ("hospitals", {"bed": 3}, ConfigError, "data.options do not fit the arguments of .*:hospitals': .*'bed'"),
+        ("nothing", {}, DataError, ":nothing' returned list; expected a coterie.Source, a federation, a pair"),
+        ("GATHERED", {}, ConfigError, "expected a function"),
+        ("no_such", {}, ConfigError, "no_such"),
+    ],
+)
+def test_a_function_that_makes_no_data_is_refused(name, options, error, message):
+    with pytest.raises(error, match=message):
+        load(own_path(name), options=options)
+    with pytest.raises(ConfigError, match="there is no module 'nowhere'.*PYTHONPATH"):
+        load("nowhere:data")
+
+
+def test_a_path_of_own_data_is_found_from_here_or_in_the_data_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("COTERIE_DATA", raising=False)
+    options = {"path": "t.csv", "target": "y", "client": "c"}
+    with pytest.raises(DataError, match="data.options.path: there is no t.csv in .*; give a path that leads to it"):
+        load("table", options=options)
+    (tmp_path / "t.csv").write_text("a,y,c\n1,0,x\n2,1,x\n3,0,y\n")
+    assert load("table", options=options, data_dir=tmp_path).client_names == ("x", "y")
+    monkeypatch.chdir(tmp_path)
+    assert load("table", options=options).name == "t"
+    assert len(load("table", options={**options, "test": "t.csv"}).test) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("table", {"target": "y"}, "data.options: path is missing; expected that of the table"),
+        ("table", {"path": 3}, "data.options.path is 3; expected a path, as text"),
+        ("table", {"path": "."}, "data.options: target is missing; expected text"),
+        ("folder", {"path": ".", "target": "y"}, "data.options: unknown key 'target'"),
+        ("folder", {"path": ".", "size": 0}, "data.options: size is 0; expected a whole number, 1 or more"),
+        ("folder", {"path": ".", "size": 8, "transform": "m:f"}, "size and transform are both given"),
+    ],
+)
+def test_options_of_own_data_are_checked(name, options, message):
+    with pytest.raises(ConfigError, match=message):
+        load(name, options=options)

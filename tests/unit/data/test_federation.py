@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from coterie.data.federation import Federation, checksum
+from coterie.data.source import Part
 from coterie.errors import DataError
 from coterie.testing import tiny_federation
 
@@ -128,3 +129,72 @@ def test_a_notebook_shows_the_same_as_a_table_with_names_escaped():
     shown = replace(tiny_federation(), name="<b>")._repr_html_()
     assert "&lt;b&gt;" in shown
     assert "<th>targets</th><td>3 classes</td>" in shown
+
+
+NAMES = ("Oslo", "مستشفى الملك", "<script>")
+
+
+def test_an_error_about_a_client_calls_it_by_its_name():
+    federation = replace(tiny_federation(num_clients=3), client_names=NAMES)
+    broken = federation.x.clone()
+    broken[1, 0] = float("nan")
+    with pytest.raises(DataError, match="the inputs of client 'مستشفى الملك' contain NaN or infinity"):
+        replace(federation, x=broken).validate()
+    with pytest.raises(DataError, match="^client 'Oslo' has no training samples"):
+        replace(federation, split=torch.where(federation.ids[:, None] == 0, 1, federation.split)).validate()
+
+
+def test_a_hosted_client_keeps_its_name_and_prints_show_it():
+    federation = replace(tiny_federation(num_clients=3), client_names=NAMES)
+    assert federation.host([2, 0]).names == {2: "<script>", 0: "Oslo"}
+    assert "clients              3 (Oslo, مستشفى الملك, <script>)" in str(federation)
+    assert "&lt;script&gt;" in federation._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("Oslo", "Lima", "Oslo"), "two clients are called 'Oslo'; give every client a name of its own"),
+        (("Oslo", "Lima"), "there are 2 names for 3 clients; expected one for each, or none"),
+        (("Oslo", "Lima", " "), "a client is called ' '; expected a text that is not empty"),
+        (("Oslo", "Lima", "\ud800"), "valid Unicode"),
+    ],
+)
+def test_names_that_cannot_tell_clients_apart_are_refused(names, said):
+    with pytest.raises(DataError, match=said):
+        replace(tiny_federation(num_clients=3), client_names=names).validate()
+
+
+def test_errors_call_clients_by_their_names():
+    named = replace(tiny_federation(), client_names=tuple("abcde") + ("é",))
+    with pytest.raises(DataError, match="inputs of client 'é' contain NaN"):
+        replace(named, x=torch.where(named.ids[:, None, None] == 5, torch.nan, named.x)).validate()
+    with pytest.raises(DataError, match="first other one is of client 'c'"):
+        replace(named, y=torch.where(named.ids[:, None] == 2, 9, named.y)).validate()
+    with pytest.raises(DataError, match=r"targets contain NaN or infinity \(first of client 'b'\)"):
+        replace(named, classes=0, y=torch.where(named.ids[:, None] == 1, torch.nan, named.y)).validate()
+    with pytest.raises(DataError, match="client 'd' has no training samples; .*or leave it out"):
+        replace(named, split=torch.where(named.ids[:, None] == 3, 1, named.split)).validate()
+
+
+def test_names_are_as_many_as_what_they_name():
+    with pytest.raises(DataError, match="there are 1 names for 6 clients; expected one for each, or none"):
+        replace(tiny_federation(), client_names=("a",)).validate()
+    with pytest.raises(DataError, match="there are 3 names for 4 entries of an input"):
+        replace(tiny_federation(), feature_names=("a", "b", "c")).validate()
+
+
+def test_how_inputs_are_several_tensors_is_part_of_the_fingerprint_and_names_are_not():
+    federation = tiny_federation()
+    prints = {
+        replace(federation, parts=parts).fingerprint()
+        for parts in ((), (Part("", (4,)),), (Part("", (3,)), Part("", (1,))), (Part("", (3,)), Part("", (1,), True)))
+    }
+    assert len(prints) == 4
+    assert replace(federation, client_names=tuple("abcdef")).fingerprint() == federation.fingerprint()
+
+
+def test_print_tells_of_several_tensors_and_of_whole_numbers():
+    federation = replace(tiny_federation(), parts=(Part("age", (3,)), Part("", (1,), whole=True)), classes=0)
+    assert "age: 3 numbers + 1 whole numbers" in str(federation)
+    assert "1 whole numbers\n" in str(federation)

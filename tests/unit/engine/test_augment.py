@@ -67,10 +67,10 @@ def test_training_with_augmentation_is_the_same_everywhere():
 def test_the_added_pixels_are_black_as_the_model_takes_it():
     """A pixel of 0, less the mean and over the deviation: (0 - 0.5) / 0.5 and (0 - 0.25) / 0.125; else plain 0."""
     x, y = torch.zeros(1, 2, 3, 3, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
-    samples = RawSamples(x, y, 3, torch.float64, mean=(0.5, 0.25), std=(0.5, 0.125))
+    samples = RawSamples(x, y, torch.float64, mean=(0.5, 0.25), std=(0.5, 0.125))
     assert samples.black().tolist() == [-1.0, -2.0]
     assert torch.equal(samples.inputs(torch.tensor([0]))[0, :, 1, 1], samples.black())
-    assert RawSamples(x, y, 3, torch.float64).black().tolist() == [0.0, 0.0]
+    assert RawSamples(x, y, torch.float64).black().tolist() == [0.0, 0.0]
 
 
 def test_only_images_are_cropped():

@@ -126,7 +126,7 @@ def case(name):
     module = ready(make(), features)
     stream = torch.Generator().manual_seed(5)
     x = torch.randn(60, *features, generator=stream, dtype=torch.float64)
-    samples = RawSamples(x, torch.randint(0, CLASSES, (60,), generator=stream), CLASSES, torch.float64)
+    samples = RawSamples(x, torch.randint(0, CLASSES, (60,), generator=stream), torch.float64)
     layout = Layout(module, torch.float64)
     row = layout.flatten(module)
     rows = row + 0.01 * torch.randn(3, len(row), generator=stream, dtype=torch.float64)
@@ -143,7 +143,7 @@ def plain(module, layout, row, work, client, loss=functional.cross_entropy, befo
         for slot, value in layout.views(row).items():
             named[slot].copy_(value)
     local, trained = work.local, [p for p in module.parameters() if p.requires_grad]
-    kind = {"lr": local.lr, "weight_decay": local.weight_decay}
+    kind = {"lr": local.lr, "weight_decay": local.arguments["weight_decay"]}
     optimizer = torch.optim.Adam(trained, **kind)
     if local.optimizer == "sgd":
         optimizer = torch.optim.SGD(trained, momentum=local.momentum, **kind)
@@ -229,7 +229,7 @@ def test_regression_is_trained_as_by_pytorch_alone():
     """The mean over samples of the mean squared error of their targets is the mean over all entries."""
     module, layout, rows, work = case("layer norm")
     y = torch.randn(60, CLASSES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    work = replace(work, samples=RawSamples(work.samples.x, y, 0, torch.float64))
+    work = replace(work, samples=RawSamples(work.samples.x, y, torch.float64))
     trained = rows.clone()
     losses = LoopEngine(layout, squared_error).train(trained, work, 1)
     compare(trained[0], losses[0], *plain(module, layout, rows[0], work, 0, functional.mse_loss)[:2])

@@ -168,10 +168,10 @@ def test_local_training_is_that_of_torch_optim(local):
     for client in (0, 5):
         module = copy.deepcopy(t.layout.module(start[client])).train()
         if local.optimizer == "adam":
-            optimizer = torch.optim.Adam(module.parameters(), lr=local.lr, weight_decay=local.weight_decay)
+            optimizer = torch.optim.Adam(module.parameters(), lr=local.lr, weight_decay=local.arguments["weight_decay"])
         else:
             optimizer = torch.optim.SGD(
-                module.parameters(), lr=local.lr, momentum=local.momentum, weight_decay=local.weight_decay
+                module.parameters(), lr=local.lr, momentum=local.momentum, weight_decay=local.arguments["weight_decay"]
             )
         losses = []
         for step in range(schedule.steps):

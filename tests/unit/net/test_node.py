@@ -157,6 +157,20 @@ def test_nodes_end_with_the_same_bits_as_the_simulation(networks, kind, options)
     assert joined(network, "metrics").equals(table(run.metrics))
 
 
+def test_nodes_know_the_number_of_rounds_that_a_schedule_runs_over(networks):
+    """Two models a client, whose rates fall over rounds and within each training."""
+    schedule = [{"kind": "warmup", "length": 2}, {"kind": "cosine"}, {"kind": "linear", "over": "steps"}]
+    local = replace(tiny_settings().local, optimizer="adamw", momentum=0.0, lr=0.05, lr_schedule=schedule)
+    network = networks("ditto", local=local)
+    network.run()
+    plan = network.plan
+    run = simulate(FEDERATION, plan.method, model="linear", settings=plan.settings, seed=3)
+    best = torch.cat([network.nodes[i].loop.tracker.best for i in range(6)])
+    assert torch.equal(best, run.params)
+    plain = replace(plan.settings, local=replace(local, lr_schedule=None))
+    assert not torch.equal(best, simulate(FEDERATION, plan.method, model="linear", settings=plain, seed=3).params)
+
+
 def test_clients_that_stop_early_end_with_the_same_models_as_in_the_simulation(networks):
     """Who stopped is done and goes on answering; the others read its best model to the end."""
     network = networks("random", patience=1, rounds=6)

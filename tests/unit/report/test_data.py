@@ -292,3 +292,29 @@ def test_a_node_that_hosts_one_client_has_a_page(write_run, tmp_path):
     assert data["clusters"] == []
     assert data["reads"]["expected"] is None
     assert unpack(data["reads"]["methods"][0]["counts"]).sum() == 1
+
+
+def test_names_of_clients_are_in_the_page_once(named):
+    """A client without a name has none; the provenance of the runs does not repeat them."""
+    study, names = named
+    data = payload(*find_runs([study]))
+    assert data["names"] == [*names.values(), None]
+    assert all("client_names" not in run["stored"] for run in data["provenance"])
+    assert payload(*find_runs([study]))["cluster"] == [0, 0, 0, 1]
+
+
+def test_numbered_clients_have_no_names_in_the_page(small):
+    assert payload(*find_runs([small]))["names"] is None
+
+
+def test_feature_and_class_names_of_the_data_reach_the_page(small):
+    told = {"classes": ["no", "<b>"], "features": ["age", "ضغط"], "labels": [[1, 1]] * 4, "client_names": ["a"] * 4}
+    (small / "federation.json").write_text(json.dumps(told))
+    data = payload(*find_runs([small]))["data"]
+    assert (data["classes"], data["features"]) == (["no", "<b>"], ["age", "ضغط"])
+    assert "client_names" not in data
+
+
+def test_the_command_of_a_renamed_study_is_of_its_folder(small):
+    moved = small.rename(small.parent / "an other")
+    assert payload(*find_runs([moved]), moved)["command"] == "coterie run 'an other/config.toml' --out again"

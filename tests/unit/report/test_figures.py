@@ -1,3 +1,4 @@
+import json
 from importlib import resources
 from pathlib import Path
 
@@ -248,3 +249,45 @@ def test_one_file_cannot_hold_two_reports(small):
     """--out with two folders is refused before anything is read."""
     told = CliRunner().invoke(app, ["report", str(small), str(small), "--out", "x.html"])
     assert isinstance(told.exception, ConfigError)
+
+
+@pytest.fixture
+def readers(write_run, final_rows, tmp_path):
+    """Five clients that all read the next; each has a name: markup, another script, too long, a formula."""
+    metrics = final_rows([0.5, 0.6, 0.7, 0.8, 0.9], [-1] * 5)
+    edges = [(0, client, (client + 1) % 5, "mix", 0.5, 8) for client in range(5)]
+    folder = write_run(tmp_path / "s" / "A" / "seed-0", kind="random", label="A", seed=0, metrics=metrics, edges=edges)
+    return folder
+
+
+@pytest.fixture
+def names(readers, listed):
+    names = ("Oslo", "<script>", "مستشفى", "St. Olavs " + "hospital " * 30 + "B", "$x$ 🏥")
+    stored = json.loads((readers / "provenance.json").read_text("utf-8"))
+    known = {str(client): name for client, name in enumerate(names)}
+    (readers / "provenance.json").write_text(json.dumps({**stored, "client_names": known}))
+    listed(readers)
+    return names
+
+
+@pytest.mark.parametrize("figure", ["heatmap", "graph"])
+def test_clients_are_named_in_figures_and_whole_in_the_tables_behind(readers, names, tmp_path, figure):
+    path = figures.plot([readers], figure, out=tmp_path / "f.svg")
+    drawn, table = path.read_text("utf-8"), numbers(path)
+    for name in ("Oslo", "&lt;script&gt;", "مستشفى", "$x$ 🏥"):
+        assert f">{name}<" in drawn.replace("\n", "")
+    assert "St. Olavs hospi…" in drawn
+    assert names[3] not in drawn
+    assert dict(zip(table["reader"], table["reader_name"], strict=True)) == dict(enumerate(names))
+    assert dict(zip(table["read"], table["read_name"], strict=True)) == dict(enumerate(names))
+
+
+def test_strips_name_the_clients_in_their_table(readers, names, tmp_path):
+    table = numbers(figures.plot([readers], "clients", out=tmp_path / "s.svg"))
+    assert table["client_name"].tolist() == list(names)
+
+
+def test_figures_of_numbered_clients_have_no_names(readers, tmp_path):
+    path = figures.plot([readers], "heatmap", out=tmp_path / "h.svg")
+    assert list(numbers(path).columns) == ["method", "reader", "read", "times"]
+    assert "client 0" not in path.read_text("utf-8")

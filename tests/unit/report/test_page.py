@@ -205,6 +205,8 @@ def test_the_study_is_described_in_words(small, write_run, final_rows):
         "each client&#x27;s best model on its validation set",
     ):
         assert said in text
+    config["local"]["lr_schedule"] = [{"kind": "warmup", "length": 3}, "cosine"]
+    assert "adam, learning rate 0.001 (warmup, cosine), batches of 8" in page.words(config, data)
 
 
 def test_a_folder_without_runs_is_refused(tmp_path):
@@ -223,3 +225,11 @@ def test_a_hundred_clients_three_hundred_rounds_four_methods_and_three_seeds_sta
     runs, _ = find_runs([study])
     assert [(run.rounds, run.population, run.finished) for run in runs] == [(300, 100, True)] * 12
     assert page.write_report(study).stat().st_size < 5_000_000
+
+
+def test_names_of_clients_are_told_in_words_and_escaped(named):
+    study, _ = named
+    text = page.write_report(study).read_text("utf-8")
+    shown = "Oslo &quot;A&quot;, &lt;script&gt;document.title=1&lt;/script&gt;, مستشفى الملك"
+    assert f"<dt>Clients</dt><dd>4 ({shown})</dd>" in text
+    assert "<script>document" not in text

@@ -42,7 +42,7 @@ def test_a_live_study_feeds_a_writer_for_each_run(kept):
     with trackers.live(open_writer, {"rounds": 2}) as observe:
         for label, seed in (("DAC", 0), ("DAC", 1)):
             for index in (-1, 0):
-                observe(Progress(label, seed, index, 2, loss=1.0 + index, accuracy=float("nan"), seconds=3.0))
+                observe(Progress(label, seed, index, 2, loss=1.0 + index, score=float("nan"), seconds=3.0))
         assert not opened[0].closed
     assert [(one.name, one.settings, one.closed) for one in opened] == [
         ("DAC-seed-0", {"rounds": 2, "seed": 0}, True),
@@ -60,7 +60,7 @@ def test_writers_are_closed_when_a_study_is_interrupted(kept):
 
     def interrupted():
         with trackers.live(open_writer) as observe:
-            observe(Progress("DAC", 0, 0, 2, loss=1.0, accuracy=0.5, seconds=1.0))
+            observe(Progress("DAC", 0, 0, 2, loss=1.0, score=0.5, seconds=1.0))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -145,3 +145,10 @@ def test_the_command_copies_every_run_and_names_what_it_left_out(small, tmp_path
     assert "DAC: seed 0 damaged" in told.stderr
     assert told.stdout == f"3 runs written to {tmp_path / 't'}\n"
     assert opened == ["small-DAC-seed-1", "small-Local-seed-0", "small-Local-seed-1"]
+
+
+def test_a_tracker_is_told_the_names_of_clients(kept, named):
+    opened, open_writer = kept
+    study, names = named
+    trackers.export(find_runs([study])[0], open_writer)
+    assert opened[0].settings["client_names"] == ", ".join(names.values())

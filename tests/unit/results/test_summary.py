@@ -316,3 +316,26 @@ def test_what_is_wrong_with_a_run_is_told_apart(small, change, state, reason):
     assert (found["seed"], found["state"]) == (0, state)
     assert reason is None or found["reason"] == reason
     assert result["seeds"] == [1]
+
+
+def test_names_are_those_on_which_runs_agree(named, listed):
+    study, names = named
+    runs, _ = summary.find_runs([study])
+    assert [run.names for run in runs] == [names] * 4
+    assert summary.client_names(runs) == names
+    path = study / "DAC" / "seed-1" / "provenance.json"
+    stored = json.loads(path.read_text("utf-8"))
+    path.write_text(json.dumps({**stored, "client_names": {**stored["client_names"], "0": "Lima", "3": "Quito"}}))
+    listed(path.parent)
+    assert summary.client_names(summary.find_runs([study])[0]) == {1: names[1], 2: names[2], 3: "Quito"}
+
+
+def test_what_nodes_tell_of_their_clients_is_put_together(write_run, listed, final_rows, tmp_path):
+    for node, client in (("n0", 0), ("n1", 1)):
+        rows = [row for row in final_rows([0.5, 0.75], [0, 0]) if row[1] == client]
+        folder = write_run(tmp_path / node / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=rows)
+        stored = json.loads((folder / "provenance.json").read_text("utf-8"))
+        (folder / "provenance.json").write_text(json.dumps({**stored, "client_names": {str(client): f"site {node}"}}))
+        listed(folder)
+    (run,), _ = summary.find_runs([tmp_path])
+    assert run.names == {0: "site n0", 1: "site n1"}

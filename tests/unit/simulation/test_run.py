@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 
 import numpy as np
 import pytest
@@ -79,3 +80,34 @@ def test_a_run_tells_that_it_compiles(monkeypatch, tmp_path):
         settings = tiny_settings(rounds=1, engine="compiled")
         simulate(tiny_federation(), Local(), model="linear", settings=settings, seed=seed, notes=said.append)
     assert said == [Note("local", 4, "compiling the model (once for this machine)")]
+
+
+NAMES = ("Oslo", "مستشفى الملك", "<script>", "🏥", "O'Hara \"B\"", "Lima")
+
+
+def test_names_of_clients_reach_the_run_and_its_files_and_tables_keep_ids(tmp_path):
+    federation = dataclasses.replace(tiny_federation(), client_names=NAMES)
+    named = simulate(federation, Local(), model="linear", settings=tiny_settings(rounds=1), folder=tmp_path)
+    assert named.metrics["client"].dtype == "int32"
+    by_name = named.metrics_by_name
+    for client, name in enumerate(NAMES):
+        own = named.metrics.loc[named.metrics["client"] == client, "value"]
+        assert by_name.loc[by_name["client"] == name, "value"].tolist() == own.tolist()
+    stored = json.loads((tmp_path / "provenance.json").read_text("utf-8"))
+    assert stored["client_names"] == {str(client): name for client, name in enumerate(NAMES)}
+    lost = dataclasses.replace(named, diverged=(1, 4))
+    assert lost.facts()[1]["diverged"] == "2 of 6 clients (مستشفى الملك, O'Hara \"B\")"
+
+
+def test_names_do_not_change_a_run(run, tmp_path):
+    federation = dataclasses.replace(tiny_federation(), client_names=NAMES)
+    settings = tiny_settings(rounds=2)
+    named = simulate(federation, Random(num_peers=2), model="linear", settings=settings, seed=3, folder=tmp_path)
+    for file in ("metrics.parquet", "edges.parquet", "checkpoint.safetensors"):
+        assert (tmp_path / file).read_bytes() == (run.folder / file).read_bytes()
+    assert "client_names" not in json.loads((run.folder / "provenance.json").read_text("utf-8"))
+    assert named.metrics_by_name["client"].nunique() == 6
+
+
+def test_clients_without_names_are_numbered(run):
+    assert set(run.metrics_by_name["client"]) == {f"client {client}" for client in range(6)}

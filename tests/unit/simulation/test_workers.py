@@ -2,6 +2,9 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
 import warnings
 
 import pytest
@@ -118,3 +121,46 @@ def test_a_worker_that_is_killed_is_noticed():
 
 def test_there_is_at_least_one_core():
     assert 1 <= cores() <= (os.cpu_count() or 1)
+
+
+SLOW_TO_IMPORT = """
+import os, pathlib, signal, sys, time
+
+if __name__ != "__main__":  # a worker imports this file first
+    pathlib.Path(f"importing-{os.getpid()}").touch()
+    time.sleep(60)
+
+from coterie.simulation.workers import fan_out
+
+def work(job, emit):
+    return job
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        list(fan_out(work, [1, 2], 2, print))
+    except KeyboardInterrupt:
+        sys.exit("stopped")
+"""
+
+
+def test_ctrl_c_while_workers_import_is_heard_by_the_main_process_alone(tmp_path):
+    """Two workers are in the middle of an import when the signal reaches them: they go on until their parent says."""
+    (tmp_path / "slow.py").write_text(SLOW_TO_IMPORT)
+    process = subprocess.Popen(
+        [sys.executable, "slow.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        until = time.monotonic() + 60
+        while len(started := list(tmp_path.glob("importing-*"))) < 2:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        for one in started:
+            os.kill(int(one.name.removeprefix("importing-")), signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        os.kill(process.pid, signal.SIGINT)
+        said = process.communicate(timeout=30)[1]
+    finally:
+        process.kill()
+    assert said == "stopped\n"

@@ -1,6 +1,7 @@
 """Study files: strict, complete, and the same after being written and read again."""
 
 import tomllib
+import unicodedata
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from coterie.errors import ConfigError
 from coterie.methods import METHODS
 from coterie.simulation.settings import Settings
 from coterie.studies import config
-from coterie.studies.definition import StudyConfig
+from coterie.studies.definition import StudyConfig, make_study
 
 STUDY = """
 name = "small"
@@ -326,6 +327,46 @@ def test_a_base_is_no_study_of_its_own():
         config.load("dac/_base")
 
 
+@pytest.mark.parametrize("label", ["Größe", "東京 2", "हिन्दी", "τ=0.5, m", "عربي", "a" * 200])
+def test_a_label_may_be_of_any_script_and_is_set_with_and_without_quotes(label):
+    study = config.loads(STUDY.replace('label = "Gossip"', f'label = "{label}"'), overrides=[f'methods."{label}".num_peers=1'])
+    assert study.entry(label).method.num_peers == 1
+    assert config.loads(config.dumps(study)) == study
+    if "=" not in label and "." not in label:
+        study = config.loads(config.dumps(study), overrides=[f"methods.{label}.num_peers=2"])
+        assert study.entry(label).method.num_peers == 2
+
+
+@pytest.mark.parametrize(
+    "label", ["..", ".a", "a.", "a ", " a", "a/b", "a\\\\b", "a\\u0007b", "_a", "a" * 201, "ä" * 101, "Config.toml", "B2SUMS"]
+)
+def test_a_label_that_is_no_good_folder_is_refused(label):
+    assert "label is " in error_of(STUDY.replace('label = "Gossip"', f'label = "{label}"'))
+
+
+def test_labels_that_differ_in_case_or_in_how_an_accent_was_typed_are_the_same():
+    for one, other in (("GRÖSSE", "größe"), ("Größe", unicodedata.normalize("NFD", "Größe"))):
+        text = STUDY.replace('label = "Gossip"', f'label = "{one}"').replace('kind = "local"', f'kind = "local"\nlabel = "{other}"')
+        assert "two methods are called" in error_of(text)
+
+
+def test_a_study_made_in_python_obeys_the_same_rules():
+    with pytest.raises(ConfigError, match=r"label is '\.\./up'"):
+        make_study({"../up": METHODS["local"]()})
+
+
+@pytest.mark.parametrize("change", ["seeds=99999999999999999999", "seeds=20000", "seeds=0", "seeds=-3"])
+def test_a_number_of_seeds_that_nobody_means_is_refused(change):
+    assert "expected a number of seeds, 1 to 10000, or a list of seeds" in error_of(STUDY, change)
+
+
+@pytest.mark.parametrize("change", ["seeds=[99999999999999999999]", "rounds=9223372036854775808"])
+def test_numbers_that_no_machine_counts_to_are_refused(change):
+    assert "and below 2^63" in error_of(STUDY, change)
+
+
+def test_a_text_in_a_setting_may_be_of_any_script():
+    assert config.loads(STUDY, overrides=["description=🏥 größer als"]).description == "🏥 größer als"
 OWN = """
 data = { dataset = "digits", num_clients = 4, shift = [{ kind = "nowhere.data:Salt", amount = 0.1 }] }
 model = { kind = "nowhere.nets:Net", options = { width = 3 } }

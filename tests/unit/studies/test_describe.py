@@ -1,6 +1,7 @@
 import base64
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,3 +82,11 @@ def test_color_images_of_floats_are_stretched():
 def test_the_description_is_plain_json(images):
     """Nothing in it needs a library to be read."""
     assert json.loads(json.dumps(describe(images)))["name"] == "letters"
+
+
+def test_names_of_clients_and_of_the_numbers_of_an_input_are_told(images):
+    assert (describe(images)["client_names"], describe(images)["features"]) == ([], [])
+    named = replace(images, client_names=("Oslo", "Lima", "مستشفى"), feature_names=("age", "<b>weight</b>"))
+    told = json.loads(json.dumps(describe(named)))
+    assert told["client_names"] == ["Oslo", "Lima", "مستشفى"]
+    assert told["features"] == ["age", "<b>weight</b>"]

@@ -3,7 +3,9 @@
 import json
 import shutil
 import threading
+import unicodedata
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pandas as pd
@@ -11,6 +13,7 @@ import pytest
 
 from coterie._util.claims import claimed
 from coterie.errors import CheckpointError, ConfigError, FolderInUse, RunExistsError
+from coterie.results import summary
 from coterie.results.summary import find_runs
 from coterie.simulation import checkpoint
 from coterie.simulation.workers import fan_out
@@ -352,3 +355,66 @@ def test_a_diverged_client_is_named(tmp_path):
     study = small("seeds=[0]", "local.lr=1e308", "rounds=2")
     done = run_study(study, out=tmp_path, federation=tiny_federation(num_clients=2))
     assert done.diverged[Job("Alone", 0)] == (0, 1)
+
+
+@pytest.fixture
+def named():
+    """Six clients of the tiny federation with names of several scripts."""
+    names = ("Oslo", "مستشفى الملك", "<script>", "🏥", "O'Hara", "Lima")
+    return lambda seed=0: replace(tiny_federation(seed=seed), client_names=names)
+
+
+def test_a_study_knows_the_names_of_its_clients(tmp_path, named):
+    done = run_study(small("seeds=[0]", "rounds=1"), out=tmp_path, federation=named)
+    assert done.names[1] == "مستشفى الملك"
+    assert read_study(done.folder).names == done.names == named().names
+    assert summary.description(done.folder)["client_names"] == list(named().client_names)
+
+
+def test_a_renamed_study_is_read_and_goes_on_under_its_new_name(finished, tmp_path):
+    """Its folder may be called anything to be read; to go on it must be a name that a study can have."""
+    copy = shutil.copytree(finished.folder, tmp_path / "Größe, neu!")
+    assert read_study(copy).rows.equals(finished.rows)
+    assert read_study(copy / "Alone" / "seed-0").config.name == "Größe, neu!"
+    with pytest.raises(ConfigError, match="the name of the folder is 'Größe, neu!'; expected letters of any script"):
+        resume_study(copy, federation=lambda seed: tiny_federation(seed=seed))
+    moved = copy.rename(tmp_path / "Größe")
+    shutil.rmtree(moved / "Alone" / "seed-1")
+    done = resume_study(moved, federation=lambda seed: tiny_federation(seed=seed))
+    assert (done.folder, done.config.name) == (moved, "Größe")
+    assert done.rows.equals(finished.rows)
+    assert contents(moved) == contents(finished.folder)
+    assert config.load(moved / "config.toml").name == "Größe"
+    assert {path.name for path in tmp_path.iterdir()} == {"Größe"}
+
+
+def test_a_study_in_several_folders_can_be_renamed_at_its_end(tmp_path):
+    done = run_study(small("name=a/b", "seeds=[0]", "rounds=1"), out=tmp_path, federation=tiny_federation())
+    done.folder.rename(tmp_path / "a" / "c")
+    study, out = stored(tmp_path / "a" / "c")
+    assert (study.name, out) == ("c", tmp_path.resolve() / "a")
+
+
+def test_names_and_labels_of_any_script_are_folders(tmp_path):
+    """A name that was typed with its accent apart (NFD) is the same name, and is found again."""
+    apart = unicodedata.normalize("NFD", "Größe")
+    assert apart != "Größe"
+    study = small(f"name={apart}", "methods.random.label=दक्षिण τ=30", "seeds=[0]", "rounds=1")
+    done = run_study(study, out=tmp_path, federation=tiny_federation())
+    assert done.folder == tmp_path / "Größe"
+    assert (done.folder / "दक्षिण τ=30" / "seed-0" / "metrics.parquet").exists()
+    assert set(read_study(done.folder).rows["label"]) == {"दक्षिण τ=30", "Alone"}
+    assert found_studies(tmp_path) == [done.folder]
+    more = small(f"name={apart}", "methods.random.label=दक्षिण τ=30", "seeds=[0, 1]", "rounds=1")
+    again = run_study(more, out=tmp_path, federation=tiny_federation(), resume=True)
+    assert (again.folder, again.summary["seeds"]) == (done.folder, [0, 1])
+
+
+def test_data_that_a_method_can_do_nothing_with_are_refused_before_anything_is_written(tmp_path):
+    text = STUDY.replace('kind = "random"\nnum_peers = 2', 'kind = "sosicfl"\nendpoints = 2')
+    numbers = tiny_federation()
+    regression = replace(numbers, y=numbers.y.double(), classes=0,
+                         tests=tuple(replace(test, y=test.y.double()) for test in numbers.tests))  # fmt: skip
+    with pytest.raises(ConfigError, match="sosicfl compares clients by how many samples of each class they have"):
+        run_study(config.loads(text), out=tmp_path, federation=regression)
+    assert not list(tmp_path.iterdir())

@@ -110,10 +110,9 @@ class CompiledEngine(Engine):
     def _step(self, engine: Engine, row: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of one step of an engine, and how far it moves a row."""
         layout, dtype = engine.layout, row.dtype
-        classes = 0 if y.is_floating_point() else int(y.max()) + 1
         keys = (torch.ones(1, dtype=torch.int64), layout.keys) if layout.keys else None
         work = Training(
-            RawSamples(x.to(dtype), y, classes, dtype), torch.arange(len(x))[None, None], torch.tensor([[len(x)]]),
+            RawSamples(x.to(dtype), y, dtype), torch.arange(len(x))[None, None], torch.tensor([[len(x)]]),
             LocalTraining(optimizer="sgd", lr=1.0), keys=keys,
             inputs={name: value.to(dtype) for name, value in self._unequal().items()},
         )  # fmt: skip
@@ -141,4 +140,4 @@ class CompiledEngine(Engine):
         self, table: Float[Tensor, "models params"], pairs: Pairs, inputs: Mapping[str, Tensor], block: int
     ) -> dict[str, Float[Tensor, " pairs"]]:
         """See `Engine.measure`; `block` does not matter."""
-        return self.program.measure(table, pairs, inputs)
+        return dict(zip(self.metrics, self.program.measure(table, pairs, inputs), strict=False))

@@ -1,13 +1,15 @@
 // Training and measuring clients with the generated Net: gather of the batch, gradient, optimizer, step after step.
 
+#include <algorithm>
 #include <memory>
 
 struct Optimizer {
-  T *w, *first, *second, *g;  // parameters, moments, gradient of the earlier groups of a batch
+  T *w, *first, *second, *third, *g;  // parameters, moments, gradient of the earlier groups of a batch
   const T* anchor;
-  T lr, epsilon, momentum, decay, prox;  // lr and epsilon with Adam's bias corrections of this step
-  int64_t adam, trained;               // entries from `trained` on are frozen
-  bool begins, ends;                   // the first and the last group of a batch
+  T lr, epsilon, momentum, decay, prox;     // lr and epsilon with Adam's bias corrections of this step
+  T beta2, new1, new2, shrink, share;       // shares of old and new moments, of parameters, of an SGD gradient
+  int64_t kind, nesterov, centered, trained;  // entries from `trained` on are frozen
+  bool begins, ends, rare;                  // the first and the last group of a batch; neither plain SGD nor Adam
 
   // Take the gradient of an entry or of a register of entries: keep it until the batch is complete, then update the
   // parameters.
@@ -19,15 +21,42 @@ struct Optimizer {
     A weight = load<A>(w + at);
     if (anchor) piece += prox * (weight - load<A>(anchor + at));
     if (decay != 0) piece += decay * weight;
-    if (adam) {
+    if (rare) return put_rare(at, weight, piece);
+    if (kind != SGD) {
       A m = load<A>(first + at), v = load<A>(second + at);
-      m += T(1 - 0.9) * (piece - m);
-      v = T(0.999) * v + T(1 - 0.999) * (piece * piece);
+      m += new1 * (piece - m);
+      v = beta2 * v + new2 * (piece * piece);
       store(first + at, m), store(second + at, v);
       piece = m / (root(v) + epsilon);
+      if (shrink != 1) weight *= shrink;
     } else if (momentum != 0) {
       piece += momentum * load<A>(first + at);
       store(first + at, piece);
+    }
+    store(w + at, weight - lr * piece);
+  }
+
+  template <class A>
+  __attribute__((noinline)) void put_rare(int at, A weight, A piece) const {
+    A m = load<A>(first + at);
+    if (kind == SGD) {
+      m = momentum * m + share * piece;
+      store(first + at, m);
+      piece = nesterov ? piece + momentum * m : m;
+    } else {
+      m = beta2 * m + new2 * (piece * piece);
+      store(first + at, m);
+      if (centered) {
+        A mean = load<A>(third + at);
+        mean += new2 * (piece - mean);
+        store(third + at, mean);
+        m -= mean * mean;
+      }
+      piece = piece / (root(m) + epsilon);
+      if (momentum != 0) {
+        piece += momentum * load<A>(second + at);
+        store(second + at, piece);
+      }
     }
     store(w + at, weight - lr * piece);
   }
@@ -46,8 +75,9 @@ struct Training {
   T* losses;
   T* moments;            // of each client's optimizer, to go on from; none for fresh ones
   const int64_t* taken;  // steps before, with moments
-  int64_t row, anchor_row, steps, width, trained, adam;
-  double lr, momentum, decay, prox;
+  Rule rule;
+  int64_t row, anchor_row, steps, width, trained;
+  double prox;
 };
 
 struct Measuring {
@@ -150,22 +180,37 @@ static T judge(const Store& store, int64_t place, int b, const V* outputs, V* g,
 }
 
 static void train_one(const Training& job, int64_t client, Net& net, T* moments) {
-  memset(moments, 0, 2 * PARAMS * sizeof(T));
+  const Rule& rule = job.rule;
+  std::fill_n(moments, (rule.centered ? 3 : 2) * PARAMS, T(rule.initial));
   Optimizer step{};
   step.w = job.rows + client * job.row;
-  step.first = moments, step.second = moments + PARAMS, step.g = moments + 2 * PARAMS;
-  if (job.moments) step.first = job.moments + client * (1 + job.adam) * job.trained, step.second = step.first + job.trained;
+  step.first = moments, step.second = moments + PARAMS, step.third = moments + 2 * PARAMS;
+  step.g = moments + 3 * PARAMS;
+  if (job.moments) {
+    step.first = job.moments + client * rule.moments * job.trained, step.second = step.first + job.trained;
+    step.third = step.first + (rule.moments - 1) * job.trained;
+  }
   step.anchor = job.anchor ? job.anchor + client * job.anchor_row : nullptr;
-  step.momentum = job.momentum, step.decay = job.decay, step.prox = job.prox;
-  step.adam = job.adam, step.trained = job.trained;
-  double decay1 = job.moments ? std::pow(0.9, job.taken[client]) : 1;
-  double decay2 = job.moments ? std::pow(0.999, job.taken[client]) : 1;
+  const bool adam = rule.kind == ADAM || rule.kind == ADAMW;
+  step.momentum = rule.momentum, step.decay = rule.kind == ADAMW ? 0 : rule.decay, step.prox = job.prox;
+  step.kind = rule.kind, step.nesterov = rule.nesterov, step.centered = rule.centered, step.trained = job.trained;
+  step.rare = rule.kind > ADAMW || rule.dampening != 0 || rule.nesterov;
+  step.beta2 = rule.beta2, step.new1 = T(1 - rule.beta1), step.new2 = T(1 - rule.beta2);
+  if (rule.kind == RMSPROP) step.beta2 = rule.alpha, step.new2 = T(1 - rule.alpha);
+  if (rule.kind == ADAGRAD) step.beta2 = step.new2 = 1;
+  double decay1 = job.moments ? std::pow(rule.beta1, job.taken[client]) : 1;
+  double decay2 = job.moments ? std::pow(rule.beta2, job.taken[client]) : 1;
   for (int64_t s = 0; s < job.steps; s++) {
     const int size = job.length[client * job.steps + s];
     const int64_t* places = job.places + (client * job.steps + s) * job.width;
-    decay1 *= 0.9, decay2 *= 0.999;
+    const int64_t before = s + (job.moments ? job.taken[client] : 0);
+    const double lr = rule.rates ? rule.rates[client * job.steps + s] : rule.lr;
+    decay1 *= rule.beta1, decay2 *= rule.beta2;
     const double scale = std::sqrt(1 - decay2);
-    step.lr = job.adam ? job.lr * scale / (1 - decay1) : job.lr, step.epsilon = 1e-8 * scale;
+    step.lr = adam ? lr * scale / (1 - decay1) : rule.kind == ADAGRAD ? lr / (1 + before * rule.lr_decay) : lr;
+    step.epsilon = adam ? rule.eps * scale : rule.eps;
+    step.shrink = rule.kind == ADAMW ? 1 - lr * rule.decay : 1;
+    step.share = before ? 1 - rule.dampening : 1;
     if (!size) continue;
     const uint64_t key = job.keys ? job.keys[client] + uint64_t(s) * 0x1F123BB5159A55E5u : 0;
     if (job.alpha) net.mix(step.w, job.alpha + (client * job.steps + s) * ENDPOINTS);
@@ -191,7 +236,7 @@ static void train_one(const Training& job, int64_t client, Net& net, T* moments)
 
 extern "C" void train(const Training* job, int64_t first, int64_t last) {
   auto net = std::make_unique<Net>();
-  std::unique_ptr<T[]> moments(new T[3 * PARAMS]);
+  std::unique_ptr<T[]> moments(new T[4 * PARAMS]);
   for (int64_t client = first; client < last; client++) train_one(*job, client, *net, moments.get());
 }
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from coterie.engine._work import Pairs, RawSamples, Training
 from coterie.engine.native import compiler, program, stack
 from coterie.engine.noise import Noise
+from coterie.engine.optim import OPTIMIZERS
 from coterie.models.layout import Layout
 
 _threads = 0
@@ -52,14 +53,23 @@ class NoiseJob(ctypes.Structure):
     _fields_ = (("keys", _POINTER), ("sigma", _POINTER), ("width", _LONG))
 
 
+class Rule(ctypes.Structure):
+    """The optimizer; see `engine.optim`."""
+
+    _fields_ = (
+        ("rates", _POINTER), ("kind", _LONG), ("moments", _LONG), ("nesterov", _LONG), ("centered", _LONG),
+        ("lr", _DOUBLE), ("momentum", _DOUBLE), ("decay", _DOUBLE), ("dampening", _DOUBLE), ("beta1", _DOUBLE),
+        ("beta2", _DOUBLE), ("eps", _DOUBLE), ("alpha", _DOUBLE), ("lr_decay", _DOUBLE), ("initial", _DOUBLE),
+    )  # fmt: skip
+
+
 class _Training(ctypes.Structure):
     _fields_ = (
         ("store", Store), ("augment", CropFlip), ("noise", NoiseJob), ("rows", _POINTER), ("anchor", _POINTER),
         ("alpha", _POINTER),
         ("places", _POINTER), ("length", _POINTER), ("keys", _POINTER), ("losses", _POINTER), ("moments", _POINTER),
-        ("taken", _POINTER), ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG),
-        ("trained", _LONG), ("adam", _LONG), ("lr", _DOUBLE), ("momentum", _DOUBLE), ("decay", _DOUBLE),
-        ("prox", _DOUBLE),
+        ("taken", _POINTER), ("rule", Rule), ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG),
+        ("trained", _LONG), ("prox", _DOUBLE),
     )  # fmt: skip
 
 
@@ -102,18 +112,32 @@ def noise_of(noise: Noise | None) -> tuple[NoiseJob, tuple[Tensor, ...]]:
     return NoiseJob(at(owners[0]), at(owners[1]), noise.width), owners
 
 
+def rule_of(work: Training) -> tuple[Rule, Tensor | None]:
+    """Return the optimizer in the form the program reads, and the tensor that owns the memory of its rates."""
+    local, given = work.local, work.local.arguments
+    rates = None if work.rates is None else work.rates.to(torch.float64).contiguous()
+    beta1, beta2 = given.get("betas", (0.0, 0.0))
+    rule = Rule(
+        at(rates), list(OPTIMIZERS).index(local.optimizer), local.moments, given.get("nesterov", False),
+        given.get("centered", False), local.lr, given.get("momentum", 0.0), given["weight_decay"],
+        given.get("dampening", 0.0), beta1, beta2, given.get("eps", 0.0), given.get("alpha", 0.0),
+        given.get("lr_decay", 0.0), local.initial_accumulator_value,
+    )  # fmt: skip
+    return rule, rates
+
+
 def stored(samples: RawSamples, dtype: torch.dtype) -> Kept:
     """Return samples in the form that programs read."""
     values = None
-    if samples.x.dtype == torch.uint8:
+    if samples.is_images:
         x, channels = samples.x.contiguous(), samples.features[0]
         every = torch.arange(256, dtype=torch.uint8).reshape(256, *(1 for _ in samples.features))
-        levels = RawSamples(every.expand(256, channels, *every.shape[2:]), every, 0, dtype, samples.mean, samples.std)
+        levels = RawSamples(every.expand(256, channels, *every.shape[2:]), every, dtype, samples.mean, samples.std)
         values = levels.inputs(torch.arange(256)).reshape(256, channels).T.contiguous()
     else:
         x = samples.x.to(dtype).contiguous()
-    classes = whole(samples.y) if samples.classes else None
-    targets = None if samples.classes else samples.y.to(dtype).contiguous()
+    numbers = samples.y.is_floating_point()
+    classes, targets = None if numbers else whole(samples.y), samples.y.to(dtype).contiguous() if numbers else None
     store = Store(at(x), at(values), at(classes), at(targets), int(values is not None))
     return Kept(store, (None if x is samples.x else x, values, classes, targets))
 
@@ -182,7 +206,6 @@ class NativeProgram:
 
     def train(self, rows: Float[Tensor, "clients params"], work: Training) -> Float[Tensor, "clients steps"]:
         """Train clients in place; see `Engine.train`."""
-        local = work.local
         losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
         places, length = whole(work.places), whole(work.length)
         keys = None if work.keys is None else whole(work.keys[0])
@@ -196,19 +219,19 @@ class NativeProgram:
         assert work.moments is None or work.moments.is_contiguous()
         augment = CropFlip(at(draws), at(fill), work.augment.padding if work.augment else 0)
         noise, _draws = noise_of(work.noise)
+        rule, _rates = rule_of(work)
         job = _Training(
             self._store(work.samples), augment, noise, at(rows), at(anchor), at(alpha), at(places), at(length),
-            at(keys), at(losses), at(work.moments), at(taken), rows.stride(0),
-            0 if anchor is None else anchor.stride(0), work.steps, places.shape[2], self.layout.trainable,
-            int(local.optimizer == "adam"), local.lr, local.momentum, local.weight_decay, work.prox,
+            at(keys), at(losses), at(work.moments), at(taken), rule, rows.stride(0),
+            0 if anchor is None else anchor.stride(0), work.steps, places.shape[2], self.layout.trainable, work.prox,
         )  # fmt: skip
         on_threads(self._library.train, job, len(rows))
         return losses
 
     def measure(
         self, table: Float[Tensor, "models params"], pairs: Pairs, inputs: Mapping[str, Tensor]
-    ) -> dict[str, Float[Tensor, " pairs"]]:
-        """Return the mean of each metric for each pair; see `Engine.measure`."""
+    ) -> Float[Tensor, "values pairs"]:
+        """Return the mean loss and score of each pair; see `Engine.measure`."""
         values = torch.empty(2, len(pairs.models), dtype=torch.float64)
         table, alpha = rows_of(table), self._mixtures(inputs, len(table))
         places, count, models, sets = (whole(t) for t in (pairs.places, pairs.count, pairs.models, pairs.sets))
@@ -218,4 +241,4 @@ class NativeProgram:
             at(values[0]), at(values[1]), table.stride(0), places.shape[1],
         )  # fmt: skip
         on_threads(self._library.measure, job, len(pairs.models))
-        return dict(zip(pairs.metrics, values.to(self.layout.dtype), strict=True))
+        return values.to(self.layout.dtype)

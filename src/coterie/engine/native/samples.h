@@ -1,5 +1,5 @@
-// What a program of either kind is given of samples, and how draws are made of keys. The structures are those of
-// coterie.engine.native.library.
+// What a program of either kind is given of samples and of the optimizer, and how draws are made of keys. The structures
+// are those of coterie.engine.native.library.
 
 #include <cstdint>
 
@@ -24,6 +24,15 @@ struct Noise {
   const int64_t* keys;  // of each client or set; none for no noise
   const double* sigma;
   int64_t width;
+};
+
+enum Kind : int64_t { SGD, ADAM, ADAMW, RMSPROP, ADAGRAD };
+
+// The optimizer, as in coterie.engine.optim.
+struct Rule {
+  const double* rates;  // of each step of each client; none for lr
+  int64_t kind, moments, nesterov, centered;
+  double lr, momentum, decay, dampening, beta1, beta2, eps, alpha, lr_decay, initial;
 };
 
 static inline uint64_t scrambled(uint64_t z) {  // SplitMix64, as in coterie.models

@@ -113,6 +113,8 @@ def layers(module: nn.Module) -> list[Layer]:
     Raises:
         NotAStackError: when it is not a stack, or has an unknown layer.
     """
+    if any(part._forward_pre_hooks or part._forward_hooks for part in module.modules()):
+        raise NotAStackError("it has hooks")
     try:
         graph = _graph(module)
     except _TRACE_ERRORS as error:

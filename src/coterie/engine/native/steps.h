@@ -19,8 +19,9 @@ struct Training {
   T* losses;
   T* moments;            // of each client's optimizer, to go on from; none for fresh ones
   const int64_t* taken;  // steps before, with moments
-  int64_t row, anchor_row, steps, width, trained, adam;
-  double lr, momentum, decay, prox;
+  Rule rule;
+  int64_t row, anchor_row, steps, width, trained;
+  double prox;
 };
 
 struct Measuring {
@@ -107,25 +108,52 @@ static void targets_of(const Store& store, const int64_t* places, int64_t n, Tar
   for (int64_t b = 0; b < n; b++) memcpy(y + b * TARGETS, from + places[b] * TARGETS, TARGETS * sizeof(Target));
 }
 
-// One step of SGD or Adam; lr and scale hold the bias corrections.
-static void update(const Training& job, T* w, T* g, T* first, T* second, const T* anchor, T lr, T scale) {
+// One step of an optimizer after `before` others; decay1 and decay2 are Adam's betas to the power of all steps.
+static void update(const Training& job, T* w, T* g, T* first, T* second, T* third, const T* anchor, double rate,
+                   double decay1, double decay2, int64_t before) {
+  const Rule& rule = job.rule;
   const int64_t count = job.trained;
-  const T prox = job.prox, decay = job.decay, momentum = job.momentum;
+  const T prox = job.prox, decay = rule.decay, momentum = rule.momentum, lr = rate;
   if (anchor)
     VECTORIZE for (int64_t i = 0; i < count; i++) g[i] += prox * (w[i] - anchor[i]);
-  if (decay != 0)
+  if (decay != 0 && rule.kind == ADAMW) {
+    const T shrink = 1 - rate * rule.decay;
+    VECTORIZE for (int64_t i = 0; i < count; i++) w[i] *= shrink;
+  } else if (decay != 0)
     VECTORIZE for (int64_t i = 0; i < count; i++) g[i] += decay * w[i];
-  if (job.adam) {
-    const T rate = lr * scale, eps = T(1e-8) * scale;  // lr * m / (sqrt(v) / scale + 1e-8), with one division
+  if (rule.kind == ADAM || rule.kind == ADAMW) {
+    const T beta2 = rule.beta2, new1 = T(1 - rule.beta1), new2 = T(1 - rule.beta2);
+    const T corrected = rate / (1 - decay1), scale = std::sqrt(1 - decay2);
+    const T by = corrected * scale, eps = T(rule.eps) * scale;  // lr * m / (sqrt(v) / scale + eps), with one division
     VECTORIZE for (int64_t i = 0; i < count; i++) {
-      first[i] += T(1 - 0.9) * (g[i] - first[i]);
-      second[i] = T(0.999) * second[i] + T(1 - 0.999) * (g[i] * g[i]);
-      w[i] -= rate * first[i] / (std::sqrt(second[i]) + eps);
+      first[i] += new1 * (g[i] - first[i]);
+      second[i] = beta2 * second[i] + new2 * (g[i] * g[i]);
+      w[i] -= by * first[i] / (std::sqrt(second[i]) + eps);
     }
-  } else if (momentum != 0) {
+  } else if (rule.kind == SGD && (rule.nesterov || rule.dampening != 0)) {
+    const T share = before ? 1 - rule.dampening : 1, ahead = rule.nesterov ? momentum : 1, own = rule.nesterov;
+    VECTORIZE for (int64_t i = 0; i < count; i++) {
+      first[i] = momentum * first[i] + share * g[i];
+      w[i] -= lr * (own * g[i] + ahead * first[i]);
+    }
+  } else if (rule.kind == SGD && momentum != 0) {
     VECTORIZE for (int64_t i = 0; i < count; i++) w[i] -= lr * (first[i] = momentum * first[i] + g[i]);
-  } else {
+  } else if (rule.kind == SGD) {
     VECTORIZE for (int64_t i = 0; i < count; i++) w[i] -= lr * g[i];
+  } else {
+    const T kept = rule.kind == ADAGRAD ? 1 : rule.alpha, fresh = rule.kind == ADAGRAD ? 1 : 1 - rule.alpha;
+    const T eps = rule.eps, now = rule.kind == ADAGRAD ? rate / (1 + before * rule.lr_decay) : rate;
+    VECTORIZE for (int64_t i = 0; i < count; i++) first[i] = kept * first[i] + fresh * (g[i] * g[i]);
+    if (rule.centered)
+      VECTORIZE for (int64_t i = 0; i < count; i++) {
+        third[i] += fresh * (g[i] - third[i]);
+        g[i] /= std::sqrt(first[i] - third[i] * third[i]) + eps;
+      }
+    else
+      VECTORIZE for (int64_t i = 0; i < count; i++) g[i] /= std::sqrt(first[i]) + eps;
+    if (momentum != 0)
+      VECTORIZE for (int64_t i = 0; i < count; i++) g[i] = second[i] = momentum * second[i] + g[i];
+    VECTORIZE for (int64_t i = 0; i < count; i++) w[i] -= now * g[i];
   }
 }
 
@@ -138,16 +166,21 @@ struct Batch {
 };
 
 static void train_one(const Training& job, int64_t client, Batch& batch, T* g, T* moments, const T** inputs) {
-  T *w = job.rows + client * job.row, *first = moments, *second = moments + PARAMS;
-  if (job.moments) first = job.moments + client * (1 + job.adam) * job.trained, second = first + job.trained;
-  else memset(moments, 0, 2 * PARAMS * sizeof(T));
+  const Rule& rule = job.rule;
+  T *w = job.rows + client * job.row, *first = moments, *second = moments + PARAMS, *third = moments + 2 * PARAMS;
+  if (job.moments) {
+    first = job.moments + client * rule.moments * job.trained, second = first + job.trained;
+    third = first + (rule.moments - 1) * job.trained;
+  } else {
+    std::fill_n(moments, (rule.centered ? 3 : 2) * PARAMS, T(rule.initial));
+  }
   const T* anchor = job.anchor ? job.anchor + client * job.anchor_row : nullptr;
-  double decay1 = job.moments ? std::pow(0.9, job.taken[client]) : 1;
-  double decay2 = job.moments ? std::pow(0.999, job.taken[client]) : 1;
+  double decay1 = job.moments ? std::pow(rule.beta1, job.taken[client]) : 1;
+  double decay2 = job.moments ? std::pow(rule.beta2, job.taken[client]) : 1;
   for (int64_t s = 0; s < job.steps; s++) {
     const int64_t size = job.length[client * job.steps + s];
     const int64_t* places = job.places + (client * job.steps + s) * job.width;
-    decay1 *= 0.9, decay2 *= 0.999;
+    decay1 *= rule.beta1, decay2 *= rule.beta2;
     if (!size) continue;
     for (int j = 0; j < INPUTS; j++) inputs[j] = job.inputs[j] + (client * job.steps + s) * INPUT_SIZES[j];
     const int64_t key = job.keys ? job.keys[client] + int64_t(uint64_t(s) * 0x1F123BB5159A55E5u) : 0;
@@ -164,8 +197,9 @@ static void train_one(const Training& job, int64_t client, Batch& batch, T* g, T
       train_batch(batch, w, g, key, T(1) / T(size), n, from, from > 0);
       for (int64_t b = 0; b < n; b++) loss += batch.losses[b];
     }
-    const T lr = job.adam ? job.lr / (1 - decay1) : job.lr;
-    update(job, w, g, first, second, anchor, lr, T(std::sqrt(1 - decay2)));
+    const double rate = rule.rates ? rule.rates[client * job.steps + s] : rule.lr;
+    const int64_t before = s + (job.moments ? job.taken[client] : 0);
+    update(job, w, g, first, second, third, anchor, rate, decay1, decay2, before);
     job.losses[client * job.steps + s] = T(loss / size);
   }
 }
@@ -174,7 +208,7 @@ extern "C" void train(const Training* job, int64_t first, int64_t last) {
   const auto arena = aligned<char>(job->memory.bytes);
   const auto x = aligned<T>(job->memory.samples * ENTRIES), losses = aligned<T>(job->memory.samples);
   const auto y = aligned<Target>(job->memory.samples * TARGETS);
-  const auto g = aligned<T>(PARAMS), moments = aligned<T>(2 * PARAMS);
+  const auto g = aligned<T>(PARAMS), moments = aligned<T>(3 * PARAMS);
   const T* inputs[INPUTS + 1];
   Batch batch{arena.get(), job->memory.at, x.get(), losses.get(), nullptr, y.get(), inputs};
   for (int64_t client = first; client < last; client++) train_one(*job, client, batch, g.get(), moments.get(), inputs);

@@ -429,7 +429,7 @@ def _train_once(
 def _judge_once(
     layout: Layout, objective: Objective, x: Tensor, y: Tensor, layer: Callable[[], str], known: Callable[[str], bool]
 ) -> Trace:
-    """Record the loss and the score of each sample in evaluation: whether the class is right, or the squared error."""
+    """Record the loss of each sample in evaluation, and its score where the objective has one."""
     named = layout.views(layout.flatten_copy(layout.train_module))
     tensors = {s.name: named[s.name].clone() for s in layout.slots}
     values = {name: value[0].clone() for name, value in layout.zero_inputs(1).items()}
@@ -437,10 +437,8 @@ def _judge_once(
     with torch.no_grad(), _Recorder(inputs, layer, known) as recorder:
         outputs = functional_call(layout.eval_module, {**tensors, **values}, (x,)).to(layout.dtype)
         losses = objective(outputs, y)
-        if y.is_floating_point():
-            scores = functional.mse_loss(outputs.reshape(y.shape), y, reduction="none").reshape(len(y), -1).mean(1)
-        else:
-            scores = (outputs.argmax(-1) == y).to(layout.dtype)
+        scored = getattr(objective, "metric", None) is not None
+        scores = objective.score(outputs, y).to(layout.dtype) if scored else losses  # type: ignore[attr-defined]
         trace = recorder.trace
         trace.outputs = [recorder.ref(losses), recorder.ref(scores)]
     return trace

@@ -17,11 +17,13 @@ from coterie.engine.native.library import (
     CropFlip,
     Kept,
     NoiseJob,
+    Rule,
     Store,
     at,
     noise_of,
     on_threads,
     rows_of,
+    rule_of,
     stored,
     whole,
 )
@@ -56,8 +58,8 @@ class _Training(ctypes.Structure):
         ("store", Store), ("augment", CropFlip), ("noise", NoiseJob), ("memory", _Memory),
         ("rows", _POINTER), ("anchor", _POINTER), ("inputs", _POINTER), ("places", _POINTER), ("length", _POINTER),
         ("keys", _POINTER), ("losses", _POINTER), ("moments", _POINTER), ("taken", _POINTER),
-        ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG), ("trained", _LONG), ("adam", _LONG),
-        ("lr", _DOUBLE), ("momentum", _DOUBLE), ("decay", _DOUBLE), ("prox", _DOUBLE),
+        ("rule", Rule), ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG), ("trained", _LONG),
+        ("prox", _DOUBLE),
     )  # fmt: skip
 
 
@@ -285,7 +287,6 @@ class TracedProgram:
 
     def train(self, rows: Float[Tensor, "clients params"], work: Training) -> Float[Tensor, "clients steps"]:
         """Train clients in place; see `Engine.train`."""
-        local = work.local
         losses = torch.full(work.length.shape, torch.nan, dtype=rows.dtype)
         places, length = whole(work.places), whole(work.length)
         keys = None if work.keys is None else whole(work.keys[0])
@@ -298,24 +299,24 @@ class TracedProgram:
         assert rows.stride(1) == 1
         assert work.moments is None or work.moments.is_contiguous()
         noise, _draws = noise_of(work.noise)
+        rule, _rates = rule_of(work)
         samples = int(length.max()) if self.together and length.numel() else self._samples["train"]
         where, size = self._train.memory(max(1, samples))
         augment = CropFlip(at(draws), at(fill), work.augment.padding if work.augment else 0)
         job = _Training(
             self._store(work.samples), augment, noise, _Memory(at(where), size, max(1, samples)),
             at(rows), at(anchor), ctypes.cast(inputs, _POINTER), at(places), at(length),
-            at(keys), at(losses), at(work.moments), at(taken),
+            at(keys), at(losses), at(work.moments), at(taken), rule,
             rows.stride(0), 0 if anchor is None else anchor.stride(0), work.steps, places.shape[2],
-            self.layout.trainable, int(local.optimizer == "adam"),
-            local.lr, local.momentum, local.weight_decay, work.prox,
+            self.layout.trainable, work.prox,
         )  # fmt: skip
         on_threads(self._library.train, job, len(rows))
         return losses
 
     def measure(
         self, table: Float[Tensor, "models params"], pairs: Pairs, inputs: Mapping[str, Tensor]
-    ) -> dict[str, Float[Tensor, " pairs"]]:
-        """Return the mean of each metric for each pair; see `Engine.measure`."""
+    ) -> Float[Tensor, "values pairs"]:
+        """Return the mean loss and score of each pair; see `Engine.measure`."""
         values = torch.empty(2, len(pairs.models), dtype=torch.float64)
         table = rows_of(table)
         given, _values = self._values(inputs, len(table))
@@ -329,4 +330,4 @@ class TracedProgram:
             at(sets), at(values[0]), at(values[1]), table.stride(0), places.shape[1],
         )  # fmt: skip
         on_threads(self._library.measure, job, len(pairs.models))
-        return dict(zip(pairs.metrics, values.to(self.layout.dtype), strict=True))
+        return values.to(self.layout.dtype)

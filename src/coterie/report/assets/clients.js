@@ -19,7 +19,7 @@ page.views.push({
     const baseline = data.clients.baseline;
     const rows = ids.map((client, place) => ({
       client, place,
-      cells: [client, clusterName(data, data.cluster[client]), ...methods.map((m) => of("final", m, place)),
+      cells: [data.names ? clientName(data, client) : client, ...(data.names ? [client] : []), clusterName(data, data.cluster[client]), ...methods.map((m) => of("final", m, place)),
         ...methods.filter((m) => data.methods[m].label !== baseline).map((m) => of("gain", m, place))],
     }));
     function pick(row, scroll = true) {
@@ -56,7 +56,7 @@ page.views.push({
         yAxis: axis(state.what === "final" ? `test ${metric.title}` : "gain", { type: "value", scale: true, nameGap: 44, axisLine: { show: false }, axisTick: { show: false },
           axisLabel: { color: css("--muted"), formatter: tick(metric) } }),
         tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => (e.data.client === undefined ? "" :
-          `client ${e.data.client} (${escapeText(clusterName(data, data.cluster[e.data.client]))})<br><b>${show(e.data.value[1], metric, state.what === "gain")}</b>`) },
+          `${escapeText(clientName(data, e.data.client))} (${escapeText(clusterName(data, data.cluster[e.data.client]))})<br><b>${show(e.data.value[1], metric, state.what === "gain")}</b>`) },
         grid: { ...base().grid, bottom: turned() ? 90 : 48 },
         series: [...(data.clusters.length ? data.clusters : [{ id: -1, name: "clients" }]).map((cluster) => ({
           name: cluster.name, type: "scatter", symbol: markOf(cluster.id), symbolSize: clients > 300 ? 5 : 8,
@@ -70,7 +70,7 @@ page.views.push({
       }),
     });
     root.append(h("h2", {}, `Table: test ${metric.heading}`), h("div", { class: "tall" }, sortable([
-      { name: "Client" }, { name: "Cluster", text: true },
+      { name: "Client", text: Boolean(data.names) }, ...(data.names ? [{ name: "Id" }] : []), { name: "Cluster", text: true },
       ...methods.map((m) => ({ name: data.methods[m].label, show: (v) => show(v, metric) })),
       ...methods.filter((m) => data.methods[m].label !== baseline).map((m) => ({ name: `${data.methods[m].label} − ${baseline ?? "Local"}`, show: (v) => show(v, metric, true) })),
     ].slice(0, rows[0].cells.length), rows, { onpick: pick, label: "Clients; choose a row to see the client" })), detail);
@@ -86,7 +86,8 @@ function spread(client) {
 function drawClient(root, data, client, at, clients) {
   forget(root);
   const metric = metricOf(data, data.metric);
-  root.replaceChildren(h("h2", {}, `Client ${client}`), h("p", {}, [
+  root.replaceChildren(h("h2", { title: clientName(data, client) }, named(data, client) ? brief(clientName(data, client), 80) : `Client ${client}`), h("p", {}, [
+    named(data, client) ? `client ${client}` : null,
     clusterName(data, data.cluster[client]),
     data.data?.shift?.[at] && data.data.shift[at] !== clusterName(data, data.cluster[client]) ? data.data.shift[at] : null,
     data.data?.train ? `${data.data.train[at]} training and ${data.data.validation[at]} validation samples` : null,
@@ -98,7 +99,7 @@ function drawClient(root, data, client, at, clients) {
     grid.append(place);
     chart(place, {
       height: 300,
-      alt: `Validation ${metric.title} of client ${client} over rounds`,
+      alt: `Validation ${metric.title} of ${clientName(data, client)} over rounds`,
       option: () => ({
         xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
         yAxis: axis("", { type: "value", scale: true, axisLabel: { color: css("--muted"), formatter: tick(metric) } }),
@@ -121,12 +122,12 @@ function drawClient(root, data, client, at, clients) {
     grid.append(place);
     chart(place, {
       height: 300,
-      alt: `${name}: client ${client} used the models of ${own.map(([p, t]) => `client ${p} ${t} times`).join(", ")}`,
+      alt: `${name}: ${clientName(data, client)} used the models of ${own.map(([p, t]) => `${clientName(data, p)} ${t} times`).join(", ")}`,
       option: () => ({
         grid: { left: 110, right: 24, top: 10, bottom: 40 },
         xAxis: axis("times used", { type: "value", minInterval: 1 }),
-        yAxis: axis("", { type: "category", inverse: true, data: own.map(([p]) => `client ${p}`), splitLine: { show: false } }),
-        tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => `client ${own[e.dataIndex][0]} (${escapeText(clusterName(data, data.cluster[own[e.dataIndex][0]]))}): ${e.value}` },
+        yAxis: axis("", { type: "category", inverse: true, data: own.map(([p]) => brief(clientName(data, p), 16)), splitLine: { show: false } }),
+        tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => `${escapeText(clientName(data, own[e.dataIndex][0]))} (${escapeText(clusterName(data, data.cluster[own[e.dataIndex][0]]))}): ${e.value}` },
         series: [{ type: "bar", data: own.map(([p, t]) => ({ value: t, itemStyle: { color: clusterColor(data.cluster[p]) } })), barMaxWidth: 18 }],
       }),
     });
@@ -136,7 +137,7 @@ function drawClient(root, data, client, at, clients) {
     grid.append(place);
     chart(place, {
       height: 300,
-      alt: `Labels of client ${client}: ${data.data.labels[at].map((n, i) => `${data.data.classes[i]} ${n}`).join(", ")}`,
+      alt: `Labels of ${clientName(data, client)}: ${data.data.labels[at].map((n, i) => `${data.data.classes[i]} ${n}`).join(", ")}`,
       option: () => ({
         grid: { left: 50, right: 10, top: 10, bottom: 50 },
         xAxis: axis("", { type: "category", data: data.data.classes, splitLine: { show: false } }),

@@ -70,6 +70,17 @@ function mean(values) {
   return known.length ? known.reduce((a, b) => a + b, 0) / known.length : NaN;
 }
 
+/* How people call a client: by its name, else "client 7". A name that is written from right to left is kept apart from the
+   text around it. */
+const named = (data, id) => Boolean(data.names?.[id]);
+const clientName = (data, id) => (!named(data, id) ? `client ${id}`
+  : /[\u0590-\u08ff\ufb1d-\ufefc]/.test(data.names[id]) ? `\u2068${data.names[id]}\u2069` : data.names[id]);
+/* A text that is cut with an ellipsis where it has no room; what shows it has the whole text in its tooltip. */
+function brief(text, most = 20) {
+  const signs = Array.from(text);
+  return signs.length <= most ? text : `${signs.slice(0, most - 1).join("").trimEnd()}…`;
+}
+
 /* The clients that arrays of one entry a client are of: all, or a sample of a large population. */
 const shownClients = (data) => data.clients.shown ?? data.cluster.map((_, i) => i);
 const sampleNote = (data) => (data.clients.shown
@@ -243,6 +254,7 @@ function base() {
 function tooltipStyle() {
   return {
     backgroundColor: css("--raised"), borderColor: css("--line"), textStyle: { color: css("--text"), fontSize: 13 }, confine: true,
+    extraCssText: "max-width: 34em; white-space: normal; overflow-wrap: anywhere",
   };
 }
 
@@ -313,7 +325,7 @@ function sortable(columns, rows, { onpick = null, label = "" } = {}) {
   }
   for (const row of rows) {
     row.element = h("tr", onpick ? { class: "pick", tabindex: "0", "aria-selected": "false" } : {},
-      ...row.cells.map((value, i) => h("td", { class: columns[i].text ? "text" : null }, columns[i].show ? columns[i].show(value) : String(value))));
+      ...row.cells.map((value, i) => h("td", { class: columns[i].text ? "text" : null, dir: columns[i].text ? "auto" : null, title: columns[i].text && value.length > 30 ? value : null }, columns[i].show ? columns[i].show(value) : String(value))));
     if (!onpick) continue;
     row.element.addEventListener("click", () => onpick(row));
     row.element.addEventListener("keydown", (event) => {

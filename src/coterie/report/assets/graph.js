@@ -27,6 +27,7 @@ function drawGraph(root, data, methods) {
   state.method = Math.min(state.method, methods.length - 1);
   const box = h("div");
   const label = (one) => data.methods[one.method].label;
+  const who = (id) => escapeText(clientName(data, id));
 
   function groupsOf(one) {
     if (state.color === "truth") return data.cluster;
@@ -68,8 +69,8 @@ function drawGraph(root, data, methods) {
       tooltip: {
         ...tooltipStyle(),
         formatter: (e) => (e.dataType === "edge"
-          ? `client ${e.data.source} used the model of client ${e.data.target} ${e.data.count} times`
-          : `client ${e.data.id}<br>${escapeText(clusterName(data, data.cluster[e.data.id]))}<br>found group ${groupsOf(one)[e.data.id]}<br>a most used peer of ${inDegree[e.data.id]} clients`),
+          ? `${who(e.data.source)} used the model of ${who(e.data.target)} ${e.data.count} times`
+          : `${who(e.data.id)}<br>${escapeText(clusterName(data, data.cluster[e.data.id]))}<br>found group ${groupsOf(one)[e.data.id]}<br>a most used peer of ${inDegree[e.data.id]} clients`),
       },
       series: [{
         type: "graph", layout: state.layout === "circle" ? "none" : "force", roam: true, left: 40, right: 40, top: 30, bottom: 30,
@@ -77,7 +78,7 @@ function drawGraph(root, data, methods) {
         force: { repulsion: 40, edgeLength: [20, 120], gravity: 0.12, layoutAnimation: false },
         edgeSymbol: ["none", clients <= 60 ? "arrow" : "none"], edgeSymbolSize: 6,
         data: drawnIds.map((i) => ({
-          id: String(i), name: String(i), x: Math.cos(angle[i]), y: Math.sin(angle[i]), symbol: markOf(groups[i]),
+          id: String(i), name: named(data, i) ? brief(clientName(data, i), 16) : String(i), x: Math.cos(angle[i]), y: Math.sin(angle[i]), symbol: markOf(groups[i]),
           symbolSize: radius * (0.8 + Math.min(1.2, inDegree[i] / (3 * state.peers))),
           itemStyle: { color: clusterColor(groups[i]), borderColor: css("--page"), borderWidth: 1 },
           label: { show: clients <= 40, color: css("--text"), fontSize: 11, position: "right" },

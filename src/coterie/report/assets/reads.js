@@ -7,7 +7,9 @@ function heatmapOf(data, reads, title) {
   reads.cell.forEach((cell, client) => members[cell].push(client));
   const canvas = h("canvas", { width: side, height: side, role: "img", tabindex: "0" });
   const readout = h("p", { class: "readout", "aria-live": "polite" }, " ");
-  const sizes = data.clusters.map((c) => ({ name: c.name, cells: members.filter((m) => data.cluster[m[0]] === c.id).length }));
+  const apart = !data.clusters.length && data.names && side <= 30 && side === data.cluster.length; // then clients are named
+  const sizes = apart ? members.map(([client]) => ({ name: brief(clientName(data, client), 30), cells: 1 }))
+    : data.clusters.map((c) => ({ name: c.name, cells: members.filter((m) => data.cluster[m[0]] === c.id).length }));
   const unknown = side - sizes.reduce((total, c) => total + c.cells, 0); // a node knows its own clients' clusters alone
   if (sizes.length && unknown > 0) sizes.unshift({ name: "not known", cells: unknown });
   const fit = sizes.every((c) => (c.cells / side) * 38 >= c.name.length);
@@ -20,9 +22,9 @@ function heatmapOf(data, reads, title) {
 
   function say() {
     const [row, column] = at;
-    const who = (cell) => members[cell].map((c) => c).slice(0, 4).join(", ") + (members[cell].length > 4 ? ", …" : "");
+    const who = (cell) => (data.names ? "" : "client ") + members[cell].slice(0, 4).map((c) => (data.names ? clientName(data, c) : c)).join(", ") + (members[cell].length > 4 ? ", …" : "");
     const cluster = (cell) => data.clusters.find((c) => c.id === data.cluster[members[cell][0]])?.name;
-    const of = (cell) => `client ${who(cell)}${cluster(cell) ? ` (${cluster(cell)})` : ""}`;
+    const of = (cell) => `${who(cell)}${cluster(cell) ? ` (${cluster(cell)})` : ""}`;
     readout.textContent = `${of(row)} used the model of ${of(column)} ${shown[row * side + column]} times`;
   }
   canvas.addEventListener("mousemove", (event) => {

@@ -27,6 +27,7 @@ from coterie.results.summary import (
     StoredRun,
     by_label,
     charted,
+    client_names,
     cluster_names,
     gains_of,
     json_ready,
@@ -59,7 +60,7 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
     cluster[: runs[0].population] = runs[0].planted
     home = home if folder == runs[0].folder else folder
     names = cluster_names(home, (int(c) for c in np.unique(cluster) if c >= 0))
-    groups = by_label(runs)
+    groups, called = by_label(runs), client_names(runs)
     drawn = charted(runs, problems)
     alike = {label: [run for run in drawn if run.label == label and run.clients.equals(truth)] for label in groups}
     results = summary_of(runs, folder, problems)
@@ -73,6 +74,7 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
             "methods": [_method(label, group) for label, group in groups.items()],
             "clusters": [{"id": c, "name": name, "size": int((cluster == c).sum())} for c, name in names.items()],
             "cluster": cluster.tolist(),
+            "names": [called.get(client) for client in range(population)] if called else None,
             "results": results,
             "notes": notes(results),
             "gains": gains_of(runs, problems),
@@ -84,7 +86,7 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
             "provenance": [_provenance(run) for run in runs],
             "clients": clients(alike, metric, cluster),
             "data": _told(json.loads(path.read_text("utf-8")), cluster) if path.is_file() else None,
-            "command": f"coterie run {shlex.quote(f'{runs[0].study}/{CONFIG}')} --out again",
+            "command": f"coterie run {shlex.quote(f'{_place(runs[0].study, home)}/{CONFIG}')} --out again",
             "study_config": config.read_text("utf-8") if config.is_file() else None,
         }
     )
@@ -101,6 +103,7 @@ def _told(description: dict[str, Any], cluster: np.ndarray) -> dict[str, Any]:
 
     The labels of each planted cluster are added up in `sums`, with the number of their clients.
     """
+    description = {name: value for name, value in description.items() if name != "client_names"}
     chosen = sampled(cluster)
     if len(chosen) == len(cluster) or len(description.get("labels", [])) != len(cluster):
         return description
@@ -112,6 +115,12 @@ def _told(description: dict[str, Any], cluster: np.ndarray) -> dict[str, Any]:
     own = ("shift", "train", "validation", "labels")
     few = {name: [description[name][i] for i in chosen] for name in own if len(description[name]) == len(cluster)}
     return {**description, **few, "sums": sums}
+
+
+def _place(study: str, home: Path) -> str:
+    """Where a study's folder lies below the folder that its runs were written to; it may have been renamed."""
+    whole, parts = home.resolve(), Path(study).parts
+    return study if whole.parts[-len(parts) :] == parts else whole.name
 
 
 def _method(label: str, group: Sequence[StoredRun]) -> dict[str, Any]:
@@ -134,4 +143,5 @@ def _metrics(runs: Sequence[StoredRun]) -> dict[str, dict[str, Any]]:
 
 
 def _provenance(run: StoredRun) -> dict[str, Any]:
-    return {"label": run.label, "seed": run.seed, "stored": run.provenance}
+    stored = {name: value for name, value in run.provenance.items() if name != "client_names"}  # the page has them once
+    return {"label": run.label, "seed": run.seed, "stored": stored}

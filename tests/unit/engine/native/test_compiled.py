@@ -60,7 +60,7 @@ def samples(features, classes, dtype, number=40, uint8=False):
     if classes:
         y = torch.randint(0, classes, (number,), generator=stream)
     mean = tuple(0.1 * c + 0.3 for c in range(features[0])) if uint8 else ()
-    return RawSamples(x, y, classes, dtype, mean, tuple(m / 2 for m in mean))
+    return RawSamples(x, y, dtype, mean, tuple(m / 2 for m in mean))
 
 
 def training(layout, data, local, clients=3, steps=4, prox=0.0):

@@ -247,7 +247,7 @@ def data_of(features, classes, dtype):
     if features == (3,):
         x = torch.randint(0, 90, (40, 3), generator=stream).float()
     y = torch.randint(0, 4, (40,), generator=stream) if classes else torch.randn(40, 4, generator=stream)
-    return RawSamples(x.to(dtype), y, 4 if classes else 0, dtype)
+    return RawSamples(x.to(dtype), y, dtype)
 
 
 def training(layout, data, local, rows):
@@ -284,7 +284,7 @@ def test_a_traced_module_trains_and_is_measured_as_by_the_loop_engine(name):
         sets = Pairs(data, places, count, torch.tensor([0, 1, 1]), torch.tensor([0, 1, 0]))
         work, inputs = training(layout, data, local, start), layout.zero_inputs(2)
         rows = start.clone()
-        results = [(program.train(rows, work), rows, *program.measure(rows, sets, inputs).values())]
+        results = [(program.train(rows, work), rows, *program.measure(rows, sets, inputs))]
         loop, rows = LoopEngine(layout, objective), start.clone()
         results.append((loop.train(rows, work, 2), rows, *loop.measure(rows, sets, inputs, 2).values()))
         for ours, theirs in zip(*results, strict=True):
@@ -318,7 +318,7 @@ def test_images_of_bytes_are_prepared_augmented_and_disturbed_as_by_the_loop_eng
     stream = torch.Generator().manual_seed(1)
     x = torch.randint(0, 256, (40, 2, 6, 7), generator=stream, dtype=torch.uint8)
     y = torch.randint(0, 4, (40,), generator=stream)
-    data = RawSamples(x, y, 4, torch.float32, (0.4, 0.5), (0.2, 0.3))
+    data = RawSamples(x, y, torch.float32, (0.4, 0.5), (0.2, 0.3))
     program = TracedProgram(layout, cross_entropy, data.inputs(torch.arange(2)), data.targets(torch.arange(2)))
     start = layout.flatten_copy(layout.train_module).repeat(2, 1)
     plain = training(layout, data, LocalTraining(optimizer="sgd", lr=0.1, batch_size=9), start)

@@ -1,0 +1,138 @@
+"""A folder of images by client: `path/CLIENT/CLASS/picture.png`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from annotated_types import MinLen
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from coterie._util.importing import imported
+from coterie._util.settings import Configurable, PositiveInt
+from coterie.data.source import Source
+from coterie.errors import ConfigError, DataError
+
+_GRAY, _DEEP = ("1", "L", "LA"), ("I", "F")
+
+
+def as_pixels(image: Any, what: str) -> np.ndarray:
+    """Return a picture of Pillow as an array: gray with two axes, or color with channels first.
+
+    Raises:
+        DataError: when its pixels do not fit 8 bits.
+    """
+    if image.mode.partition(";")[0] in _DEEP:
+        raise DataError(f"{what} has pixels of more than 8 bits ({image.mode}); turn them into numbers with transform=")
+    if image.mode in _GRAY:
+        return np.array(image.convert("L"))
+    color = image if image.mode == "RGBA" else image.convert("RGB")
+    return np.ascontiguousarray(np.moveaxis(np.array(color), -1, 0))
+
+
+@dataclass(frozen=True)
+class Pictures(Configurable):
+    """How a folder of images is read; see `from_folder`.
+
+    Args:
+        transform: the import path of a function that makes the input from a picture, "package.module:name".
+        size: height and width, or one number for both, to which pictures are resized.
+        class_names: all classes, in order; those that have a folder, sorted, when not given.
+    """
+
+    transform: str | None = None
+    size: PositiveInt | Annotated[Sequence[PositiveInt], MinLen(2)] | None = None
+    class_names: Sequence[str] = ()
+
+    def check(self) -> None:
+        """One of the two makes sizes equal."""
+        if self.size is not None and self.transform is not None:
+            raise ConfigError("size and transform are both given; resize in the transform")
+
+
+def read_pictures(
+    path: str | Path, settings: Pictures, *, transform: Callable[[Any], Any] | None = None, name: str = ""
+) -> Source:
+    """Read a folder of images by client and class.
+
+    Args:
+        path: the folder.
+        settings: how to read it.
+        transform: instead of the import path in the settings.
+        name: a name for the data.
+
+    Raises:
+        DataError: when the folder is laid out otherwise, a picture is damaged, or sizes differ.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}; expected one with a folder of pictures for each client")
+    if transform is None and settings.transform is not None:
+        transform = imported(settings.transform, f"transform {settings.transform!r}")
+    places = [(client, label) for client in _folders(folder) for label in _folders(client)]
+    classes = tuple(settings.class_names) or tuple(sorted({label.name for _, label in places}))
+    if not places:
+        raise DataError(f"{folder} has no pictures; expected {folder.name}/CLIENT/CLASS/picture.png")
+    inputs: list[Tensor | np.ndarray] = []
+    labels: list[str] = []
+    owners: list[str] = []
+    for client, label in places:
+        if label.name not in classes:
+            raise DataError(
+                f"client {client.name!r} has a folder {label.name!r}; expected one of the classes {', '.join(classes)}"
+            )
+        for file in _pictures(label):
+            inputs.append(_input(file, transform, settings.size))
+            labels.append(label.name)
+            owners.append(client.name)
+    silent = [client.name for client in _folders(folder) if client.name not in owners]
+    if silent:
+        raise DataError(
+            f"client {silent[0]!r} has no pictures in folders of classes; expected {silent[0]}/CLASS/picture.png: "
+            "sort its pictures into classes, or remove its folder"
+        )
+    return Source.of(_stacked(inputs, folder), labels, clients=owners, class_names=classes, name=name or folder.name)
+
+
+def _folders(path: Path) -> list[Path]:
+    return sorted(one for one in path.iterdir() if one.is_dir() and not one.name.startswith("."))
+
+
+def _pictures(path: Path) -> list[Path]:
+    known = Image.registered_extensions()
+    return sorted(one for one in path.iterdir() if one.suffix.lower() in known and not one.name.startswith("."))
+
+
+def _input(file: Path, transform: Callable[[Any], Any] | None, size: int | Sequence[int] | None) -> Tensor | np.ndarray:
+    try:
+        with Image.open(file) as image:
+            image.load()
+            if image.mode.partition(";")[0] not in (*_GRAY, *_DEEP):
+                image = image.convert("RGB")
+    except (UnidentifiedImageError, OSError) as error:
+        raise DataError(f"{file} cannot be read as a picture ({error}); replace or remove it") from error
+    if size is not None:
+        height, width = (size, size) if isinstance(size, int) else size[:2]
+        made = image.resize((width, height), Image.Resampling.BILINEAR)
+    else:
+        made = image if transform is None else transform(image)
+    if isinstance(made, Tensor):
+        return made
+    return as_pixels(made, str(file)) if hasattr(made, "getbands") else np.asarray(made)
+
+
+def _stacked(inputs: Sequence[Tensor | np.ndarray], folder: Path) -> Tensor:
+    """All inputs as one tensor; gray pictures among colored ones get three equal channels."""
+    tensors = [one if isinstance(one, Tensor) else torch.from_numpy(np.ascontiguousarray(one)) for one in inputs]
+    if {one.ndim for one in tensors} == {2, 3}:
+        tensors = [one.expand(3, *one.shape) if one.ndim == 2 else one for one in tensors]
+    shapes = sorted({tuple(one.shape) for one in tensors})
+    if len(shapes) > 1:
+        raise DataError(
+            f"{folder} has pictures of {len(shapes)} sizes, such as {shapes[0]} and {shapes[1]}; make them equal with "
+            "size=64, or with transform="
+        )
+    return torch.stack(tensors)

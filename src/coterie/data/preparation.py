@@ -1,0 +1,120 @@
+"""What each client does to the inputs of a table: it fills empty entries and scales numbers by its own training rows.
+
+A client sees no other client's rows, and not its own validation and test rows, when it decides what to fill in.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def _most_frequent(values: Float[np.ndarray, " samples"]) -> float:
+    """The value that occurs most often; the smallest of equals."""
+    found, counts = np.unique(values, return_counts=True)
+    return float(found[counts.argmax()])
+
+
+FILLS: Mapping[str, Callable[[Float[np.ndarray, " samples"]], float]] = {
+    "mean": lambda values: float(np.mean(values)),
+    "median": lambda values: float(np.median(values)),
+    "most-frequent": _most_frequent,
+}
+"""What can be filled in for an empty entry, from a client's values of the column."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table, as entries of an input.
+
+    Args:
+        name: of the column.
+        start: its first entry.
+        width: number of entries: one for numbers and codes, one for each category otherwise ("one-hot").
+        impute: what fills an empty entry: a key of FILLS, a number, or the code of a category.
+        scale: whether to subtract the mean and divide by the standard deviation.
+    """
+
+    name: str
+    start: int
+    width: int = 1
+    impute: str | float | None = None
+    scale: bool = False
+
+    def fit(
+        self, x: Float[np.ndarray, "samples entries"]
+    ) -> tuple[Float[np.ndarray, " width"], float, float] | None:
+        """Return what fills an empty entry, and what is subtracted from and divides each; None without any value."""
+        own = x[:, self.start : self.start + self.width]
+        known = own[~np.isnan(own[:, 0])]
+        if isinstance(self.impute, str):
+            if not len(known):
+                return None
+            values = known.argmax(1) if self.width > 1 else known[:, 0]
+            value = FILLS[self.impute](values.astype(np.float64))
+        else:
+            value = 0.0 if self.impute is None else float(self.impute)
+        fill = np.eye(self.width)[int(value)] if self.width > 1 else np.array([value])
+        if not self.scale:
+            return fill, 0.0, 1.0
+        filled = np.where(np.isnan(own), fill, own).astype(np.float64)
+        return fill, float(filled.mean()), float(filled.std()) or 1.0
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What one client does to its inputs, training, validation and test alike.
+
+    Args:
+        fill: what each entry is where it is empty.
+        center: what is subtracted.
+        spread: what divides.
+        whole: whether the result is whole numbers.
+        empty: the columns without any value in the training rows; their empty entries become 0.
+    """
+
+    fill: Float[Tensor, " entries"]
+    center: Float[Tensor, " entries"]
+    spread: Float[Tensor, " entries"]
+    whole: bool
+    empty: tuple[str, ...]
+
+    def __call__(self, x: Float[Tensor, "samples entries"]) -> Tensor:
+        """Return filled and scaled inputs."""
+        filled = torch.where(torch.isnan(x), self.fill, x.double())
+        return ((filled - self.center) / self.spread).to(torch.int32 if self.whole else torch.float32)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What every client does to its inputs, each with its own numbers.
+
+    Args:
+        columns: those to fill or to scale.
+        whole: whether inputs are whole numbers: the codes of categories, and nothing else.
+    """
+
+    columns: tuple[Column, ...]
+    whole: bool = False
+
+    def fit(self, x: Float[Tensor, "samples entries"]) -> Fitted:
+        """Return what a client does.
+
+        Args:
+            x: its training rows; NaN where an entry is empty.
+        """
+        rows, entries = x.numpy(), x.shape[1]
+        fill, center, spread = np.zeros(entries), np.zeros(entries), np.ones(entries)
+        empty = []
+        for column in self.columns:
+            found = column.fit(rows)
+            if found is None:
+                empty.append(column.name)
+                continue
+            place = slice(column.start, column.start + column.width)
+            fill[place], center[place], spread[place] = found
+        values = (torch.from_numpy(one) for one in (fill, center, spread))
+        return Fitted(*values, self.whole, tuple(empty))

@@ -1,0 +1,420 @@
+"""Tables as data: columns of numbers, of true and false, and of text or categories, with a client for each row."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as arrow_csv
+import pyarrow.parquet as arrow_parquet
+import torch
+from annotated_types import Ge, MinLen
+from jaxtyping import Float
+
+from coterie._util.settings import Configurable
+from coterie.data.preparation import FILLS, Column, Preparation
+from coterie.data.source import Part, Samples, Source, numbered_clients
+from coterie.errors import ConfigError, DataError, unknown
+
+Code = Literal["one-hot", "codes"]
+Encode = Code | Mapping[str, Code]
+Impute = str | float | Mapping[str, str | float] | None
+
+MOST = 1000
+"""Categories above which a column is no longer spread over entries, and whole numbers are no longer classes."""
+
+
+@dataclass(frozen=True)
+class Columns(Configurable):
+    """What is what in a table; see `from_table`.
+
+    Args:
+        target: the column to learn, or several of numbers.
+        client: the column that says whose a row is; none for a table that others divide.
+        features: the columns of the inputs; all others when not given.
+        encode: "one-hot" or "codes" for columns of text or categories; for all, or a table by column.
+        impute: "mean", "median", "most-frequent" or a number for empty entries; for all columns, or a table by column.
+        scale: "standard" for columns of numbers.
+        categories: all values of columns of text or categories, in order, by column.
+        class_names: all values of a target of text, in order.
+        classes: number of classes of a target of whole numbers; 0 makes it a regression.
+    """
+
+    target: str | Annotated[Sequence[str], MinLen(1)]
+    client: str | None = None
+    features: Annotated[Sequence[str], MinLen(1)] | None = None
+    encode: Code | Mapping[str, Any] = "one-hot"
+    impute: float | str | Mapping[str, Any] | None = None
+    scale: Literal["standard"] | None = None
+    categories: Mapping[str, Any] = field(default_factory=dict)
+    class_names: Sequence[str] = ()
+    classes: Annotated[int, Ge(0)] | None = None
+
+    def check(self) -> None:
+        """Check what is said by column."""
+        for name, code in self.encode.items() if isinstance(self.encode, Mapping) else ():
+            if code not in ("one-hot", "codes"):
+                raise ConfigError(f"encode of {name!r} is {code!r}; expected 'one-hot' or 'codes'")
+        for name, values in self.categories.items():
+            if not isinstance(values, list | tuple) or len(set(values)) < len(values):
+                raise ConfigError(f"categories of {name!r} is {values!r}; expected a list of values, each once")
+        if isinstance(self.impute, str) and self.impute not in FILLS:
+            raise ConfigError(f"impute is {self.impute!r}; expected {_FILLED}")
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The columns to learn."""
+        return (self.target,) if isinstance(self.target, str) else tuple(self.target)
+
+    def inputs(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the columns of the inputs.
+
+        Raises:
+            ConfigError: when a setting names a column that the table lacks, or none is left.
+        """
+        taken = {*self.targets, *([] if self.client is None else [self.client])}
+        chosen = [name for name in names if name not in taken] if self.features is None else list(self.features)
+        by_column = [what for what in (self.encode, self.impute, self.categories) if isinstance(what, Mapping)]
+        for name in [*taken, *chosen, *(name for what in by_column for name in what)]:
+            if name not in names:
+                raise ConfigError(unknown("column", name, names))
+        both = [name for name in chosen if name in taken]
+        if both:
+            raise ConfigError(f"{both[0]!r} is among the features, and is what is learned or the client; leave it out")
+        if not chosen:
+            raise ConfigError(f"the table has the columns {', '.join(names)}; none is left as an input")
+        return tuple(chosen)
+
+
+_FILLED = f"{', '.join(map(repr, FILLS))}, a number, or a table of these by column"
+
+
+def read_table(
+    table: Any, columns: Columns, *, test: Any = None, name: str = "table", shared: bool = False
+) -> Source:
+    """Make a source from a table.
+
+    Args:
+        table: of pandas, polars or arrow, a table of arrays by column, or the path of a CSV or parquet file.
+        columns: what is what in it.
+        test: a table that is the test set of all clients.
+        name: a name for the data.
+        shared: whether other machines read tables of their own: classes and categories must then be given.
+
+    Raises:
+        ConfigError: when a setting names no column, or is missing.
+        DataError: when columns cannot be used.
+    """
+    pool = _Table(_arrow(table), columns.client, name)
+    held = None if test is None else _Table(_arrow(test), None, f"{name}: the test table")
+    tables = [pool] if held is None else [pool, held]
+    chosen = columns.inputs(pool.arrow.column_names)
+    for other in tables[1:]:
+        for needed in (*chosen, *columns.targets):
+            other.require(needed)
+    names = () if pool.owners is None else pool.names
+    read = [_read_column(tables, feature, columns) for feature in chosen]
+    if shared:
+        _require_given(read, tables, columns)
+    flat, codes = [one for one in read if not one.codes], [one for one in read if one.codes]
+    placed, start = [], 0
+    for one in (*flat, *codes):
+        placed.append(Column(one.name, start, one.width, one.impute, one.numeric and columns.scale is not None))
+        start += one.width
+    entries = [entry for one in (*flat, *codes) for entry in one.names]
+    x = [np.concatenate([one.values[place] for one in (*flat, *codes)], axis=1) for place in range(len(tables))]
+    fitted = tuple(one for one in placed if one.scale or one.impute is not None)
+    whole = bool(codes) and not flat
+    kind = torch.float64 if fitted else torch.int32 if whole else torch.float32
+    y, class_names, classes = _read_target(tables, columns)
+    samples = [
+        Samples(torch.from_numpy(x[place]).to(kind), y[place], one.owners if one.owners is not None else {})
+        for place, one in enumerate(tables)
+    ]
+    width = sum(one.width for one in flat)
+    return Source(
+        name,
+        samples[0],
+        samples[1] if held is not None else Samples(samples[0].x[:0], samples[0].y[:0]),
+        classes,
+        class_names,
+        clients="" if columns.client is None else "client",
+        client_names=names,
+        feature_names=tuple(entries),
+        parts=(Part("", (width,)), Part("", (len(codes),), whole=True)) if flat and codes else (),
+        preparation=Preparation(fitted, whole) if fitted else None,
+    ).check()
+
+
+def _arrow(table: Any) -> pa.Table:
+    """Any table as one of arrow."""
+    if isinstance(table, str | Path):
+        return _file(Path(table).expanduser())
+    try:
+        if hasattr(table, "iloc"):  # pandas, whose index is no column
+            return pa.Table.from_pandas(table, preserve_index=False)
+        if hasattr(table, "to_arrow"):
+            return table.to_arrow()
+        return pa.table(dict(table) if isinstance(table, Mapping) else table)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        raise DataError(f"a column cannot be read ({'; '.join(map(str, error.args))}); make its values of one kind") from None
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"the table is a {type(table).__name__} ({error}); expected one of pandas, polars or arrow, or the path of "
+            "a CSV or parquet file"
+        ) from None
+
+
+def _file(path: Path) -> pa.Table:
+    if not path.is_file():
+        raise DataError(f"there is no file {path}; expected a CSV or parquet file")
+    try:
+        if path.suffix.lower() in (".parquet", ".pq"):
+            return arrow_parquet.read_table(path)
+        if path.suffix.lower() in (".csv", ".tsv", ".txt"):
+            parse = arrow_csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+            convert = arrow_csv.ConvertOptions(strings_can_be_null=True)
+            return arrow_csv.read_csv(path, parse_options=parse, convert_options=convert)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path} cannot be read ({error}); write it again") from error
+    raise DataError(f"{path} is no table; expected a file .csv, .tsv or .parquet")
+
+
+class _Table:
+    """A table of arrow with the client of each row."""
+
+    def __init__(self, arrow: pa.Table, client: str | None, what: str) -> None:
+        names = arrow.column_names
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise DataError(f"{what} has two columns {twice!r}; give each a name of its own")
+        self.arrow, self.what = arrow, what
+        self.owners: Mapping[str, Any] | None = None
+        self.names: tuple[str, ...] = ()
+        if client is not None:
+            values = self.require(client).to_pylist()
+            empty = next((row for row, one in enumerate(values) if one is None or one != one), None)
+            if empty is not None:
+                raise DataError(f"column {client!r} has no client in row {empty}; fill it, or drop the row")
+            self.owners, self.names = numbered_clients(values, len(values))
+
+    def require(self, name: str) -> pa.ChunkedArray:
+        """Return a column."""
+        if name not in self.arrow.column_names:
+            raise ConfigError(f"{self.what}: {unknown('column', name, self.arrow.column_names)}")
+        return self.arrow[name]
+
+    def where(self, row: int) -> str:
+        """Say where a row is."""
+        if self.owners is None:
+            return f"in row {row}"
+        client = int(self.owners["client"][row])
+        return f"in row {row}, of client {self.names[client]!r}" if self.names else f"in row {row}, of client {client}"
+
+    def numbers(self, name: str) -> Float[np.ndarray, " samples"]:
+        """Return a column of numbers; NaN where it is empty."""
+        values = self.require(name)
+        if pa.types.is_null(values.type):
+            return np.full(len(values), np.nan)
+        values = values.cast(pa.int8()) if pa.types.is_boolean(values.type) else values
+        found = np.asarray(values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False), np.float64)
+        wrong = np.flatnonzero(np.isinf(found))
+        if len(wrong):
+            raise DataError(f"column {name!r} is infinite {self.where(int(wrong[0]))}; replace it")
+        return found
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A column of inputs, read from each table: the entries that it takes, and what fills empty ones."""
+
+    name: str
+    values: Sequence[Float[np.ndarray, "samples width"]]
+    names: tuple[str, ...]
+    impute: str | float | None
+    numeric: bool = True
+    codes: bool = False
+
+    @property
+    def width(self) -> int:
+        return len(self.names)
+
+
+def _read_column(tables: Sequence[_Table], name: str, columns: Columns) -> _Read:
+    by_column = columns.encode if isinstance(columns.encode, Mapping) else {}
+    encode = by_column.get(name, "one-hot") if isinstance(columns.encode, Mapping) else columns.encode
+    impute = columns.impute.get(name) if isinstance(columns.impute, Mapping) else columns.impute
+    kinds = [table.require(name).type for table in tables]
+    if not any(_is_text(kind) for kind in kinds) and name not in by_column and name not in columns.categories:
+        for kind in kinds:
+            _require_numbers(kind, name)
+        values = [table.numbers(name)[:, None] for table in tables]
+        if isinstance(impute, str) and impute not in FILLS:
+            raise ConfigError(f"impute of {name!r} is {impute!r}; expected {_FILLED}")
+        return _Read(name, values, (name,), _filled(tables, name, values, impute))
+    known, codes = _categories(tables, name, columns.categories.get(name))
+    filled: str | float | None = impute
+    if isinstance(columns.impute, Mapping):
+        if impute in [str(one) for one in known]:
+            filled = float([str(one) for one in known].index(str(impute)))
+        elif impute not in (None, "most-frequent"):
+            raise ConfigError(
+                f"impute of {name!r} is {impute!r}; expected 'most-frequent' or one of its categories: "
+                f"{', '.join(map(str, known[:20]))}"
+            )
+    elif isinstance(impute, str):
+        filled = "most-frequent"
+    elif impute is not None:
+        filled = None  # a number fills columns of numbers
+    values = [code[:, None] for code in codes]
+    filled = _filled(tables, name, values, filled)
+    if encode == "codes":
+        return _Read(name, values, (name,), filled, numeric=False, codes=True)
+    if len(known) > MOST:
+        raise DataError(
+            f"column {name!r} has {len(known):,} different values, too many for an entry each; leave it out of "
+            f"features, or encode = {{ {name} = 'codes' }}"
+        )
+    spread = [np.where(np.isnan(code), np.nan, code == np.arange(len(known))) for code in values]
+    return _Read(name, spread, tuple(f"{name}={one}" for one in known), filled, numeric=False)
+
+
+def _filled(
+    tables: Sequence[_Table], name: str, values: Sequence[Float[np.ndarray, "samples 1"]], impute: str | float | None
+) -> str | float | None:
+    """What fills the empty entries of a column: nothing where there are none.
+
+    Raises:
+        DataError: when there are some, and nothing was chosen.
+    """
+    for table, own in zip(tables, values, strict=True):
+        empty = np.flatnonzero(np.isnan(own[:, 0]))
+        if len(empty) and impute is None:
+            kinds = '"most-frequent"' if _is_text(table.require(name).type) else '"mean", "median" or a number'
+            raise DataError(
+                f"column {name!r} has {len(empty)} empty entries (the first {table.where(int(empty[0]))}); "
+                f"fill or drop them, or choose what fills them: impute = {kinds}"
+            )
+        if len(empty):
+            return impute
+    return None
+
+
+def _categories(
+    tables: Sequence[_Table], name: str, given: Sequence[Any] | None
+) -> tuple[list[Any], list[Float[np.ndarray, " samples"]]]:
+    """The values of a column in order, and the number of each row's; NaN where it is empty."""
+    arrays, values, ordered = [], [], []
+    for table in tables:
+        column = table.require(name)
+        if not _is_text(column.type):
+            _require_numbers(column.type, name)
+        in_order = pa.types.is_dictionary(column.type) and column.type.ordered
+        if not pa.types.is_dictionary(column.type):
+            column = (column.cast(pa.large_string()) if _is_text(column.type) else column).dictionary_encode()
+        encoded = column.unify_dictionaries().combine_chunks()
+        arrays.append(encoded)
+        values += encoded.dictionary.to_pylist()
+        ordered += encoded.dictionary.to_pylist() if in_order else []
+    known = list(given) if given is not None else list(dict.fromkeys(ordered)) or sorted(set(values) - {None})
+    places = {value: place for place, value in enumerate(known)}
+    codes = []
+    for table, encoded in zip(tables, arrays, strict=True):
+        of_value = np.array([places.get(value, -1) for value in encoded.dictionary.to_pylist()] or [0], np.float64)
+        index = encoded.indices.fill_null(0).to_numpy(zero_copy_only=False)
+        code = np.where(np.asarray(encoded.is_null()), np.nan, of_value[index])
+        strange = np.flatnonzero(code < 0)
+        if len(strange):
+            found = encoded[int(strange[0])].as_py()
+            raise DataError(
+                f"column {name!r} is {found!r} {table.where(int(strange[0]))}; expected one of its categories: "
+                f"{', '.join(map(str, known[:20]))}"
+            )
+        codes.append(code)
+    return known, codes
+
+
+def _read_target(tables: Sequence[_Table], columns: Columns) -> tuple[list[torch.Tensor], tuple[str, ...], int]:
+    """The targets of each table, the names of the classes, and their number."""
+    names = columns.targets
+    kinds = {name: [table.require(name).type for table in tables] for name in names}
+    if len(names) == 1 and any(_is_text(kind) for kind in kinds[names[0]]):
+        for table in tables:
+            _require_full(table, names[0], np.asarray(table.require(names[0]).is_null()))
+        given = list(columns.class_names) or None
+        known, codes = _categories(tables, names[0], given)
+        return [torch.from_numpy(code).long() for code in codes], tuple(map(str, known)), len(known)
+    for name in names:
+        for kind in kinds[name]:
+            if _is_text(kind):
+                raise DataError(f"target {name!r} is text; expected numbers where several columns are learned")
+            _require_numbers(kind, name)
+    made = []
+    for table in tables:
+        found = [table.numbers(name) for name in names]
+        for name, values in zip(names, found, strict=True):
+            _require_full(table, name, np.isnan(values))
+        made.append(torch.from_numpy(np.stack(found, axis=1)))
+    whole = all(pa.types.is_integer(kind) or pa.types.is_boolean(kind) for each in kinds.values() for kind in each)
+    if len(names) > 1:
+        return [one.long() if whole else one.float() for one in made], (), 0
+    flat = [one[:, 0] for one in made]
+    classes = columns.classes
+    if classes is None:
+        highest = max((int(one.max()) for one in flat if len(one)), default=0)
+        if whole and highest >= MOST:
+            raise DataError(
+                f"target {names[0]!r} has whole numbers up to {highest:,}: as classes these are too many; classes = 0 "
+                f"makes it a regression, classes = {highest + 1} keeps them"
+            )
+        classes = max(highest + 1, len(columns.class_names)) if whole else 0
+    if not classes:
+        return [one.float() for one in flat], (), 0
+    if len(columns.class_names) not in (0, classes):
+        raise ConfigError(f"class_names has {len(columns.class_names)} names; expected {classes}, one for each class")
+    if not whole and any(bool((one != one.round()).any()) for one in flat):
+        raise DataError(f"target {names[0]!r} has fractions; expected whole numbers as classes, or classes = 0")
+    return [one.long() for one in flat], tuple(columns.class_names), classes
+
+
+def _require_given(read: Sequence[_Read], tables: Sequence[_Table], columns: Columns) -> None:
+    """What text means must not depend on the rows that one machine has."""
+    open_ones = [one.name for one in read if not one.numeric and one.name not in columns.categories]
+    if open_ones:
+        raise ConfigError(
+            f"the categories of {open_ones[0]!r} are missing; every machine must name the same: "
+            f"categories = {{ {open_ones[0]} = [...] }}"
+        )
+    kinds = [tables[0].require(name).type for name in columns.targets]
+    text, whole = any(map(_is_text, kinds)), not any(map(pa.types.is_floating, kinds))
+    if text and not columns.class_names:
+        raise ConfigError(f"the classes of {columns.targets[0]!r} are missing; every machine must name the same: class_names")
+    if not text and whole and len(kinds) == 1 and columns.classes is None:
+        raise ConfigError(f"classes is missing; every machine must say how many {columns.targets[0]!r} has (0: regression)")
+
+
+def _require_full(table: _Table, name: str, empty: np.ndarray) -> None:
+    rows = np.flatnonzero(empty)
+    if len(rows):
+        raise DataError(
+            f"target {name!r} is empty in {len(rows)} rows (the first {table.where(int(rows[0]))}); drop those rows"
+        )
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    """Whether a column holds text or categories."""
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or str(kind) == "string_view"
+    return text or pa.types.is_dictionary(kind)
+
+
+def _require_numbers(kind: pa.DataType, name: str) -> None:
+    if pa.types.is_temporal(kind):
+        raise DataError(
+            f"column {name!r} holds dates or times ({kind}); turn it into numbers first, such as the days since the "
+            "first, or leave it out of features"
+        )
+    numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+    if not (numbers or pa.types.is_boolean(kind) or pa.types.is_null(kind)):
+        raise DataError(f"column {name!r} holds {kind}; expected numbers, text or categories: leave it out of features")

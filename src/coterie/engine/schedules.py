@@ -1,0 +1,313 @@
+"""Learning-rate schedules: a factor on the rate of each step, from the number of the round or of the step.
+
+A schedule is a frozen dataclass whose fields a study file sets: `lr_schedule = { kind = "cosine", over = "rounds" }`.
+Several multiply: a warm-up and a cosine, one over rounds and one over steps.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Annotated, Any, ClassVar, Literal, final
+
+import torch
+from annotated_types import Gt, Le
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coterie._util.importing import imported, path_of
+from coterie._util.settings import NONE, Configurable, NonNegativeFloat, PositiveInt, parse, plain
+from coterie.errors import ConfigError, unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrSchedule(Configurable):
+    """The base of schedules.
+
+    Args:
+        over: what it counts: "rounds" of the run, or "steps" of one local training, which begins anew in every round.
+            Both count from 0. What is trained before the first exchange has the rate of round 0.
+
+    Attributes:
+        kind: its name in study files.
+        summary: what it is, in a line.
+    """
+
+    kind: ClassVar[str]
+    summary: ClassVar[str]
+    over: Literal["rounds", "steps"] = "rounds"
+
+    @property
+    def needs_total(self) -> bool:
+        """Whether a factor depends on how many rounds or steps there are in all."""
+        return False
+
+    def factor(self, number: int, total: int) -> float:
+        """Return the factor on the learning rate.
+
+        Args:
+            number: of the round or step, from 0.
+            total: rounds of the run, or steps of this client in this training.
+        """
+        raise NotImplementedError
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Warmup(LrSchedule):
+    """Rise in equal parts to the whole rate: `LinearLR` of PyTorch.
+
+    Args:
+        length: rounds or steps until the rate is whole.
+        start: factor on the first, in (0, 1].
+    """
+
+    kind: ClassVar[str] = "warmup"
+    summary: ClassVar[str] = "rise from `start` to 1 within `length`"
+    length: PositiveInt
+    start: Annotated[float, Gt(0), Le(1)] = 1 / 3
+
+    def factor(self, number: int, total: int) -> float:
+        """See `LrSchedule.factor`."""
+        return self.start + (1 - self.start) * min(1.0, number / self.length)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Linear(LrSchedule):
+    """Change in equal parts from one factor to another, then stay: `LinearLR` of PyTorch.
+
+    Args:
+        start: factor on the first, 0 or larger.
+        end: factor after `length`, 0 or larger.
+        length: rounds or steps; all of them when None.
+    """
+
+    kind: ClassVar[str] = "linear"
+    summary: ClassVar[str] = "from `start` to `end` in equal parts within `length`, or within all"
+    start: NonNegativeFloat = 1.0
+    end: NonNegativeFloat = 0.0
+    length: PositiveInt | None = None
+
+    @property
+    def needs_total(self) -> bool:
+        """See `LrSchedule.needs_total`."""
+        return self.length is None
+
+    def factor(self, number: int, total: int) -> float:
+        """See `LrSchedule.factor`."""
+        return self.start + (self.end - self.start) * min(1.0, number / (self.length or max(1, total)))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Cosine(LrSchedule):
+    """Fall along half a cosine, then stay: `CosineAnnealingLR` of PyTorch up to its `T_max`.
+
+    Args:
+        end: factor after `length`, 0 or larger (`eta_min` over the rate).
+        length: rounds or steps; all of them when None.
+    """
+
+    kind: ClassVar[str] = "cosine"
+    summary: ClassVar[str] = "from 1 to `end` along half a cosine within `length`, or within all"
+    end: NonNegativeFloat = 0.0
+    length: PositiveInt | None = None
+
+    @property
+    def needs_total(self) -> bool:
+        """See `LrSchedule.needs_total`."""
+        return self.length is None
+
+    def factor(self, number: int, total: int) -> float:
+        """See `LrSchedule.factor`."""
+        way = min(1.0, number / (self.length or max(1, total)))
+        return self.end + (1 - self.end) * (1 + math.cos(math.pi * way)) / 2
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Exponential(LrSchedule):
+    """Multiply by a factor each time: `ExponentialLR` of PyTorch.
+
+    Args:
+        gamma: the factor, above 0.
+    """
+
+    kind: ClassVar[str] = "exponential"
+    summary: ClassVar[str] = "times `gamma` each round or step"
+    gamma: Annotated[float, Gt(0)]
+
+    def factor(self, number: int, total: int) -> float:
+        """See `LrSchedule.factor`."""
+        return self.gamma**number
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Step(LrSchedule):
+    """Multiply by a factor now and then: `StepLR` and `MultiStepLR` of PyTorch.
+
+    Args:
+        every: how many rounds or steps lie between.
+        at: or the rounds or steps from which on each holds.
+        gamma: the factor, above 0.
+    """
+
+    kind: ClassVar[str] = "step"
+    summary: ClassVar[str] = "times `gamma` after every `every`, or from each of `at` on"
+    every: PositiveInt | None = None
+    at: Sequence[PositiveInt] = ()
+    gamma: Annotated[float, Gt(0)] = 0.1
+
+    def check(self) -> None:
+        """One of the two says when."""
+        if (self.every is None) == (not self.at):
+            raise ConfigError(f"every is {self.every!r} and at is {list(self.at)}; expected one of the two")
+
+    def factor(self, number: int, total: int) -> float:
+        """See `LrSchedule.factor`."""
+        passed = sum(number >= one for one in self.at) if self.every is None else number // self.every
+        return self.gamma**passed
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Own(LrSchedule):
+    """A function of yours, (number, total) -> factor, by its import path.
+
+    Args:
+        path: "package.module:function". It is called with the number of the round or step, from 0, and with how many
+            there are, and returns a number, 0 or larger.
+    """
+
+    kind: ClassVar[str] = "own"
+    summary: ClassVar[str] = "a function of yours"
+    path: str
+
+    @property
+    def needs_total(self) -> bool:
+        """See `LrSchedule.needs_total`."""
+        return True
+
+    def factor(self, number: int, total: int) -> float:
+        """See `LrSchedule.factor`."""
+        found = self.function()(number, total)
+        if isinstance(found, bool) or not isinstance(found, Real) or not 0 <= found < math.inf:
+            said = f"lr_schedule {self.path!r} returned {found!r} for ({number}, {total})"
+            raise ConfigError(f"{said}; expected a factor on the learning rate: a number, 0 or larger")
+        return float(found)
+
+    def function(self) -> Callable[[int, int], Any]:
+        """Import the function.
+
+        Raises:
+            ConfigError: when it is not there, or does not take two numbers.
+        """
+        what = f"lr_schedule {self.path!r}"
+        found = imported(self.path, what)
+        try:
+            inspect.signature(found).bind(0, 1)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{what} is {found!r}; expected a function (number, total) -> factor") from error
+        return found
+
+
+SCHEDULES: dict[str, type[LrSchedule]] = {one.kind: one for one in (Warmup, Linear, Cosine, Exponential, Step)}
+"""Every bundled schedule by its name."""
+
+Given = str | Mapping[str, Any] | LrSchedule | Callable[[int, int], float]
+"""One schedule, as users give it: a name, an import path, a table, an instance or a function."""
+
+
+def read_schedules(given: Given | Sequence[Given] | None, where: str = "lr_schedule") -> tuple[LrSchedule, ...]:
+    """Make schedules, without importing what is named by its path.
+
+    Args:
+        given: one of them, or several that multiply. A name of SCHEDULES; an import path "package.module:function"; a
+            table with one of these as `kind` and the fields; a schedule; or a function.
+        where: how the user finds it.
+
+    Raises:
+        ConfigError: on an unknown name or key, or a value that does not fit.
+
+    Example:
+        >>> read_schedules({"kind": "step", "every": 10})
+        (Step(over='rounds', every=10, at=(), gamma=0.1),)
+    """
+    if given is None:
+        return ()
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return tuple(_read(one, f"{where}[{number}]") for number, one in enumerate(given))
+    return (_read(given, where),)
+
+
+def _read(given: Given, where: str) -> LrSchedule:
+    if isinstance(given, LrSchedule):
+        return given
+    if isinstance(given, Mapping):
+        table = dict(given)
+    else:
+        table = {"kind": given if isinstance(given, str) else path_of(given, where)}
+    kind = table.pop("kind", None)
+    if not isinstance(kind, str):
+        raise ConfigError(f"{where}: kind is missing; valid: {', '.join(SCHEDULES)}, or package.module:function")
+    if kind in SCHEDULES:
+        return parse(SCHEDULES[kind], table, where)
+    if ":" not in kind:
+        raise ConfigError(f"{where}: {unknown('schedule', kind, SCHEDULES)}, or package.module:function")
+    return parse(Own, {**table, "path": kind}, where)
+
+
+def stored_schedules(given: Any) -> Any:
+    """Return schedules as a study file keeps them: what is no plain value becomes a table.
+
+    Example:
+        >>> stored_schedules(Exponential(gamma=0.5))
+        {'kind': 'exponential', 'over': 'rounds', 'gamma': 0.5}
+    """
+    if given == NONE:  # which is a text, as a name is
+        return None
+    if isinstance(given, list | tuple):
+        return tuple(stored_schedules(one) for one in given)
+    if isinstance(given, Own):
+        return {"kind": given.path, "over": given.over}
+    if isinstance(given, LrSchedule):
+        return {"kind": given.kind, **plain(given)}
+    return {"kind": path_of(given, "lr_schedule")} if callable(given) else given
+
+
+def rates(
+    schedules: Sequence[LrSchedule], lr: float, length: Int[Tensor, "clients steps"], round: int, rounds: int | None
+) -> Float[Tensor, "clients steps"]:
+    """Return the learning rate of each step of a local training, in float64.
+
+    Args:
+        schedules: whose factors multiply.
+        lr: the whole rate.
+        length: the size of each batch; 0 after a client's last step.
+        round: which it is; -1 before the first.
+        rounds: of the run; None where that is not known.
+
+    Raises:
+        ConfigError: when a schedule needs to know the number of rounds.
+
+    Example:
+        >>> rates([Linear(over="steps")], 1.0, torch.tensor([[8, 8, 8, 2], [8, 2, 0, 0]]), 0, None).tolist()
+        [[1.0, 0.75, 0.5, 0.25], [1.0, 0.5, 0.0, 0.0]]
+    """
+    own = (length > 0).sum(1)
+    found = torch.full(length.shape, lr, dtype=torch.float64)
+    for schedule in schedules:
+        if schedule.over == "rounds":
+            if schedule.needs_total and rounds is None:
+                raise ConfigError(
+                    f"lr_schedule {schedule} runs over all rounds; expected Task(rounds=...), their number"
+                )
+            found *= schedule.factor(max(0, round), rounds or 0)
+            continue
+        for total in own.unique().tolist():
+            factors = [schedule.factor(step, total) for step in range(total)] + [0.0] * (length.shape[1] - total)
+            found[own == total] *= torch.tensor(factors, dtype=torch.float64)
+    return found

@@ -1,0 +1,267 @@
+"""How well outputs fit their targets: the formulas of what is measured on the samples of a set.
+
+They take outputs and targets in one of five forms, into which each loss brings its own (`Loss.judged`):
+
+* class: outputs [samples, classes], logits or log-probabilities; targets [samples], whole numbers;
+* labels: outputs [samples, columns], the logit of yes in each; targets [samples, columns], 0 or 1;
+* positions: outputs [samples, positions, classes]; targets [samples, positions], `UNCOUNTED` where one does not count;
+* numbers: outputs and targets of one shape, [samples, ...];
+* times: outputs [samples], larger where the event is expected sooner; targets [samples, 2]: a time, and 1 where the
+  event took place at it, 0 where it had not by then (censored).
+
+A function returns a value of each sample, or one of all samples: NaN with a warning of class `Undefined` where there
+is none.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+Form = Literal["class", "labels", "positions", "numbers", "times"]
+"""What outputs and targets are; see above."""
+
+UNCOUNTED = -100
+"""The target of a position that does not count; what PyTorch takes as `ignore_index`."""
+
+_AT_ONCE = 1 << 24  # entries of a table of pairs, or of log-probabilities, that is held at once
+
+
+class Undefined(UserWarning):
+    """A metric is NaN; the message says why."""
+
+
+def undefined(metric: str, reason: str) -> float:
+    """Return NaN, and say why in a warning."""
+    warnings.warn(f"{metric} is undefined: {reason}", Undefined, stacklevel=3)
+    return math.nan
+
+
+# ---------------------------------------------------------------- one class a sample, or a yes or no in each column
+
+
+def accuracy(
+    outputs: Float[Tensor, "*samples classes"], targets: Shaped[Tensor, "*samples"]
+) -> Float[Tensor, "*samples"]:
+    """Return 1 where the largest output is that of the class, else 0."""
+    return (outputs.argmax(-1) == targets).to(outputs.dtype)
+
+
+def balanced_accuracy(outputs: Float[Tensor, "samples classes"], targets: Int[Tensor, " samples"]) -> float:
+    """Mean recall of the classes that there are among the targets."""
+    number = targets.bincount(minlength=outputs.shape[1])
+    right = targets[outputs.argmax(1) == targets].bincount(minlength=outputs.shape[1])
+    there = number > 0
+    return float((right[there].double() / number[there]).mean())
+
+
+def label_accuracy(
+    outputs: Float[Tensor, "samples columns"], targets: Shaped[Tensor, "samples columns"]
+) -> Float[Tensor, " samples"]:
+    """Return the share of the columns of each sample whose yes or no is right; an output above 0 is a yes."""
+    return ((outputs > 0) == (targets > 0.5)).to(outputs.dtype).mean(1)
+
+
+def _columns(
+    outputs: Tensor, targets: Tensor
+) -> tuple[Bool[Tensor, "samples columns"], Float[Tensor, "samples columns"]]:
+    """Return which samples are a yes in each column, and scores that are larger for a yes.
+
+    A column is one class against all others; of two classes, the second against the first.
+    """
+    if targets.dim() == 2:
+        return targets > 0.5, outputs.double()
+    if outputs.shape[1] == 2:
+        return (targets == 1)[:, None], (outputs[:, 1:] - outputs[:, :1]).double()
+    return targets[:, None] == torch.arange(outputs.shape[1]), outputs.double().softmax(1)
+
+
+def _over_columns(
+    name: str,
+    outputs: Tensor,
+    targets: Tensor,
+    usable: Callable[[Tensor], Tensor],
+    lacking: str,
+    one: Callable[[Any, Any], Any],
+) -> float:
+    """Return the mean of a score over the columns for which it is defined."""
+    yes, score = _columns(outputs, targets)
+    if not bool(torch.isfinite(score).all()):
+        return undefined(name, "an output is not finite")
+    chosen = usable(yes.double().mean(0)).nonzero().flatten().tolist()
+    if not chosen:
+        return undefined(name, lacking)
+    return sum(float(one(yes[:, c].numpy(), score[:, c].numpy())) for c in chosen) / len(chosen)
+
+
+def auroc(outputs: Float[Tensor, "samples columns"], targets: Shaped[Tensor, "samples *columns"]) -> float:
+    """Area under the ROC curve: how often a yes scores above a no, ties as one half.
+
+    Of two classes that of the second; of more, the mean over classes of each against all others; of labels, the mean
+    over columns. Classes and columns that all samples have, or none, do not count.
+    """
+    from sklearn.metrics import roc_auc_score
+
+    def both(share: Tensor) -> Tensor:
+        return (share > 0) & (share < 1)
+
+    return _over_columns(
+        "AUROC", outputs, targets, both, "there is no class that only some samples have", roc_auc_score
+    )
+
+
+def average_precision(outputs: Float[Tensor, "samples columns"], targets: Shaped[Tensor, "samples *columns"]) -> float:
+    r"""Average precision $\sum_n (R_n - R_{n-1}) P_n$ over thresholds; classes and columns as in `auroc`.
+
+    Classes and columns that no sample has do not count.
+    """
+    from sklearn.metrics import average_precision_score
+
+    lacking = "no sample is a yes"
+    return _over_columns(
+        "average precision", outputs, targets, lambda share: share > 0, lacking, average_precision_score
+    )
+
+
+def f1(outputs: Float[Tensor, "samples columns"], targets: Shaped[Tensor, "samples *columns"]) -> float:
+    """The mean over classes (all of them, of two classes both), or over columns, of 2 TP / (2 TP + FP + FN).
+
+    Classes and columns that neither targets nor predictions have do not count.
+    """
+    if targets.dim() == 2:
+        found, wanted = outputs > 0, targets > 0.5
+    else:
+        classes = torch.arange(outputs.shape[1])
+        found, wanted = outputs.argmax(1)[:, None] == classes, targets[:, None] == classes
+    right, all_of_both = (found & wanted).sum(0), found.sum(0) + wanted.sum(0)
+    there = all_of_both > 0
+    if not bool(there.any()):
+        return undefined("F1", "neither targets nor predictions have a yes")
+    return float((2 * right[there].double() / all_of_both[there]).mean())
+
+
+def calibration_error(
+    outputs: Float[Tensor, "samples classes"], targets: Int[Tensor, " samples"], bins: int = 15
+) -> float:
+    r"""Expected calibration error: $\sum_b \frac{n_b}{n} |\text{accuracy}_b - \text{confidence}_b|$.
+
+    Samples are put into bins of equal width by the probability of the predicted class.
+    """
+    confidence, found = outputs.double().softmax(1).max(1)
+    if not bool(torch.isfinite(confidence).all()):
+        return undefined("the calibration error", "an output is not finite")
+    place = (confidence * bins).ceil().long().clamp(1, bins) - 1
+    away = torch.zeros(bins, dtype=torch.float64).index_add_(0, place, (found == targets).double() - confidence)
+    return float(away.abs().sum() / len(targets))
+
+
+def brier(
+    outputs: Float[Tensor, "samples columns"], targets: Shaped[Tensor, "samples *columns"]
+) -> Float[Tensor, " samples"]:
+    """Return the squared error of the probabilities of each sample.
+
+    Of more than two classes the sum over them (0 to 2); of two, that of the second; of labels, the mean over columns.
+    """
+    if targets.dim() == 2:
+        return (outputs.sigmoid() - targets.to(outputs.dtype)).square().mean(1)
+    wanted = (targets[:, None] == torch.arange(outputs.shape[1], device=outputs.device)).to(outputs.dtype)
+    every = (outputs.softmax(1) - wanted).square().sum(1)
+    return every / 2 if outputs.shape[1] == 2 else every
+
+
+# ---------------------------------------------------------------- a class at each position
+
+
+def position_accuracy(
+    outputs: Float[Tensor, "samples positions classes"], targets: Int[Tensor, "samples positions"]
+) -> Float[Tensor, " samples"]:
+    """Return the share of the positions of each sample whose class is predicted; 0 where none counts."""
+    counted = (targets != UNCOUNTED).to(outputs.dtype)
+    return (accuracy(outputs, targets) * counted).sum(1) / counted.sum(1).clamp(min=1)
+
+
+def perplexity(outputs: Float[Tensor, "samples positions classes"], targets: Int[Tensor, "samples positions"]) -> float:
+    """The exponential of the mean cross-entropy of all positions that count."""
+    counted = targets != UNCOUNTED
+    if not bool(counted.any()):
+        return undefined("the perplexity", "no position counts")
+    total, step = 0.0, max(1, _AT_ONCE // max(1, outputs[0].numel()))
+    for rows, wanted, counts in zip(outputs.split(step), targets.split(step), counted.split(step), strict=True):
+        losses = -rows[counts].double().log_softmax(1).gather(1, wanted[counts][:, None])
+        total += float(losses.sum())
+    return float(torch.tensor(total / int(counted.sum()), dtype=torch.float64).exp())
+
+
+def iou(outputs: Float[Tensor, "samples positions classes"], targets: Int[Tensor, "samples positions"]) -> float:
+    """Intersection over union of each class, over the positions of all samples together; the mean over classes.
+
+    Classes that neither targets nor predictions have do not count.
+    """
+    counted, classes = targets != UNCOUNTED, outputs.shape[2]
+    if not bool(counted.any()):
+        return undefined("the intersection over union", "no position counts")
+    found, wanted = outputs.argmax(2)[counted], targets[counted]
+    both = wanted[found == wanted].bincount(minlength=classes)
+    either = found.bincount(minlength=classes) + wanted.bincount(minlength=classes) - both
+    there = either > 0
+    return float((both[there].double() / either[there]).mean())
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def squared_error(
+    outputs: Float[Tensor, "samples *targets"], targets: Float[Tensor, "samples *targets"]
+) -> Float[Tensor, " samples"]:
+    """Return the squared error of each sample, the mean over a target's entries."""
+    return (outputs - targets).square().reshape(len(targets), -1).mean(1)
+
+
+def absolute_error(
+    outputs: Float[Tensor, "samples *targets"], targets: Float[Tensor, "samples *targets"]
+) -> Float[Tensor, " samples"]:
+    """Return the absolute error of each sample, the mean over a target's entries."""
+    return (outputs - targets).abs().reshape(len(targets), -1).mean(1)
+
+
+def r2(outputs: Float[Tensor, "samples *targets"], targets: Float[Tensor, "samples *targets"]) -> float:
+    r"""Coefficient of determination, $1 - \sum (y - \hat y)^2 / \sum (y - \bar y)^2$; the mean over a target's entries.
+
+    Entries whose targets are all equal do not count.
+    """
+    from sklearn.metrics import r2_score
+
+    found, wanted = (values.double().reshape(len(targets), -1) for values in (outputs, targets))
+    varies = (wanted != wanted[:1]).any(0)
+    if not bool(varies.any()):
+        return undefined("R²", "the targets do not vary")
+    if not bool(torch.isfinite(found).all()):
+        return undefined("R²", "an output is not finite")
+    return float(r2_score(wanted[:, varies].numpy(), found[:, varies].numpy()))
+
+
+# ---------------------------------------------------------------- times of events
+
+
+def concordance(outputs: Float[Tensor, " samples"], targets: Float[Tensor, "samples 2"]) -> float:
+    """Harrell's C: of the pairs where one is known to have had the event first, the share where its output is larger.
+
+    A pair is compared where the earlier time is that of an event; of equal times, where one is of an event and the
+    other censored. Equal outputs count one half.
+
+    F. E. Harrell et al., Evaluating the yield of medical tests, JAMA 247, 1982.
+    """
+    if not bool(torch.isfinite(outputs).all()):
+        return undefined("the concordance", "an output is not finite")
+    time, event = targets[:, 0], targets[:, 1] > 0.5
+    pairs = right = 0.0
+    for chosen in event.nonzero().flatten().split(max(1, _AT_ONCE // max(1, len(time)))):
+        own, risk = time[chosen, None], outputs[chosen, None]
+        later = (time > own) | ((time == own) & ~event)
+        pairs += float(later.sum())
+        right += float((later & (risk > outputs)).sum()) + 0.5 * float((later & (risk == outputs)).sum())
+    return right / pairs if pairs else undefined("the concordance", "there is no event before another time")

@@ -1,0 +1,53 @@
+"""Every method keeps its promises with tasks other than one class a sample: tokens, and several labels."""
+
+from typing import Any
+
+import pytest
+import torch
+from tests.contract.test_methods import BY_POSITION, SETTINGS
+
+from coterie.engine.task import Task
+from coterie.errors import ConfigError
+from coterie.methods import METHODS
+from coterie.models.layout import ModelSource
+from coterie.rng import Rng
+from coterie.simulation.run import simulate
+from coterie.testing import TinyTokens, check_method, tiny_federation, tiny_settings
+
+MODELS: dict[str, ModelSource] = {"tokens": TinyTokens, "labels": "linear"}
+LOSSES = {"tokens": "tokens", "labels": "multi-label"}
+NEED_CLASSES = {"sosicfl", "sosicfl-all", "sosicfl-plus"}
+
+
+@pytest.mark.parametrize("task", MODELS)
+@pytest.mark.parametrize("kind", sorted(METHODS))
+def test_method_keeps_the_contract(kind: str, task: Any):
+    """Resumed, in any grouping of the clients, with small cohorts, with silent peers; or it says why it cannot."""
+    method, federation = METHODS[kind](**SETTINGS.get(kind, {})), tiny_federation(kind=task)
+    settings = tiny_settings(loss=LOSSES[task])
+    if kind in NEED_CLASSES:
+        with pytest.raises(ConfigError, match="class"):
+            simulate(federation, method, model=MODELS[task], settings=settings)
+        return
+    check_method(method, federation=federation, model=MODELS[task], settings=settings, relabel=kind not in BY_POSITION)
+
+
+@pytest.mark.parametrize("task", MODELS)
+def test_engines_agree(task: Any):
+    """Training, the loss and its metric, in float64."""
+    found = {}
+    for engine in ("loop", "vmap", "compiled"):
+        data = tiny_federation(kind=task)
+        settings = tiny_settings(loss=LOSSES[task], engine=engine)
+        part = Task(
+            data.host(data.ids), MODELS[task], engine=engine, dtype=torch.float64, loss=settings.objective,
+            expected=1e9, batch_size=5,
+        )  # fmt: skip
+        assert part.engine.name == engine
+        params, info = part.train(part.init(Rng(0)), Rng(0).at(0), settings.local)
+        found[engine] = [params, info["losses"], *part.measure(params, "validation").values()]
+        found[engine] += part.evaluate(params).values()
+    for engine in ("vmap", "compiled"):
+        for ours, theirs in zip(found[engine], found["loop"], strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-10, equal_nan=True)
+    assert len(found["loop"]) == 6  # the loss and a metric, on both sets

@@ -1,0 +1,275 @@
+"""Tables of pandas, polars and arrow, and files: what becomes of each kind of column."""
+
+import datetime
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+import torch
+
+from coterie import from_table
+from coterie._util.settings import parse
+from coterie.data.source import Part
+from coterie.data.tables import Columns, read_table
+from coterie.errors import ConfigError, DataError
+
+NAN = float("nan")
+
+
+def patients(rows: int = 12) -> pd.DataFrame:
+    """Three hospitals in turn; ages from 0, and a color that repeats every two rows."""
+    place = np.arange(rows)
+    return pd.DataFrame(
+        {
+            "age": place.astype(float),
+            "color": np.where(place % 2 == 0, "red", "blue"),
+            "smokes": place % 3 == 0,
+            "site": np.array(["Zürich", "Åre", "東京"])[place % 3],
+            "ill": np.where(place % 4 == 0, "yes", "no"),
+        }
+    )
+
+
+def ages(federation, client: int) -> dict[str, list[float]]:
+    """The first entries of a client's training, validation and test rows."""
+    own = {split: federation.x[client][federation.split[client] == number][:, 0] for split, number in SPLIT.items()}
+    return {name: values.tolist() for name, values in own.items()} | {
+        "test": federation.tests[int(federation.test_of[client])].x[:, 0].tolist()
+    }
+
+
+SPLIT = {"train": 0, "validation": 1}
+
+
+@pytest.mark.parametrize("form", ["pandas", "polars", "arrow", "columns", "csv", "parquet"])
+def test_every_kind_of_table_gives_the_same_federation(form, tmp_path):
+    table = patients()
+    table.to_csv(tmp_path / "t.csv", index=False)
+    table.to_parquet(tmp_path / "t.parquet")
+    given = {
+        "pandas": table.set_index(table.index + 5),
+        "polars": pl.from_pandas(table),
+        "arrow": pa.Table.from_pandas(table),
+        "columns": {name: table[name].to_numpy() for name in table},
+        "csv": tmp_path / "t.csv",
+        "parquet": str(tmp_path / "t.parquet"),
+    }[form]
+    made = from_table(given, target="ill", client="site")
+    assert made.client_names == ("Zürich", "Åre", "東京")
+    assert made.class_names == ("no", "yes")
+    assert made.feature_names == ("age", "color=blue", "color=red", "smokes")
+    assert [test.name for test in made.tests] == list(made.client_names)
+    assert made.fingerprint() == from_table(table, target="ill", client="site").fingerprint()
+    assert sorted(sum(ages(made, 1).values(), [])) == [1, 4, 7, 10]
+    for row in made.x[made.split >= 0].tolist():
+        age = int(row[0])
+        assert row[1:] == [age % 2, 1 - age % 2, float(age % 3 == 0)]
+
+
+def test_codes_beside_numbers_are_an_input_of_two_tensors():
+    made = from_table(patients(), target="ill", client="site", encode="codes")
+    assert made.parts == (Part("", (2,)), Part("", (1,), whole=True))
+    assert made.feature_names == ("age", "smokes", "color")
+    assert all(int(row[2]) == 1 - int(row[0]) % 2 for row in made.x[made.split >= 0].tolist())  # blue is 0, red 1
+    alone = from_table(patients(), target="ill", client="site", features=["color"], encode={"color": "codes"})
+    assert (alone.x.dtype, alone.parts, alone.features) == (torch.int32, (), (1,))
+    mixed = from_table(patients(), target="ill", client="site", encode={"smokes": "one-hot", "color": "codes"})
+    assert mixed.feature_names == ("age", "smokes=False", "smokes=True", "color")
+
+
+def test_categories_are_those_of_the_whole_table_or_the_given_ones_in_their_order():
+    table = patients()
+    table["color"] = pd.Categorical(table["color"], ["red", "green", "blue"], ordered=True)
+    assert from_table(table, target="ill", client="site").feature_names[1:4] == (
+        "color=red", "color=green", "color=blue",
+    )  # fmt: skip
+    held = patients(4).assign(color="white")
+    assert "color=white" in from_table(patients(), target="ill", client="site", test=held).feature_names
+    said = from_table(patients(), target="ill", client="site", categories={"color": ["white", "red", "blue"]})
+    assert said.feature_names[1] == "color=white"
+    with pytest.raises(DataError, match="column 'color' is 'blue' in row 1, of client 'Åre'; expected one of .*: red"):
+        from_table(patients(), target="ill", client="site", categories={"color": ["red"]})
+
+
+def test_whole_numbers_of_a_column_can_be_categories():
+    table = pd.DataFrame({"day": [10, 2, 10, 2] * 3, "y": [0.5] * 12, "c": [0] * 12})
+    made = from_table(table, target="y", client="c", encode={"day": "one-hot"})
+    assert made.feature_names == ("day=2", "day=10")
+
+
+@pytest.mark.parametrize(
+    ("target", "values", "kind", "classes"),
+    [
+        ("y", {"y": [0, 2] * 6}, torch.int64, 3),
+        ("y", {"y": [True, False] * 6}, torch.int64, 2),
+        ("y", {"y": [0.5, 2.0] * 6}, torch.float32, 0),
+        (["y", "z"], {"y": [0.5, 2.0] * 6, "z": [1, 2] * 6}, torch.float32, 0),
+        (["y", "z"], {"y": [True, False] * 6, "z": [1, 0] * 6}, torch.int64, 0),
+    ],
+)
+def test_targets_are_classes_or_numbers(target, values, kind, classes):
+    made = from_table(pd.DataFrame({"a": range(12), "c": ["x"] * 12, **values}), target=target, client="c")
+    assert (made.y.dtype, made.classes, made.y.shape[2:]) == (kind, classes, () if target == "y" else (2,))
+
+
+def test_whole_numbers_can_be_a_regression():
+    table = pd.DataFrame({"a": range(12), "c": ["x"] * 12, "price": range(0, 120_000, 10_000)})
+    with pytest.raises(DataError, match="up to 110,000: as classes these are too many; classes = 0 makes it a regression"):
+        from_table(table, target="price", client="c")
+    assert from_table(table, target="price", client="c", classes=0).y.dtype == torch.float32
+
+
+def test_each_client_fills_and_scales_by_its_own_training_rows_alone():
+    """Validation and test rows count for nothing: the mean and deviation are those of the training rows as drawn."""
+    table = pd.DataFrame({"age": np.arange(60.0), "site": ["a"] * 40 + ["b"] * 20, "y": [0.5] * 60})
+    plain = from_table(table, target="y", client="site")
+    table.loc[[3, 47], "age"] = NAN
+    made = from_table(table, target="y", client="site", impute="mean", scale="standard")
+    for client in (0, 1):
+        raw, found = ages(plain, client), ages(made, client)
+        known = [age for age in raw["train"] if age not in (3, 47)]
+        filled = [age if age in known else np.mean(known) for age in raw["train"]]
+        for split in ("train", "validation", "test"):
+            values = [np.mean(known) if age in (3, 47) else age for age in raw[split]]
+            expected = (np.array(values) - np.mean(filled)) / np.std(filled)
+            np.testing.assert_allclose(found[split], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_shared_test_set_is_prepared_for_each_client_by_its_own_rows():
+    table = pd.DataFrame({"age": [10.0] * 10 + [30.0] * 10, "site": ["a"] * 10 + ["b"] * 10, "y": [0.5] * 20})
+    held = pd.DataFrame({"age": [NAN, 20.0], "y": [0.0, 1.0]})
+    made = from_table(table, target="y", client="site", impute="median", test=held)
+    assert [test.x.tolist() for test in made.tests] == [[[10.0], [20.0]], [[30.0], [20.0]]]
+    assert [test.name for test in made.tests] == ["a", "b"]
+    plain = from_table(table, target="y", client="site", test=held.assign(age=[1.0, 2.0]))
+    assert len(plain.tests) == 1
+
+
+@pytest.mark.parametrize(
+    ("impute", "expected"), [("most-frequent", "red"), ("mean", "red"), ({"color": "blue"}, "blue")]
+)
+@pytest.mark.parametrize("encode", ["one-hot", "codes"])
+def test_an_empty_category_is_filled_with_the_most_frequent_or_the_named_one(impute, expected, encode):
+    table = pd.DataFrame({"color": ["red", "red", "blue", "red"] * 5, "site": "a", "y": 0.5, "n": range(20)})
+    table.loc[7, "color"] = None
+    made = from_table(table, target="y", client="site", impute=impute, encode=encode)
+    own = torch.cat([made.x[0][made.split[0] >= 0], made.tests[0].x])
+    number = made.feature_names.index("n")
+    entries = own[own[:, number] == 7][0].tolist()
+    if encode == "codes":
+        assert entries[made.feature_names.index("color")] == (expected == "red")
+    else:
+        assert entries[made.feature_names.index(f"color={expected}")] == 1
+
+
+def test_a_client_that_never_saw_a_column_fills_it_with_zero_and_is_named():
+    table = pd.DataFrame({"age": [NAN] * 10 + [30.0] * 10, "site": ["a"] * 10 + ["b"] * 10, "y": [0.5] * 20})
+    with pytest.warns(UserWarning, match="1 of 2 clients .* client 'a', column 'age'.*becomes 0"):
+        made = from_table(table, target="y", client="site", impute="mean")
+    assert set(made.x[0].flatten().tolist()) == {0.0}
+
+
+def test_from_three_to_thousands_of_rows_a_client():
+    """With text, empty entries and a client of one class; 3 rows are one for each of the three sets."""
+    sizes = {"tiny": 3, "one class": 9, "large": 2500}
+    draw = np.random.default_rng(0)
+    site = np.repeat(list(sizes), list(sizes.values()))
+    table = pd.DataFrame({"site": site, "age": draw.normal(50, 9, len(site)), "color": draw.choice(["r", "g"], len(site))})
+    table["ill"] = np.where((draw.random(len(site)) < 0.5) | (site == "one class"), "yes", "no")
+    table.loc[(draw.random(len(site)) < 0.1) & (site == "large"), ["age", "color"]] = None
+    made = from_table(table, target="ill", client="site", impute="median", scale="standard")
+    assert made.client_names == ("large", "one class", "tiny")
+    assert made.counts("train").tolist() == [1600, 6, 1]
+    assert made.counts("validation").tolist() == [400, 1, 1]
+    assert [len(test.x) for test in made.tests] == [500, 2, 1]
+    assert set(made.y[1][made.split[1] >= 0].tolist()) == {1}
+    two = table.groupby("site").head(2)
+    with pytest.raises(DataError, match="client 'large' has 2 samples, which leaves none for training .*: give it more"):
+        from_table(two, target="ill", client="site", impute="median")
+
+
+def bad(**columns):
+    return patients().assign(**columns)
+
+
+@pytest.mark.parametrize(
+    ("table", "change", "error", "message"),
+    [
+        (bad(age=[NAN, *range(11)]), {}, DataError, r"column 'age' has 1 empty entries \(the first in row 0, of client 'Zü"),
+        (bad(age=[NAN, *range(11)]), {"impute": {"color": "red"}}, DataError, 'impute = "mean", "median" or a number'),
+        (bad(color=[None, *"abcdefghijk"]), {}, DataError, "column 'color' has 1 empty .* impute = \"most-frequent\""),
+        (bad(color=[None, *"abcdefghijk"]), {"impute": 0}, DataError, "column 'color' has 1 empty"),
+        (bad(color=[None, *"abcdefghijk"]), {"impute": {"color": "mean"}}, ConfigError, "'most-frequent' or one of its"),
+        (bad(age=[float("inf"), *range(11)]), {}, DataError, "column 'age' is infinite in row 0, of client 'Zürich'"),
+        (bad(ill=[None, *"abcdefghijk"]), {}, DataError, "target 'ill' is empty in 1 rows .* drop those rows"),
+        (bad(ill=[NAN, *range(11)]), {}, DataError, "target 'ill' is empty in 1 rows"),
+        (bad(site=[None, *"abcdefghijk"]), {}, DataError, "column 'site' has no client in row 0; fill it, or drop"),
+        (bad(seen=datetime.datetime(2026, 1, 1)), {}, DataError, "column 'seen' holds dates or times .*days since the"),
+        (bad(more=[[1, 2]] * 12), {}, DataError, "column 'more' holds list<.*leave it out of features"),
+        (bad(age=[1, "x", *range(10)]), {}, DataError, "a column cannot be read .*age"),
+        (patients(), {"target": "sick"}, ConfigError, "unknown column 'sick'; .*valid: age, color, ill"),
+        (patients(), {"features": ["agee"]}, ConfigError, "unknown column 'agee'; did you mean 'age'"),
+        (patients(), {"features": ["site"]}, ConfigError, "'site' is among the features, and is what is learned"),
+        (patients(), {"impute": {"hue": 1}}, ConfigError, "unknown column 'hue'"),
+        (patients(), {"impute": "average"}, ConfigError, "from_table: impute is 'average'; expected 'mean'"),
+        (patients(), {"target": ["ill", "age"]}, DataError, "target 'ill' is text; expected numbers where several"),
+        (patients(), {"client": None}, ConfigError, "give either client .* or num_clients"),
+        (patients()[["site", "ill"]], {}, ConfigError, "none is left as an input"),
+        (patients().rename(columns={"age": "color"}), {}, DataError, "Duplicate column names|two columns 'color'"),
+        (pd.DataFrame({"id": map(str, range(1500)), "site": "a", "ill": 0.5}), {}, DataError, "1,500 different values"),
+        ("none.csv", {}, DataError, "there is no file none.csv; expected a CSV or parquet file"),
+        (3, {}, DataError, "the table is a int .*expected one of pandas, polars or arrow"),
+    ],
+)  # fmt: skip
+def test_tables_that_cannot_be_used_are_refused_in_one_line(table, change, error, message):
+    with pytest.raises(error, match=message) as caught:
+        from_table(table, **{"target": "ill", "client": "site", **change})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"encode": "dummy"}, "data.options: encode is 'dummy'; expected 'one-hot' or 'codes', or a table"),
+        ({"encode": {"age": "dummy"}}, "data.options: encode of 'age' is 'dummy'; expected 'one-hot' or 'codes'"),
+        ({"scale": "minmax"}, "data.options: scale is 'minmax'; expected 'standard'"),
+        ({"categories": {"color": ["red", "red"]}}, "categories of 'color' is .*expected a list of values, each once"),
+        ({"class_name": ["a"]}, "data.options: unknown key 'class_name'; did you mean 'class_names'"),
+        ({"target": []}, "data.options: target is .*expected text, or a list of texts"),
+    ],
+)
+def test_options_of_a_study_file_are_checked(options, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(Columns, {"target": "ill", **options}, "data.options")
+
+
+def test_a_file_that_is_no_table_is_refused(tmp_path):
+    (tmp_path / "a.xlsx").write_bytes(b"x")
+    (tmp_path / "a.parquet").write_bytes(b"x")
+    with pytest.raises(DataError, match="is no table; expected a file .csv, .tsv or .parquet"):
+        from_table(tmp_path / "a.xlsx", target="y", client="c")
+    with pytest.raises(DataError, match="a.parquet cannot be read"):
+        from_table(tmp_path / "a.parquet", target="y", client="c")
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"target": "ill"}, "the categories of 'color' are missing; every machine must name the same"),
+        ({"target": "ill", "features": ["age"]}, "the classes of 'ill' are missing; .*class_names"),
+        ({"target": "n", "features": ["age"]}, "classes is missing; every machine must say how many 'n' has"),
+    ],
+)
+def test_machines_that_read_tables_of_their_own_must_name_what_text_means(columns, message):
+    table = patients().assign(n=1)
+    with pytest.raises(ConfigError, match=message):
+        read_table(table, Columns(**columns), shared=True)
+    said = {"class_names": ["no", "yes"], "categories": {"color": ["red", "blue"]}, "features": ["age", "color"]}
+    assert read_table(table, Columns("ill", **said), shared=True).classes == 2
+
+
+def test_without_clients_a_table_is_divided():
+    made = from_table(patients(), target="ill", num_clients=3, features=["age"], shift=[{"kind": "iid"}])
+    assert (len(made), made.client_names) == (3, ())
