@@ -483,6 +483,8 @@ class Odd(nn.Module):
 
     def forward(self, x):
         if self.breaks == "random":
+            x = x * float(np.random.default_rng().random())
+        if self.breaks == "dropout":
             x = functional.dropout(x, 0.5, self.training)
         if self.breaks == "state":
             self.calls += 1
@@ -500,6 +502,7 @@ def test_a_model_that_keeps_its_promises_passes_and_is_told_what_runs_it():
     assert said["vmap"].startswith("vmap, many clients at once")
     assert set(said) == {"loop", "vmap", "auto"}
     check_model(Odd(3, ""), engines=("loop",))
+    check_model(Odd(3, "dropout"), engines=("loop",))  # draws from torch's generator
 
 
 def test_a_model_of_tokens_is_checked_on_its_own_data_and_loss():
