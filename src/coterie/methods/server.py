@@ -9,7 +9,6 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FunctionType
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -91,7 +90,7 @@ class Averaging:
     momentum: float = 0.0
     lr: float = 1.0
     nesterov: bool = False
-    rule: str | FunctionType | None = None
+    rule: str | Callable[..., Any] | None = None
 
     @property
     def plain(self) -> bool:
