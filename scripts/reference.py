@@ -16,7 +16,9 @@ from _pages import REFERENCE, write
 from coterie.cli import _catalog
 from coterie.cli.app import app
 from coterie.data.build import DataConfig
+from coterie.data.folders import Pictures
 from coterie.data.shifts import SHIFTS
+from coterie.data.tables import Columns
 from coterie.engine.task import LocalTraining
 from coterie.methods import METHODS
 from coterie.net.nodefile import DataSource, NetworkSettings, NodeFile
@@ -118,6 +120,8 @@ def settings() -> str:
     lines += ["## Top level", "", *rows(Settings), ""]
     lines += ["`patience` is written in `[stopping]`, `local` is the table `[local]`.", ""]
     lines += ["## [local]", "", *rows(LocalTraining), "", "## [data]", "", *rows(DataConfig), ""]
+    lines += ["### options: table", "", "`path`, `test` (path of a table for testing), and:", "", *rows(Columns), ""]
+    lines += ["### options: folder", "", "`path`, and:", "", *rows(Pictures), ""]
     for kind, shift in sorted(SHIFTS.items()):
         lines += [f"### shift: {kind}", "", _catalog.description(shift), "", *rows(shift), ""]
     return "\n".join(lines)

@@ -381,6 +381,79 @@ def test_hostile_names_stay_text_in_every_view(browser, study, tmp_path):
     assert evil in browser.find_element(By.CSS_SELECTOR, "table.results").text
 
 
+NAMES = (
+    'Oslo "A"', "<img src=x onerror=document.title=1>", "مستشفى الملك", "St. Olavs " + "hospital " * 30 + "B",
+    "🏥 O'Hara", "$x$ & y",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def named(study, tmp_path_factory):
+    """The study with names of its clients, features and classes, as runs and studies store them: its page."""
+    copy = shutil.copytree(study, tmp_path_factory.mktemp("named") / "named")
+    for path in copy.glob("*/seed-*/provenance.json"):
+        stored = json.loads(path.read_text("utf-8"))
+        path.write_text(json.dumps({**stored, "client_names": {str(i): name for i, name in enumerate(NAMES)}}))
+        manifest.replace_files(path.parent, {path.name: path.read_bytes()})
+    told = json.loads((copy / "federation.json").read_text("utf-8"))
+    told |= {"features": ["age", "<b>ضغط</b>"], "classes": [f"class {NAMES[i % 6]} {i}" for i in range(10)]}
+    manifest.replace_files(copy, {"federation.json": json.dumps(told).encode()})
+    return write_report(copy).as_uri()
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_names_of_clients_stay_text_in_every_view(browser, named, view):
+    load(browser, named, view)
+    assert browser.title == "browser · Coterie"
+    assert browser.find_elements(By.CSS_SELECTOR, "img[src='x']") == []
+    assert logs(browser)[0] == []
+
+
+def test_clients_are_called_by_their_names(browser, named):
+    """In words, under a heatmap, in the table and on a client's own page; too long ones are cut, with the whole name
+    in a tooltip."""
+    load(browser, named)
+    assert f"6 ({NAMES[0]}, {NAMES[1]}, {NAMES[2]}, " in browser.find_element(By.CSS_SELECTOR, "dl.words").text
+    load(browser, named, "reads")
+    canvas = browser.find_element(By.CSS_SELECTOR, "#heatmaps canvas")
+    canvas.send_keys(Keys.ARROW_RIGHT)
+    readout = browser.find_element(By.ID, "heatmaps").text
+    assert f"{NAMES[0]} (rotation 0) used the model of {NAMES[1]} (rotation 0)" in readout
+    load(browser, named, "clients")
+    cells = [row.find_elements(By.TAG_NAME, "td") for row in visible(browser, "#view-clients tr.pick")]
+    assert [cell[0].get_property("textContent").strip("\u2068\u2069") for cell in cells] == list(NAMES)
+    assert [cell[1].text for cell in cells] == ["0", "1", "2", "3", "4", "5"]
+    assert cells[3][0].get_attribute("title") == NAMES[3]
+    assert cells[3][0].get_property("scrollWidth") > cells[3][0].get_property("clientWidth")
+    cells[3][0].click()
+    detail = browser.find_element(By.ID, "client-detail")
+    heading = detail.find_element(By.TAG_NAME, "h2")
+    assert (heading.text, heading.get_attribute("title")) == (NAMES[3][:79] + "…", NAMES[3])
+    assert "client 3; rotation 0" in detail.text
+    assert [chart for chart in detail.find_elements(By.CSS_SELECTOR, "[role=img]") if NAMES[3] in chart.accessible_name]
+
+
+def test_the_graph_cuts_long_names_and_its_tooltip_has_them_whole(browser, named):
+    load(browser, named, "graph")
+    drawn = "[...page.charts.values()][0].drawn"
+    shown = browser.execute_script(f"return {drawn}.getOption().series[0].data.map((one) => one.name)")
+    assert sorted(shown) == sorted(
+        [NAMES[0], "<img src=x oner…", f"\u2068{NAMES[2]}\u2069", "St. Olavs hospi…", NAMES[4], NAMES[5]]
+    )
+    for number in (1, 3):
+        show = f"const at = {drawn}.getOption().series[0].data.findIndex((one) => one.id === '{number}');"
+        browser.execute_script(show + f"{drawn}.dispatchAction({{ type: 'showTip', seriesIndex: 0, dataIndex: at }})")
+        wait(browser, f"document.querySelector('#view-graph .chart').textContent.includes({json.dumps(NAMES[number])})")
+    assert logs(browser)[0] == []
+
+
+def test_features_and_classes_are_named_with_the_data(browser, named):
+    load(browser, named, "data")
+    assert browser.find_element(By.ID, "features").text == "2 numbers of an input\nage, <b>ضغط</b>"
+    alt = visible(browser, "#view-data [role=img]")[0].accessible_name
+    assert f"class {NAMES[1]} 1 " in alt
+
+
 def test_a_broken_run_folder_gets_a_page_that_says_so(browser, study, tmp_path):
     """One table is cut short: the page names it and shows the rest."""
     copy = shutil.copytree(study, tmp_path / "broken")

@@ -248,7 +248,8 @@ def rounds(study: Study, console: Console) -> None:
 
 def further(rows: Sequence[Mapping[str, Any]], console: Console, known: Metrics = REGISTRY) -> None:
     """Print the final metrics beside the main one: means over clients and seeds; "-" where a method has none."""
-    shown = {name: one for name, one in known.items() if one.shown == "further"}
+    main = known.main(row["metric"] for row in rows) if rows else ""
+    shown = {name: one for name, one in known.items() if one.shown == "further" and name != main}
     chosen = [row for row in rows if row["cluster"] == "all" and row["metric"] in shown]
     names = [name for name in shown if any(row["metric"] == name for row in chosen)]
     for first in range(0, len(names), 5):  # 80 columns

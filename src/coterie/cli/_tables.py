@@ -114,9 +114,10 @@ def _ordering(one: Ordering, comparison: Comparison) -> tuple[str, ...]:
 def side_by_side(results: Sequence[Result]) -> list[TextTable]:
     """Return the methods of several studies beside each other, means over clients: a table for each metric."""
     known = results[0].known
-    further = [one for one in known.values() if one.shown == "further"]
+    main = known[results[0].metric]
+    further = [one for one in known.values() if one.shown == "further" and one != main]
     there = {row["metric"] for result in results for row in result.rows}
-    return [_side_by_side(results, one) for one in (known[results[0].metric], *further) if one.name in there]
+    return [_side_by_side(results, one) for one in (main, *further) if one.name in there]
 
 
 def _side_by_side(results: Sequence[Result], metric: Metric) -> TextTable:

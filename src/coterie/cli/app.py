@@ -4,6 +4,7 @@ Exit status: 0; 2 for bad input, with one line on standard error; 130 after Ctrl
 progress and messages to standard error.
 """
 
+import io
 import json
 import os
 import re
@@ -352,6 +353,9 @@ def main() -> NoReturn:
     """Run the command line."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one process per core; see simulation/workers.py
     warnings.formatwarning = _one_line_warning
+    for stream in (sys.stdout, sys.stderr):  # names may have letters that a terminal's encoding lacks
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         status = app(standalone_mode=False)
     except _Usage as error:

@@ -108,6 +108,7 @@ def from_table(
     classes: int | None = None,
     test: Any = None,
     shift: Sequence[Mapping[str, Any] | Shift] = (),
+    clusters: Mapping[Any, int] | None = None,
     train: int | None = None,
     validation: int | None = None,
     validation_fraction: float | int = 0.2,
@@ -142,6 +143,7 @@ def from_table(
             regression.
         test: a table that is the test set of all clients; each client fills and scales it by its own rows.
         shift: distribution shifts to add, as in a study file.
+        clusters: the known cluster of each client, by client; for Oracle, metrics and reports.
         train: training samples of each client; all by default.
         validation: validation samples of each client.
         validation_fraction: share for validation, when `validation` is not given.
@@ -167,7 +169,7 @@ def from_table(
     said = {
         "target": target if isinstance(target, str) else list(target), "client": client, "encode": encode,
         "features": None if features is None else list(features), "impute": impute, "scale": scale,
-        "categories": categories or {}, "class_names": list(class_names), "classes": classes,
+        "categories": categories or {}, "class_names": list(class_names), "classes": classes, "clusters": clusters,
     }  # fmt: skip
     source = read_table(table, parse(Columns, said, "from_table"), test=test, name=name)
     return _divided(
@@ -183,6 +185,7 @@ def from_folder(
     size: int | Sequence[int] | None = None,
     class_names: Sequence[str] = (),
     shift: Sequence[Mapping[str, Any] | Shift] = (),
+    clusters: Mapping[str, int] | None = None,
     train: int | None = None,
     validation: int | None = None,
     validation_fraction: float | int = 0.2,
@@ -202,6 +205,7 @@ def from_folder(
             transform makes them equal.
         class_names: all classes, in order; those that have a folder at any client, sorted, by default.
         shift: distribution shifts to add, as in a study file.
+        clusters: the known cluster of each client, by client; for Oracle, metrics and reports.
         train: training samples of each client; all by default.
         validation: validation samples of each client.
         validation_fraction: share for validation, when `validation` is not given.
@@ -215,7 +219,7 @@ def from_folder(
     """
     if size is not None and transform is not None:
         raise ConfigError("from_folder: size and transform are both given; resize in the transform")
-    settings = parse(Pictures, {"size": size, "class_names": list(class_names)}, "from_folder")
+    settings = parse(Pictures, {"size": size, "class_names": list(class_names), "clusters": clusters}, "from_folder")
     source = read_pictures(path, settings, transform=transform, name=name)
     return _divided(
         source, shift=shift, train=train, validation=validation, validation_fraction=validation_fraction,
@@ -241,11 +245,11 @@ def from_dataset(
     seed: int = 0,
     name: str = "arrays",
 ) -> Federation:
-    """Make a federation from a PyTorch dataset of (input, target) pairs, map-style or iterable, read once and in order.
+    """Make a federation from a PyTorch dataset of (input, target) pairs, read once and in order.
 
-    An input is an array, a picture of Pillow, or a tuple or table of several. `transform` is applied to each input while
-    it is read, as to make pictures one size. `clients` has the client id of each sample; the other arguments are those
-    of `from_arrays`.
+    The dataset is map-style or iterable; an input is an array, a picture of Pillow, or a tuple or table of several.
+    `transform` is applied to each input while it is read, as to make pictures one size. `clients` has the client id of
+    each sample; the other arguments are those of `from_arrays`.
 
     Raises:
         DataError: when its items are not pairs, or differ in shape.
@@ -316,14 +320,23 @@ def _read(dataset: Any, what: str, transform: Callable[[Any], Any] | None) -> _I
             raise DataError(f"{what}: the input of item {place} has other parts than the first; make them equal")
         for key, value in values.items():
             inputs.setdefault(key, []).append(_as_tensor(value, f"{what}: the input of item {place}"))
-        targets.append(item[1] if isinstance(item[1], str) else torch.as_tensor(item[1]))
+        target = item[1]
+        targets.append(target if isinstance(target, str) else _as_tensor(target, f"{what}: the target of item {place}"))
     if not targets:
         raise DataError(f"{what} is empty; every client needs data")
     for key, values in inputs.items():
         _require_one_shape(values, f"{what} has inputs" if key is None else f"{what} has inputs {key!r}", "input")
-    if not isinstance(targets[0], str):
+    if not _are_words(targets):
         _require_one_shape(targets, f"{what} has targets", "target")
     return inputs, targets
+
+
+def _are_words(targets: Sequence[Any]) -> bool:
+    """Whether targets are text, all of them."""
+    words = {isinstance(target, str) for target in targets}
+    if len(words) > 1:
+        raise DataError("the targets mix text and numbers; make all text, or all numbers")
+    return words == {True}
 
 
 def _items(dataset: Any, what: str) -> Iterable[Any]:
@@ -332,7 +345,8 @@ def _items(dataset: Any, what: str) -> Iterable[Any]:
         return (dataset[place] for place in range(len(dataset)))
     if isinstance(dataset, Iterable):
         return dataset
-    raise DataError(f"{what} is a {type(dataset).__name__}; expected a dataset: with __len__ and __getitem__, or __iter__")
+    found = type(dataset).__name__
+    raise DataError(f"{what} is a {found}; expected a dataset: with __len__ and __getitem__, or __iter__")
 
 
 def _require_one_shape(values: Sequence[Tensor], what: str, kind: str) -> None:
@@ -356,21 +370,19 @@ def _joined(read: Sequence[_Items]) -> tuple[Any, Any]:
             )
         parts[key] = torch.cat([one for one in stacks if one is not None])
     targets = [target for _, own in read for target in own]
-    words = [isinstance(target, str) for target in targets]
-    if any(words) and not all(words):
-        raise DataError("the targets mix text and numbers; make all text, or all numbers")
-    if not all(words):
+    words = _are_words(targets)
+    if not words:
         _require_one_shape(targets, "the datasets have targets", "target")
     x = parts[None] if None in parts else tuple(parts.values()) if 0 in parts else parts
-    return x, np.array(targets) if all(words) else torch.stack(targets)
+    return x, np.array(targets) if words else torch.stack(targets)
 
 
 def _as_tensor(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if hasattr(value, "getbands"):  # a picture of Pillow
-        return torch.from_numpy(as_pixels(value, what))
+        return torch.from_numpy(as_pixels(value))
     array = np.array(value)
     if array.dtype.kind not in "buif":
-        raise DataError(f"{what} is {value!r:.60}; expected numbers or a picture: convert it with transform=")
+        raise DataError(f"{what} is {str(value)[:60]!r}; expected numbers or a picture: convert it, as with transform=")
     return torch.from_numpy(np.ascontiguousarray(array)) if array.ndim else torch.tensor(array.item())

@@ -22,7 +22,7 @@ from coterie.data.datasets import called, load
 from coterie.data.federation import PADDING, TRAIN, VALIDATION, Federation, TestSet, Truth
 from coterie.data.plan import Client, Clients, Recipe, Shift, planned
 from coterie.data.preparation import Fitted
-from coterie.data.shifts import Natural, read_shift, stored_shift
+from coterie.data.shifts import Domain, Natural, read_shift, stored_shift
 from coterie.data.source import Constants, Samples, Source
 from coterie.data.transforms import Transform, noisy
 from coterie.errors import ConfigError, DataError
@@ -200,13 +200,15 @@ def _plan(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clients:
     """Apply the shifts to a plan in which all clients are alike."""
     shifts = data.shifts()
     own = sources[0].clients
-    if own and not any(isinstance(shift, Natural) for shift in shifts):
+    if own and not any(shift.chooses_pool and not isinstance(shift, Domain) for shift in shifts):
         cluster = "cluster" if "cluster" in sources[0].train.columns else None
         shifts = (Natural(own, cluster), *shifts)
     number = data.num_clients
     if number is None:
         natural = [shift for shift in shifts if isinstance(shift, Natural)]
         number = len(np.unique(natural[0].values(sources))) if natural else NUM_CLIENTS
+        if not number:
+            raise DataError(f"{sources[0].name} has 0 samples and no client; every client needs data")
     samples, shares = data.shares()
     clients: Clients = (Client(samples, shares),) * number
     settled = False
@@ -360,7 +362,12 @@ def _allocate(
             place, stream = np.arange(len(pool)), rng.generator(f"{purpose}.{source}", EVERYONE)
         else:
             place, stream = np.flatnonzero(pool.columns[group[0]].numpy() == group[1]), rng.generator(purpose, rows[0])
-        parts = allocate([wishes[row] for row in rows], labels[place], stream)
+        try:
+            parts = allocate([wishes[row] for row in rows], labels[place], stream)
+        except DataError as error:
+            if group is None:
+                raise
+            raise DataError(f"client {clients[rows[0]].name or rows[0]!r}: {error}") from None
         for row, part in zip(rows, parts, strict=True):
             out[row] = place[part]
     return out

@@ -74,7 +74,7 @@ class Federation(Described):
 
     Args:
         x: inputs of every client, padded to the largest client. uint8 images are scaled to [0, 1] and normalized
-            with `mean` and `std` per batch; floats are used as they are (float16 is widened).
+            with `mean` and `std` per batch; floats are used as they are (float16 is widened), and integers kept.
         y: integers (one class a sample, or several integers), or float targets, of any shape.
         split: -1 padding, 0 train, 1 validation.
         tests: the test sets.
@@ -132,6 +132,7 @@ class Federation(Described):
         hosted = len(self) if len(self) == self.population else f"{len(self)} of {self.population}"
         samples = [f"{split} {spread(self.counts(split).tolist())}" for split in SPLITS]
         tests = [len(self.tests[place].x) for place in self.test_of.tolist()]
+        inputs = f"{' x '.join(map(str, self.features))} of {str(self.x.dtype).removeprefix('torch.')}"
         numbers = "numbers (regression)" if self.y.is_floating_point() else "whole numbers"
         what = f"{self.classes} classes" if self.classes else f"{self.outputs} {numbers}"
         clusters = "unknown"
@@ -141,9 +142,7 @@ class Federation(Described):
         return f"Federation {self.name!r}", {
             "clients": f"{hosted} ({few(self.names, self.ids.tolist())})" if self.names else hosted,
             "samples of a client": ", ".join([*samples, f"test {spread(tests)}"]),
-            "inputs": said(self.parts) if self.parts else (
-                f"{' x '.join(map(str, self.features))} of {str(self.x.dtype).removeprefix('torch.')}"
-            ),
+            "inputs": said(self.parts) if self.parts else inputs,
             "targets": what,
             "planted clusters": clusters,
         }

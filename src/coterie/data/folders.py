@@ -1,6 +1,6 @@
 """A folder of images by client: `path/CLIENT/CLASS/picture.png`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,14 +19,15 @@ from coterie.errors import ConfigError, DataError
 _GRAY, _DEEP = ("1", "L", "LA"), ("I", "F")
 
 
-def as_pixels(image: Any, what: str) -> np.ndarray:
-    """Return a picture of Pillow as an array: gray with two axes, or color with channels first.
+def _deep(image: Any) -> bool:
+    """Whether a picture has more than 8 bits a pixel."""
+    return image.mode.partition(";")[0] in _DEEP
 
-    Raises:
-        DataError: when its pixels do not fit 8 bits.
-    """
-    if image.mode.partition(";")[0] in _DEEP:
-        raise DataError(f"{what} has pixels of more than 8 bits ({image.mode}); turn them into numbers with transform=")
+
+def as_pixels(image: Any) -> np.ndarray:
+    """Return a picture of Pillow as an array: gray with two axes, or color with channels first."""
+    if _deep(image):
+        return np.array(image)
     if image.mode in _GRAY:
         return np.array(image.convert("L"))
     color = image if image.mode == "RGBA" else image.convert("RGB")
@@ -41,16 +42,20 @@ class Pictures(Configurable):
         transform: the import path of a function that makes the input from a picture, "package.module:name".
         size: height and width, or one number for both, to which pictures are resized.
         class_names: all classes, in order; those that have a folder, sorted, when not given.
+        clusters: the known cluster of each client, by client.
     """
 
     transform: str | None = None
     size: PositiveInt | Annotated[Sequence[PositiveInt], MinLen(2)] | None = None
     class_names: Sequence[str] = ()
+    clusters: Mapping[str, Any] | None = None
 
     def check(self) -> None:
         """One of the two makes sizes equal."""
         if self.size is not None and self.transform is not None:
             raise ConfigError("size and transform are both given; resize in the transform")
+        if not isinstance(self.size, int | None) and len(self.size) != 2:
+            raise ConfigError(f"size is {self.size}; expected a number, or height and width")
 
 
 def read_pictures(
@@ -94,7 +99,14 @@ def read_pictures(
             f"client {silent[0]!r} has no pictures in folders of classes; expected {silent[0]}/CLASS/picture.png: "
             "sort its pictures into classes, or remove its folder"
         )
-    return Source.of(_stacked(inputs, folder), labels, clients=owners, class_names=classes, name=name or folder.name)
+    return Source.of(
+        _stacked(inputs, folder),
+        labels,
+        clients=owners,
+        clusters=settings.clusters,
+        class_names=classes,
+        name=name or folder.name,
+    )
 
 
 def _folders(path: Path) -> list[Path]:
@@ -110,18 +122,20 @@ def _input(file: Path, transform: Callable[[Any], Any] | None, size: int | Seque
     try:
         with Image.open(file) as image:
             image.load()
-            if image.mode.partition(";")[0] not in (*_GRAY, *_DEEP):
+            if image.mode not in _GRAY and not _deep(image):
                 image = image.convert("RGB")
     except (UnidentifiedImageError, OSError) as error:
         raise DataError(f"{file} cannot be read as a picture ({error}); replace or remove it") from error
     if size is not None:
-        height, width = (size, size) if isinstance(size, int) else size[:2]
+        height, width = (size, size) if isinstance(size, int) else size
         made = image.resize((width, height), Image.Resampling.BILINEAR)
     else:
         made = image if transform is None else transform(image)
     if isinstance(made, Tensor):
         return made
-    return as_pixels(made, str(file)) if hasattr(made, "getbands") else np.asarray(made)
+    if hasattr(made, "getbands") and _deep(made):
+        raise DataError(f"{file} has more than 8 bits a pixel ({made.mode}); make numbers of it with transform=")
+    return as_pixels(made) if hasattr(made, "getbands") else np.asarray(made)
 
 
 def _stacked(inputs: Sequence[Tensor | np.ndarray], folder: Path) -> Tensor:

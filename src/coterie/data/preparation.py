@@ -44,9 +44,7 @@ class Column:
     impute: str | float | None = None
     scale: bool = False
 
-    def fit(
-        self, x: Float[np.ndarray, "samples entries"]
-    ) -> tuple[Float[np.ndarray, " width"], float, float] | None:
+    def fit(self, x: Float[np.ndarray, "samples entries"]) -> tuple[Float[np.ndarray, " width"], float, float] | None:
         """Return what fills an empty entry, and what is subtracted from and divides each; None without any value."""
         own = x[:, self.start : self.start + self.width]
         known = own[~np.isnan(own[:, 0])]
@@ -116,5 +114,5 @@ class Preparation:
                 continue
             place = slice(column.start, column.start + column.width)
             fill[place], center[place], spread[place] = found
-        values = (torch.from_numpy(one) for one in (fill, center, spread))
-        return Fitted(*values, self.whole, tuple(empty))
+        filled, centers, spreads = (torch.from_numpy(one) for one in (fill, center, spread))
+        return Fitted(filled, centers, spreads, self.whole, tuple(empty))

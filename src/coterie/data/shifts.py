@@ -585,6 +585,14 @@ class Natural(Shift):
         groups, sizes = np.unique(values, return_counts=True)
         wanted = max((c.samples or 1 for c in clients), default=1)
         enough = np.flatnonzero(sizes >= wanted)
+        if len(enough) < len(clients) and self.column == sources[0].clients:
+            few = np.flatnonzero(sizes < wanted)
+            first = int(groups[few[0]])
+            raise DataError(
+                f"client {sources[0].named(first) or first!r} has {sizes[few[0]]} samples, and {len(few)} of "
+                f"{len(groups)} clients fewer than the {wanted} that each shall have: lower train, validation or "
+                "test_samples, leave train out to use all samples, or lower num_clients"
+            )
         if len(enough) < len(clients):
             raise DataError(
                 f"{len(enough)} of {len(groups)} groups of column {self.column!r} have {wanted} samples or more; "
@@ -601,9 +609,10 @@ class Natural(Shift):
     def _of_group(
         self, client: Client, group: int, values: Int[np.ndarray, " samples"], source: Source, unnamed: bool
     ) -> Client:
-        named = source.client_names if self.column == source.clients else ()
-        name = named[group] if named else "" if unnamed else str(group)
-        client = replace(client, group=(self.column, group), name=name).note(f"{self.column} {name or group}")
+        own = self.column == source.clients
+        named = source.named(group) if own else ""
+        name = named or ("" if unnamed else str(group) if own else f"{self.column} {group}")
+        client = replace(client, group=(self.column, group), name=name).note(f"{self.column} {named or group}")
         if self.cluster is None:
             return client
         clusters = np.unique(source.train.columns[self.cluster].numpy()[values == group])

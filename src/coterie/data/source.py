@@ -131,7 +131,6 @@ class Source:
             >>> source.class_names, source.client_names, source.train.y.tolist()
             (('no', 'yes'), ('ann', 'bob'), [1, 0, 0, 1])
         """
-        feature_names = tuple(feature_names) or _columns_of(x)
         if test is not None and len(test) != 2:
             raise DataError(f"test has {len(test)} parts; expected (x, y)")
         targets, names = named_labels([y] if test is None else [y, test[1]], class_names)
@@ -149,14 +148,17 @@ class Source:
             if parts_held != parts:
                 raise DataError(f"{name}: test inputs are {said(parts_held)}; training inputs are {said(parts)}")
             kept = as_samples(x_held, targets[1], classes)
+            pool, kept = _alike(pool, kept)
         if classes:
             require(len(names) in (0, classes), "class_names", names, f"{classes} names, one for each class")
         entries = int(np.prod(pool.x.shape[1:]))
-        if parts or feature_names and len(feature_names) != entries:
-            feature_names = ()
+        if feature_names:
+            require(len(feature_names) == entries, "feature_names", feature_names, f"{entries}, one for each entry")
+        elif not parts and len(_columns_of(x)) == entries:
+            feature_names = _columns_of(x)
         return Source(
             name, pool, kept, classes, names, clients="client" if columns else "", client_names=client_names,
-            feature_names=feature_names, parts=parts,
+            feature_names=tuple(feature_names), parts=parts,
         ).check()  # fmt: skip
 
     @property
@@ -201,6 +203,9 @@ class Source:
             raise DataError(
                 f"{self.name}: training inputs have shape {shapes[0]}, test inputs {shapes[1]}; make them equal"
             )
+        forms = [(str(one.y.dtype).removeprefix("torch."), tuple(one.y.shape[1:])) for one in (self.train, self.test)]
+        if len(self.test) and forms[0] != forms[1]:
+            raise DataError(f"{self.name}: training targets are {forms[0]}, test targets {forms[1]}; make them equal")
         return self
 
     def _check_samples(self, samples: Samples, what: str) -> None:
@@ -230,8 +235,10 @@ class Source:
         if not self.clients or self.clients not in samples.columns:
             return f"in sample {place}"
         client = int(samples.columns[self.clients][place])
-        return f"in sample {place}, of client {self.named(client)!r}" if self.client_names else (
-            f"in sample {place}, of client {client}"
+        return (
+            f"in sample {place}, of client {self.named(client)!r}"
+            if self.client_names
+            else (f"in sample {place}, of client {client}")
         )
 
 
@@ -265,6 +272,20 @@ def as_samples(x: Any, y: Any, classes: int | None, columns: Mapping[str, Tensor
     if len(x) != len(y):
         raise DataError(f"there are {len(x)} inputs and {len(y)} targets; expected one target for each input")
     return Samples(x, _targets(y, classes), columns or {})
+
+
+def _alike(pool: Samples, held: Samples) -> tuple[Samples, Samples]:
+    """Both with numbers of one type: whole ones beside floats become floats."""
+    images = [one.x.dtype == torch.uint8 and one.x.ndim == 4 for one in (pool, held)]
+    if images[0] != images[1]:
+        raise DataError(
+            f"training inputs are {pool.x.dtype}, test inputs {held.x.dtype}; make both uint8 images, or both numbers"
+        )
+    if pool.x.dtype != held.x.dtype:
+        pool, held = (replace(one, x=one.x.float()) for one in (pool, held))
+    if pool.y.is_floating_point() != held.y.is_floating_point():
+        pool, held = (replace(one, y=one.y.float()) for one in (pool, held))
+    return pool, held
 
 
 def _targets(y: Shaped[Tensor, "samples *targets"], classes: int | None) -> Shaped[Tensor, "samples *kept"]:
@@ -400,7 +421,7 @@ def numbered_clients(
     if owners.ndim != 1 or len(owners) != samples:
         raise DataError(f"clients has shape {owners.shape}; expected one value for each of the {samples} samples")
     given = clients if isinstance(clients, list | tuple) else owners.tolist()
-    missing = [place for place, one in enumerate(given) if one is None or one != one]
+    missing = [place for place, one in enumerate(given) if one is None or one != one or not str(one).strip()]
     if missing:
         raise DataError(f"clients has no value for sample {missing[0]}; fill it, or drop the sample")
     try:
@@ -416,10 +437,11 @@ def numbered_clients(
     if clusters is None:
         return columns, names
     if isinstance(clusters, Mapping):
-        without = [name for name in found if name not in clusters]
+        keys = [name if name in clusters else str(name) for name in found]  # a study file has text alone
+        without = [name for name, key in zip(found, keys, strict=True) if key not in clusters]
         if without:
             raise DataError(f"clusters has nothing for client {without[0]!r}; give the cluster of every client")
-        clusters = [clusters[name] for name in found]
+        clusters = [clusters[key] for key in keys]
     if len(clusters) != len(found):
         raise DataError(f"clusters has {len(clusters)} values; expected one for each of the {len(found)} clients")
     columns["cluster"] = torch.as_tensor(np.asarray(clusters), dtype=torch.int64)[columns["client"]]

@@ -1,5 +1,6 @@
 """Tables as data: columns of numbers, of true and false, and of text or categories, with a client for each row."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,7 @@ class Columns(Configurable):
         categories: all values of columns of text or categories, in order, by column.
         class_names: all values of a target of text, in order.
         classes: number of classes of a target of whole numbers; 0 makes it a regression.
+        clusters: the known cluster of each client, by client.
     """
 
     target: str | Annotated[Sequence[str], MinLen(1)]
@@ -51,6 +53,7 @@ class Columns(Configurable):
     categories: Mapping[str, Any] = field(default_factory=dict)
     class_names: Sequence[str] = ()
     classes: Annotated[int, Ge(0)] | None = None
+    clusters: Mapping[Any, Any] | None = None
 
     def check(self) -> None:
         """Check what is said by column."""
@@ -60,13 +63,15 @@ class Columns(Configurable):
         for name, values in self.categories.items():
             if not isinstance(values, list | tuple) or len(set(values)) < len(values):
                 raise ConfigError(f"categories of {name!r} is {values!r}; expected a list of values, each once")
+        if self.clusters is not None and self.client is None:
+            raise ConfigError("clusters is given without client; planted clusters come from shift")
         if isinstance(self.impute, str) and self.impute not in FILLS:
             raise ConfigError(f"impute is {self.impute!r}; expected {_FILLED}")
 
     @property
-    def targets(self) -> tuple[str, ...]:
+    def targets(self) -> Sequence[str]:
         """The columns to learn."""
-        return (self.target,) if isinstance(self.target, str) else tuple(self.target)
+        return [self.target] if isinstance(self.target, str) else self.target
 
     def inputs(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the columns of the inputs.
@@ -88,12 +93,12 @@ class Columns(Configurable):
         return tuple(chosen)
 
 
+_NUMBER = re.compile(r"[+-]?\d+([.,]\d+)?([eE][+-]?\d+)?")
+_FEW = 20
 _FILLED = f"{', '.join(map(repr, FILLS))}, a number, or a table of these by column"
 
 
-def read_table(
-    table: Any, columns: Columns, *, test: Any = None, name: str = "table", shared: bool = False
-) -> Source:
+def read_table(table: Any, columns: Columns, *, test: Any = None, name: str = "table", shared: bool = False) -> Source:
     """Make a source from a table.
 
     Args:
@@ -107,7 +112,7 @@ def read_table(
         ConfigError: when a setting names no column, or is missing.
         DataError: when columns cannot be used.
     """
-    pool = _Table(_arrow(table), columns.client, name)
+    pool = _Table(_arrow(table), columns.client, name, columns.clusters)
     held = None if test is None else _Table(_arrow(test), None, f"{name}: the test table")
     tables = [pool] if held is None else [pool, held]
     chosen = columns.inputs(pool.arrow.column_names)
@@ -159,7 +164,8 @@ def _arrow(table: Any) -> pa.Table:
             return table.to_arrow()
         return pa.table(dict(table) if isinstance(table, Mapping) else table)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-        raise DataError(f"a column cannot be read ({'; '.join(map(str, error.args))}); make its values of one kind") from None
+        said = "; ".join(map(str, error.args))
+        raise DataError(f"a column cannot be read ({said}); make its values of one kind") from None
     except (TypeError, ValueError) as error:
         raise DataError(
             f"the table is a {type(table).__name__} ({error}); expected one of pandas, polars or arrow, or the path of "
@@ -176,6 +182,10 @@ def _file(path: Path) -> pa.Table:
         if path.suffix.lower() in (".csv", ".tsv", ".txt"):
             parse = arrow_csv.ParseOptions(delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
             convert = arrow_csv.ConvertOptions(strings_can_be_null=True)
+            with path.open("rb") as file:
+                header = file.readline()
+            if b";" in header and b"," not in header:
+                raise DataError(f"{path} is separated by semicolons; write it with commas, and points in numbers")
             return arrow_csv.read_csv(path, parse_options=parse, convert_options=convert)
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path} cannot be read ({error}); write it again") from error
@@ -185,7 +195,9 @@ def _file(path: Path) -> pa.Table:
 class _Table:
     """A table of arrow with the client of each row."""
 
-    def __init__(self, arrow: pa.Table, client: str | None, what: str) -> None:
+    def __init__(
+        self, arrow: pa.Table, client: str | None, what: str, clusters: Mapping[Any, Any] | None = None
+    ) -> None:
         names = arrow.column_names
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -198,7 +210,7 @@ class _Table:
             empty = next((row for row, one in enumerate(values) if one is None or one != one), None)
             if empty is not None:
                 raise DataError(f"column {client!r} has no client in row {empty}; fill it, or drop the row")
-            self.owners, self.names = numbered_clients(values, len(values))
+            self.owners, self.names = numbered_clients(values, len(values), clusters)
 
     def require(self, name: str) -> pa.ChunkedArray:
         """Return a column."""
@@ -254,6 +266,8 @@ def _read_column(tables: Sequence[_Table], name: str, columns: Columns) -> _Read
         if isinstance(impute, str) and impute not in FILLS:
             raise ConfigError(f"impute of {name!r} is {impute!r}; expected {_FILLED}")
         return _Read(name, values, (name,), _filled(tables, name, values, impute))
+    if name not in by_column and name not in columns.categories:
+        _require_words(tables, name)
     known, codes = _categories(tables, name, columns.categories.get(name))
     filled: str | float | None = impute
     if isinstance(columns.impute, Mapping):
@@ -344,6 +358,8 @@ def _read_target(tables: Sequence[_Table], columns: Columns) -> tuple[list[torch
         for table in tables:
             _require_full(table, names[0], np.asarray(table.require(names[0]).is_null()))
         given = list(columns.class_names) or None
+        if given is None:
+            _require_words(tables, names[0])
         known, codes = _categories(tables, names[0], given)
         return [torch.from_numpy(code).long() for code in codes], tuple(map(str, known)), len(known)
     for name in names:
@@ -390,9 +406,13 @@ def _require_given(read: Sequence[_Read], tables: Sequence[_Table], columns: Col
     kinds = [tables[0].require(name).type for name in columns.targets]
     text, whole = any(map(_is_text, kinds)), not any(map(pa.types.is_floating, kinds))
     if text and not columns.class_names:
-        raise ConfigError(f"the classes of {columns.targets[0]!r} are missing; every machine must name the same: class_names")
+        raise ConfigError(
+            f"the classes of {columns.targets[0]!r} are missing; every machine must name the same: class_names = [...]"
+        )
     if not text and whole and len(kinds) == 1 and columns.classes is None:
-        raise ConfigError(f"classes is missing; every machine must say how many {columns.targets[0]!r} has (0: regression)")
+        raise ConfigError(
+            f"classes is missing; every machine must say how many {columns.targets[0]!r} has (0 for regression)"
+        )
 
 
 def _require_full(table: _Table, name: str, empty: np.ndarray) -> None:
@@ -401,6 +421,23 @@ def _require_full(table: _Table, name: str, empty: np.ndarray) -> None:
         raise DataError(
             f"target {name!r} is empty in {len(rows)} rows (the first {table.where(int(rows[0]))}); drop those rows"
         )
+
+
+def _require_words(tables: Sequence[_Table], name: str) -> None:
+    """Refuse a column of text that was meant as numbers: most of its many values are, written as no number is."""
+    for table in tables:
+        column = table.require(name)
+        if pa.types.is_dictionary(column.type):
+            continue
+        values = [value for value in column.unique().to_pylist() if value is not None]
+        other = next((value for value in values if not _NUMBER.fullmatch(value.strip()) or "," in value), None)
+        numbers = sum(bool(_NUMBER.fullmatch(value.strip())) for value in values)
+        if other is not None and numbers > max(_FEW, len(values) / 2):
+            place = column.to_pylist().index(other)
+            raise DataError(
+                f"column {name!r} is text, though most of it are numbers: it has {other!r} {table.where(place)}; "
+                "correct that, leave it empty, or give the column's categories"
+            )
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -202,7 +202,7 @@ class Task:
         self.samples = where["train"].count.to(dtype)
         probe = torch.arange(8) % max(1, len(everything))
         x, y = everything.inputs(probe), everything.targets(probe)
-        self._check_outputs(x, y)
+        self._check_outputs(x)
         self.metrics = tuple(one for one in metrics if one.name not in measured(self.objective))
         for metric in self.metrics:
             self.objective.require(metric, y)
@@ -224,8 +224,8 @@ class Task:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def _check_outputs(self, x: Tensor, y: Tensor) -> None:
-        """Refuse outputs that the loss does not take; a module that fails on such inputs is left to the engines."""
+    def _check_outputs(self, x: Tensor) -> None:
+        """Refuse outputs and targets that the loss does not take; a module that fails is left to the engines."""
         try:
             with torch.no_grad():
                 outputs = self.layout.eval_module(x)
@@ -233,7 +233,9 @@ class Task:
             return
         if self.objective.targets == "class" and outputs.shape[-1] < self.classes:
             raise ModelError(f"the module has {outputs.shape[-1]} outputs; expected {self.classes}, one a class")
-        self.objective.fits(outputs, y)
+        for samples in (self._shared.samples, *self._shared.tests):
+            if len(samples):
+                self.objective.fits(outputs, samples.y)
 
     def check_batches(self, local: LocalTraining) -> None:
         """Refuse clients one of whose batches holds one sample, where the module normalizes over batches.

@@ -319,7 +319,8 @@ class _Positions(Loss):
     form: ClassVar[Form | None] = "positions"
     ignore_index: int = UNCOUNTED
 
-    def _judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Loss.judged`."""
         return outputs, torch.where(targets == self.ignore_index, UNCOUNTED, targets)
 
     def _classes(self, classes: int, targets: Tensor) -> None:
@@ -358,10 +359,6 @@ class Tokens(_Positions):
             losses = (1 - self.label_smoothing) * losses - self.label_smoothing * log.mean(-1)
         return _over_positions(losses, counted)
 
-    def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Loss.judged`."""
-        return self._judged(outputs, targets)
-
     def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
         """See `Loss.fits`."""
         fit = outputs.dim() == 3 and targets.dim() == 2 and outputs.shape[1] == targets.shape[1]
@@ -379,7 +376,7 @@ class _Pixels(_Positions):
 
     def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """See `Loss.judged`."""
-        return self._judged(outputs.flatten(2).transpose(1, 2), targets.flatten(1))
+        return super().judged(outputs.flatten(2).transpose(1, 2), targets.flatten(1))
 
     def fits(self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]) -> None:
         """See `Loss.fits`."""
@@ -445,7 +442,7 @@ class Dice(_Pixels):
         there = counted.unsqueeze(1).to(outputs.dtype)
         wanted = (known.unsqueeze(1) == classes).to(outputs.dtype) * there
         found = functional.softmax(outputs, 1) * there
-        both, either = ((values).flatten(2).sum(2) for values in (found * wanted, found + wanted))
+        both, either = (values.flatten(2).sum(2) for values in (found * wanted, found + wanted))
         loss = 1 - ((2 * both + self.smooth) / (either + self.smooth)).mean(1)
         return loss + self.cross_entropy * _of_pixels(outputs, counted, known) if self.cross_entropy else loss
 
@@ -628,7 +625,8 @@ class Cox(Loss):
         logs, time, event = outputs.reshape(-1), targets[:, 0], targets[:, 1]
         order = torch.argsort(time, descending=True, stable=True)
         sums = torch.logcumsumexp(logs.gather(0, order), 0)  # of the samples at risk, from the last time to the first
-        last = torch.searchsorted(-time.gather(0, order), -time, right=True) - 1
+        later = (-time).contiguous()
+        last = torch.searchsorted(later.gather(0, order).contiguous(), later, right=True) - 1
         return event * (sums.gather(0, last) - logs)
 
     def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,6 @@ import dataclasses
 import math
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -23,7 +22,8 @@ from coterie._util.importing import imported, path_of
 from coterie._util.settings import Configurable, parse, plain
 from coterie.errors import ConfigError, require, unknown
 from coterie.functional import scores
-from coterie.functional.scores import Form, Undefined, undefined
+from coterie.functional.scores import Form, undefined
+from coterie.functional.scores import Undefined as Undefined
 
 Better = Literal["higher", "lower"]
 Over = Literal["client", "run"]
@@ -124,7 +124,6 @@ class SampleMetric(Metric):
     """
 
     on_samples: bool = True
-    shown: Shown = "result"
     function: Any = None
     each: bool = False
     takes: Sequence[Form] = ()
@@ -186,16 +185,6 @@ class SampleMetric(Metric):
                 "together: return it (a value of each sample needs SampleMetric(..., each=True))"
             ) from None
 
-    def explained(
-        self, outputs: Shaped[Tensor, "samples *outputs"], targets: Shaped[Tensor, "samples *targets"]
-    ) -> tuple[float, str]:
-        """Return the metric of a set, and why it is NaN, if it is."""
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always", Undefined)
-            value = self(outputs, targets)
-        reasons = [str(one.message) for one in said if issubclass(one.category, Undefined)]
-        return value, reasons[-1] if reasons and math.isnan(value) else ""
-
 
 def _described(found: Any) -> str:
     return f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
@@ -254,7 +243,7 @@ def _reduced(how: str, words: str, short: str) -> Metric:
 
 def _number(name: str, text: str, better: Better, undefined: str = "", **more: Any) -> Metric:
     """Return a metric of samples that is a plain number."""
-    return Metric(name, text, better=better, shown="result", on_samples=True, undefined=undefined, **more)
+    return Metric(name, text, better=better, on_samples=True, undefined=undefined, **more)
 
 
 def _cost(name: str, text: str, title: str, unit: str = "") -> Metric:
@@ -273,17 +262,14 @@ MSE = Metric(
     on_samples=True,
     needs="regression",
 )
-LABEL_ACCURACY = _share("label_accuracy", "share of right answers, yes or no, over samples and labels", shown="result")
-TOKEN_ACCURACY = _share(
-    "token_accuracy", "share of positions whose class is predicted, sample by sample", shown="result"
-)
-PIXEL_ACCURACY = _share("pixel_accuracy", "share of pixels whose class is predicted, sample by sample", shown="result")
+LABEL_ACCURACY = _share("label_accuracy", "share of right answers, yes or no, over samples and labels")
+TOKEN_ACCURACY = _share("token_accuracy", "share of positions whose class is predicted, sample by sample")
+PIXEL_ACCURACY = _share("pixel_accuracy", "share of pixels whose class is predicted, sample by sample")
 IOU = _share(
     "iou",
     "intersection over union of predicted and true pixels, the mean over classes",
     title="intersection over union",
     short="IoU",
-    shown="result",
     undefined="no pixel of a client counts",
 )
 AUROC = _number(

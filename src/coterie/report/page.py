@@ -144,7 +144,7 @@ def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     settings, local, model = (config.get(key) or {} for key in ("data", "local", "model"))
     clusters = ", ".join(_planted(cluster) for cluster in data["clusters"])
     many = [f"{len(data['cluster'])}"]
-    if names := {client: name for client, name in enumerate(data["names"] or ()) if name}:
+    if names := {client: name for client, name in enumerate(data.get("names") or ()) if name}:
         many = [f"{many[0]} ({few(names, names)})"]
     if settings.get("train"):
         many.append(f"each with {settings['train']} training and {settings.get('validation', 0)} validation samples")

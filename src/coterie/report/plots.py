@@ -416,7 +416,9 @@ def shared_legend(panels: Sequence[Axes], ncols: int = 4) -> None:
 
 
 def legend_of(axes: Axes) -> None:
-    """Name the lines above the axes, where nothing is drawn."""
+    """Name the lines above the axes, where nothing is drawn; without a name there is no legend."""
+    if not axes.get_legend_handles_labels()[0]:
+        return
     axes.legend(loc="lower left", bbox_to_anchor=(-0.12, 1.0), ncols=3, fontsize=7, columnspacing=1.2)
 
 

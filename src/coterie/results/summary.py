@@ -31,7 +31,7 @@ from coterie.results import coverage
 from coterie.results.coverage import Standing, State
 from coterie.simulation import checkpoint
 from coterie.simulation.checkpoint import PROVENANCE
-from coterie.simulation.final_metrics import final_tests
+from coterie.simulation.final_metrics import final_tests, with_value
 from coterie.simulation.record import EDGE_COLUMNS, EDGES, METRIC_COLUMNS, METRICS
 
 CONFIG, FEDERATION, SUMMARY = "config.toml", "federation.json", "summary.json"
@@ -434,10 +434,16 @@ def read_run(folder: Path) -> StoredRun | Problem:
 def main_metric(runs: Sequence[StoredRun]) -> str:
     """The metric by which methods are compared: accuracy where there is one, else the loss.
 
-    Validation data have no squared error, so regression is compared by its loss.
+    One that validation data lack does not count, such as the squared error of regression, or what was asked for of the
+    test sets alone.
     """
-    names = {str(name) for run in runs for name in run.metrics["metric"].unique()} - {metrics.MSE.name}
-    return metrics.REGISTRY.main([*sorted(names), metrics.LOSS.name])
+    tables = [run.metrics for run in runs]
+    names = {str(name) for table in tables for name in table["metric"].unique()}
+    chosen = [table.loc[(table["split"] == "validation").to_numpy(), "metric"] for table in tables]
+    validated = {str(name) for column in chosen for name in column.unique()}
+    if validated:
+        names = {name for name in names if name in validated or not metrics.REGISTRY[name].on_samples}
+    return metrics.REGISTRY.main([*sorted(names - {metrics.MSE.name}), metrics.LOSS.name])
 
 
 def metrics_of(runs: Iterable[StoredRun]) -> Metrics:
@@ -564,11 +570,17 @@ def over_seeds(values: Float[np.ndarray, " seeds"]) -> tuple[float, float | None
 
 
 def cluster_means(run: StoredRun, metric: str) -> dict[int | str, float]:
-    """The final test value of a run: per planted cluster, over all clients, and over clusters."""
-    values, cluster = run.final(metric), run.clients
-    planted = cluster.reindex(values.index).to_numpy()
+    """The final test value of a run: per planted cluster, over all clients, and over clusters.
+
+    Clients whose test samples leave a metric undefined are left out; see `final_metrics.with_value`.
+    """
+    every, cluster = run.final(metric), run.clients
+    values = with_value(every, run.final(metrics.LOSS.name), run.known[metric])
+    planted, found = (cluster.reindex(one.index).to_numpy() for one in (every, values))
     out: dict[int | str, float] = {
-        int(c): float(values.to_numpy()[planted == c].mean()) for c in np.unique(planted) if c >= 0
+        int(c): float(values.to_numpy()[found == c].mean()) if (found == c).any() else math.nan
+        for c in np.unique(planted)
+        if c >= 0
     }
     over = float(np.mean(list(out.values()))) if out else None
     out["all"] = float(values.mean(skipna=False))

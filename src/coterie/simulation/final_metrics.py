@@ -24,6 +24,24 @@ def final_tests(table: pd.DataFrame) -> pd.DataFrame:
     return tests if best.empty else best
 
 
+def with_value(values: pd.Series, losses: pd.Series, metric: metrics.Metric) -> pd.Series:
+    """Return the clients over which a mean of a metric is taken.
+
+    Whoever's test samples leave a metric of outputs undefined is left out, the same clients for every method. A client
+    whose loss is not finite stays, since its model diverged: no mean hides that.
+
+    Args:
+        values: the final test value of each client.
+        losses: its final test loss, by client; none where it was not measured.
+        metric: what the values are of.
+    """
+    of_outputs = metric.name in metrics.MEASURES or (metric.on_samples and metric.name not in metrics.REGISTRY)
+    if not of_outputs or not bool(values.isna().any()):
+        return values
+    diverged = ~np.isfinite(losses.reindex(values.index).to_numpy(float))
+    return pd.Series(values.loc[values.notna().to_numpy() | diverged])
+
+
 def cluster_metrics(
     label: Int[Tensor, " clients"], truth: Int[Tensor, " clients"] | None, counts: Int[Tensor, "clients classes"]
 ) -> dict[str, float]:

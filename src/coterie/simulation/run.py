@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from coterie._util import pages
 from coterie._util.claims import claimed
 from coterie._util.facts import Described
 from coterie._util.importing import imported_function
-from coterie._util.names import called, few
+from coterie._util.names import called, few, short
 from coterie._util.settings import brief, own_functions
 from coterie.data.federation import Federation
 from coterie.engine.device import check as check_device
@@ -30,10 +31,10 @@ from coterie.functional.losses import usual_loss
 from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics, read_metric
 from coterie.methods.base import Method
 from coterie.methods.cost import Setting
-from coterie.models.layout import ModelSource, own_name, source
+from coterie.models.layout import ModelSource, NamedModel, own_name, source
 from coterie.rng import Rng
 from coterie.simulation import _memory, checkpoint
-from coterie.simulation.final_metrics import final_tests
+from coterie.simulation.final_metrics import final_tests, with_value
 from coterie.simulation.loop import Loop
 from coterie.simulation.record import Record
 from coterie.simulation.settings import DTYPES, Settings
@@ -108,8 +109,9 @@ class Run(Described):
     @property
     def metrics_by_name(self) -> pd.DataFrame:
         """The metrics with the name of each client in place of its id."""
-        known = {client: called(self.names, client) for client in self.metrics["client"].unique().tolist()}
-        return self.metrics.assign(client=self.metrics["client"].map(known))
+        ids = self.metrics["client"].to_numpy()
+        known = {client: called(self.names, client) for client in sorted({*ids.tolist()})}
+        return self.metrics.assign(client=pd.Series(known, dtype=object).loc[ids].to_numpy())
 
     def facts(self) -> tuple[str, dict[str, Any]]:
         """Return a title, and what the run came to in a few words; `print` and notebooks show it."""
@@ -117,9 +119,13 @@ class Run(Described):
         last = int(table["round"].to_numpy().max())
         known, final = Metrics({**REGISTRY, **self.method.recorded()}), {}
         known |= {one.name: one for one in map(read_metric, self.settings.metrics)}
-        for name, rows in final_tests(table).groupby("metric", sort=False, observed=True):
-            metric, value = known[str(name)], rows["value"].to_numpy(float)
-            spread = f"{metric.show(float(value.mean()))} ± {metric.show(float(value.std()))}"
+        tests = final_tests(table).set_index("client")
+        losses = tests.loc[(tests["metric"] == LOSS.name).to_numpy(), "value"]
+        for name, rows in tests.groupby("metric", sort=False, observed=True):
+            metric = known[str(name)]
+            value = with_value(pd.Series(rows["value"]), losses, metric).to_numpy(float)
+            mean, away = (float(value.mean()), float(value.std())) if len(value) else (float("nan"),) * 2
+            spread = f"{metric.show(mean)} ± {metric.show(away)}"
             final[metric.heading("test")] = f"{spread} (mean ± std over clients)"
         lost = f"{len(self.diverged)} of {len(self.params)} clients" if self.diverged else "no client"
         lost += f" ({few(self.names, self.diverged)})" if self.diverged and self.names else ""
@@ -170,7 +176,8 @@ def simulate(
         CheckpointError: when no checkpoint in the folder is whole, or they belong to another run.
     """
     settings = settings or Settings()
-    require(seed >= 0, "seed", seed, "0 or more")
+    _check_given(federation, method, model, settings)
+    require(isinstance(seed, Integral) and 0 <= seed < 2**63, "seed", seed, "a whole number, 0 or more and below 2^63")
     check_device(settings.device)
     started = time.perf_counter()
     folder = None if folder is None else Path(folder)
@@ -288,11 +295,25 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
     return task
 
 
+def _check_given(federation: object, method: object, model: object, settings: object) -> None:
+    """Refuse what is of another kind: it would fail somewhere inside."""
+    named = isinstance(model, str | NamedModel)
+    for name, found, fits, words in (
+        ("federation", federation, isinstance(federation, Federation), "a Federation, as `from_arrays` makes one"),
+        ("method", method, isinstance(method, Method), "a method, such as METHODS['dac'](num_peers=5)"),
+        ("model", model, named or callable(model), "a name, an nn.Module, or a function that makes one"),
+        ("settings", settings, isinstance(settings, Settings), "Settings(...)"),
+    ):
+        if not fits:
+            raise ConfigError(f"{name} is {short(repr(found), 80)}; expected {words}")
+
+
 def check(federation: Federation, method: Method, model: ModelSource, settings: Settings) -> None:
     """Find what is impossible before anything is written: one training step, and what the method begins with.
 
     The arguments and errors are those of `make_task`; a method may refuse data that it can do nothing with.
     """
+    _check_given(federation, method, model, settings)
     _forecast(make_task(federation, method, model, settings), federation, method, settings, stored=False)
 
 

@@ -114,7 +114,7 @@ def _start(work: Work[J, Any], job: J, threads: int) -> _Worker[J]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Start processes that Ctrl-C does not reach: it comes to the whole group, also while they import, and we decide."""
+    """Start processes that Ctrl-C does not reach: it comes to the whole group, even while they import; we decide."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

@@ -198,7 +198,9 @@ def _read(file: Traversable, readers: Sequence[Path] = ()) -> dict[str, Any]:
 def _lead(data: object, folder: Path) -> None:
     """Lead a path of own data that is not found from here to what lies beside the study file, in place."""
     options = data.get("options") if isinstance(data, dict) and data.get("dataset") in OWN_KINDS else None
-    for key in {"path", "test"} & set(options) if isinstance(options, dict) else ():
+    if not isinstance(options, dict):
+        return
+    for key in {"path", "test"} & set(options):
         value = options[key]
         if isinstance(value, str) and not Path(value).expanduser().exists() and (folder / value).exists():
             options[key] = str(folder / value)

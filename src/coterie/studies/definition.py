@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
-from annotated_types import MinLen
+from annotated_types import Gt, Le, MinLen
 
-from coterie._util.settings import Configurable, NonNegativeInt, PositiveFloat
+from coterie._util.settings import Configurable, NonNegativeInt
 from coterie.data.build import DataConfig
 from coterie.errors import ConfigError, require
 from coterie.methods import registry
@@ -120,7 +120,7 @@ class StudyConfig(Configurable):
     settings: Settings = field(default_factory=Settings)
     description: str = ""
     paper: str | None = None
-    scale: PositiveFloat = 1.0
+    scale: Annotated[float, Gt(0), Le(1000)] = 1.0
     sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     tune: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
@@ -166,7 +166,7 @@ def make_study(
     methods: Sequence[Method] | Mapping[str, Method],
     *,
     name: str = "mine",
-    seeds: Sequence[int] = (0, 1, 2),
+    seeds: Sequence[int] | int = (0, 1, 2),
     settings: Settings | None = None,
     data: DataConfig | None = None,
     model: str | ModelConfig = OWN,
@@ -176,7 +176,7 @@ def make_study(
     Args:
         methods: the methods by label, or a sequence of methods with their kinds as labels.
         name: name of the study and of its folder.
-        seeds: seeds; there is one run of every method for each.
+        seeds: seeds, or their number; there is one run of every method for each.
         settings: the settings of the methods; the defaults when None.
         data: the data of the clients; None when the federation is passed to `run_study`.
         model: a name of `models.NETS` or an import path, or a `ModelConfig`; needed unless the model is passed to
@@ -188,6 +188,9 @@ def make_study(
         'random'
     """
     settings = settings or Settings()
+    for method in methods.values() if isinstance(methods, Mapping) else methods:
+        if not isinstance(method, Method):
+            raise ConfigError(f"a method is {method!r}; expected a method, such as METHODS['dac'](num_peers=5)")
     labeled = methods if isinstance(methods, Mapping) else {method.kind: method for method in methods}
     if len(labeled) < len(methods):
         raise ConfigError("two methods are of one kind; give each a label: {label: method, ...}")
@@ -196,7 +199,7 @@ def make_study(
         name=name,
         data=data or DataConfig(dataset=OWN),
         methods=entries,
-        seeds=tuple(seeds),
+        seeds=tuple(range(seeds) if isinstance(seeds, int) else seeds),
         model=model if isinstance(model, ModelConfig) else ModelConfig(model),
         settings=settings,
     )

@@ -211,7 +211,8 @@ class _Work:
     def __call__(self, job: tuple[str, Point, int], emit: Callable[[object], None]) -> Trial:
         label, point, seed = job
         study = config.loads(self.study)
-        if OWN in (study.data.dataset if self.federation is None else "", study.model.kind if self.model is None else ""):
+        missing = (self.federation is None and study.data.dataset, self.model is None and study.model.kind)
+        if OWN in missing:
             raise ConfigError(
                 "this study has data or a module of your own; give them from Python: tune(..., federation=..., "
                 "model=...), or name them by import path in the study file"

@@ -8,6 +8,7 @@ Each check raises AssertionError with a sentence that names the broken guarantee
 
 from coterie.testing.data import check_partition, check_shift
 from coterie.testing.exchanges import check_exchange
+from coterie.testing.losses import check_loss, check_metric
 from coterie.testing.methods import check_method, follow, run_grouped
 from coterie.testing.models import check_model
 from coterie.testing.rules import check_aggregation, check_selection
@@ -17,7 +18,9 @@ __all__ = [
     "TinyTokens",
     "check_aggregation",
     "check_exchange",
+    "check_loss",
     "check_method",
+    "check_metric",
     "check_model",
     "check_partition",
     "check_selection",

@@ -4,6 +4,7 @@ import errno
 import functools
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -144,6 +145,13 @@ def test_an_existing_study_is_refused_then_resumed_then_overwritten(coterie, tmp
         (("run", "tiny.toml", "--set", "methods.gossip.num_peer=3"), "did you mean 'num_peers'"),
         (("run", "tiny.toml", "--set", "methods.local.kind=loacl"), "unknown method 'loacl'; did you mean 'local'"),
         (("run", "tiny.toml", "--seeds", "few"), "--seeds is 'few'; expected a number of seeds"),
+        (("run", "tiny.toml", "--seeds", "99999999999999999999"), "expected a number of seeds, 1 to 10000, or a list"),
+        (("run", "tiny.toml", "--seeds", "0,99999999999999999999"), "and below 2^63"),
+        (("run", "tiny.toml", "--seeds", "²"), "--seeds is '²'; expected a number of seeds"),
+        (("run", "tiny.toml", "--set", "rounds=99999999999999999999"), "and below 2^63"),
+        (("run", "tiny.toml", "--scale", "1e300"), "scale is 1e+300; expected a number, above 0 and at most 1000"),
+        (("run", "tiny.toml", "--set", "device=gpu"), "device is 'gpu'; expected 'cpu', 'cuda'"),
+        (("tune", "tiny.toml", "--grid", "lr=0.1", "--set", "device=gpu"), "device is 'gpu'; expected 'cpu', 'cuda'"),
         (("run", "tiny.toml", "--set", "data.num_clients=4000"), "num_clients"),
         (("run", "tiny.toml", "--set", "data.dataset=mnist"), "COTERIE_DATA"),
         (("run", "tiny.toml", "--set", "data.dataset=mnist", "--data-dir", "nowhere"), "nowhere"),
@@ -510,3 +518,41 @@ def test_every_command_explains_itself(coterie, command):
     status, out, _ = coterie(command, "--help")
     assert status == 0
     assert "Usage" in out
+
+
+def test_a_renamed_study_is_shown_listed_compared_reported_and_resumed(coterie, tmp_path):
+    assert run(coterie, "--quiet")[0] == 0
+    shown = coterie("show", "runs/tiny")[1]
+    (tmp_path / "runs/tiny").rename(tmp_path / "runs/Größe 2")
+    assert coterie("show", "runs/Größe 2")[:2] == (0, shown)
+    assert coterie("list")[1].startswith("runs/Größe 2  Größe 2: finished\n")
+    assert coterie("report", "runs/Größe 2")[0] == 0
+    status, out, err = coterie("resume", "runs/Größe 2", "--workers", "1", "--quiet")
+    assert (status, err) == (0, "")
+    renamed = tmp_path.resolve() / "runs/Größe 2"
+    assert out.splitlines()[-2:] == [f"Runs:   {renamed}", f"Report: {renamed}/report.html"]
+    assert run(coterie, "--quiet")[0] == 0
+    status, out, _ = coterie("compare", "runs/tiny", "runs/Größe 2")
+    assert status == 0
+    assert out.split()[:2] == ["Test", "accuracy"]
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"tiny", "Größe 2"}
+
+
+def test_a_label_of_any_script_is_set_on_the_command_line(coterie, tmp_path):
+    (tmp_path / "tiny.toml").write_text(STUDY.replace('label = "Gossip"', 'label = "Größe zwei"'))
+    change = ("--set", "methods.Größe zwei.num_peers=1")
+    status, out, err = run(coterie, "--quiet", *change)
+    assert (status, err) == (0, "")
+    assert "Größe zwei" in out
+    assert "num_peers = 1\n" in (tmp_path / "runs/tiny/Größe zwei/seed-0/config.toml").read_text("utf-8")
+
+
+def test_names_that_a_terminal_cannot_write_are_spelled_out(coterie, tmp_path):
+    """With ASCII for an encoding: other letters are written by their numbers, and nothing fails."""
+    assert run(coterie, "--quiet", "--set", "methods.gossip.label=Größe")[0] == 0
+    done = subprocess.run(
+        [sys.executable, "-c", "from coterie.cli.app import main; main()", "show", "runs/tiny"], cwd=tmp_path,
+        capture_output=True, check=False, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"Gr\xf6\xdfe" in done.stdout

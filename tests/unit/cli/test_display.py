@@ -1,6 +1,7 @@
 """What a command writes: its progress where there is no terminal, and the tables at the end."""
 
 import io
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -10,6 +11,8 @@ from coterie.cli import _display
 from coterie.functional.metrics import ACCURACY, LOSS
 from coterie.simulation.run import Note, Progress
 from coterie.studies import config
+from coterie.studies.run import run_study
+from coterie.testing import tiny_federation
 
 
 @pytest.fixture
@@ -60,6 +63,19 @@ def test_compiling_is_told_before_the_first_round(lively, clock, monkeypatch):
     before, _, after = text.getvalue().partition("engine: compiled, a native program")
     assert "DAC, seed 0: compiling the model (once for this machine) ..." in before
     assert "engine:" not in after
+
+
+def test_further_metrics_are_those_beside_the_main_one():
+    """Of a segmentation: the overlap is in the first table, the share of right pixels in the further one."""
+    text = io.StringIO()
+    rows = [
+        {"label": "Local", "cluster": "all", "metric": name, "mean": 0.5, "seeds": 2}
+        for name in ("iou", "pixel_accuracy", "loss")
+    ]
+    _display.further(rows, Console(file=text, width=80))
+    head = next(line for line in lines(text) if "pixel" in line)
+    assert head.split() == ["n", "pixel", "accuracy,", "%"]
+    _display.further([], Console(file=text, width=80))
 
 
 def test_in_a_pipe_a_long_run_is_heard_of_every_ten_seconds(clock):
@@ -148,3 +164,15 @@ def test_the_share_of_clients_that_lost_is_in_percent():
 def test_total_participation_is_that_of_a_run_not_of_all_seeds():
     rows = [("A", 300), ("A", 100), ("B", 50)]
     assert _display._participation([{"label": a, "client_rounds": n} for a, n in rows]) == "A 200, B 50"
+
+
+def test_clients_that_diverged_are_called_by_their_names(tmp_path):
+    study = config.loads(
+        'name = "lost"\nrounds = 1\nseeds = [0]\nlocal = { lr = 1e308, optimizer = "sgd" }\n'
+        'model = { kind = "linear" }\ndata = { dataset = "own" }\n[[methods]]\nkind = "local"\n'
+    )
+    named = replace(tiny_federation(num_clients=2), client_names=("Oslo [bold]", "مستشفى"))
+    done, text = run_study(study, out=tmp_path, federation=named), io.StringIO()
+    _display.results(done, Console(file=text, width=200))
+    expected = "local, seed 0: 2 clients diverged (their loss became NaN or infinite): Oslo [bold], مستشفى"
+    assert expected in lines(text)

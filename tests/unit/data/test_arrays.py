@@ -192,7 +192,8 @@ def test_a_dataset_that_is_only_iterable_is_read_to_its_end():
 
 
 def test_pictures_of_several_sizes_are_made_equal_by_a_transform():
-    pictures = [(Image.new("RGB", (4 + place % 3, 9), (place, 0, 0)), "odd" if place % 2 else "even") for place in range(9)]
+    labels = ["even", "odd"] * 5
+    pictures = [(Image.new("RGB", (4 + place % 3, 9), (place, 0, 0)), labels[place]) for place in range(9)]
     with pytest.raises(DataError, match=r"inputs of different shapes: \(3, 9, 4\) and \(3, 9, 5\); .*transform=lambda"):
         from_datasets([Pairs(pictures)])
     federation = from_datasets([Pairs(pictures)], transform=lambda image: image.resize((4, 4)))
@@ -227,6 +228,7 @@ def test_a_table_of_datasets_names_the_clients():
         (Pairs([("a word", 0)] * 3), "the input of item 0 is 'a word'; expected numbers or a picture"),
         (3, "is a int; expected a dataset: with __len__ and __getitem__, or __iter__"),
         (Pairs([(torch.zeros(2), "a"), (torch.zeros(2), 1)]), "the targets mix text and numbers"),
+        (Pairs([(torch.zeros(2), 1), (torch.zeros(2), "a")]), "the targets mix text and numbers"),
         (Pairs([(torch.zeros(2), torch.zeros(n)) for n in (1, 2)]), r"targets of different shapes: \(1,\) and \(2,\)"),
     ],
 )
@@ -250,7 +252,7 @@ def test_three_rows_are_one_for_each_set_and_two_are_too_few():
     federation = from_arrays(x, y, clients=["large"] * 40 + ["tiny"] * 3)
     assert (federation.counts("train").tolist(), federation.counts("validation").tolist()) == ([26, 1], [6, 1])
     assert [len(test.x) for test in federation.tests] == [8, 1]
-    with pytest.raises(DataError, match="client 'tiny' has 2 samples, .*give it more samples, leave it out, or ask for less"):
+    with pytest.raises(DataError, match=r"client 'tiny' has 2 samples, .*give it more samples, leave it out, or"):
         from_arrays(x[:-1], y[:-1], clients=["large"] * 40 + ["tiny"] * 2)
 
 
@@ -271,3 +273,20 @@ def test_shifts_that_need_images_or_classes_refuse_other_data_in_one_line(shift,
     with pytest.raises(DataError, match=message) as caught:
         from_arrays(x, np.zeros((40, 3), int), num_clients=6, shift=[shift])
     assert "\n" not in str(caught.value)
+
+
+def test_a_client_with_too_few_samples_is_named():
+    x, y = arrays(43)
+    owners = ["large"] * 40 + ["tiny"] * 3
+    with pytest.raises(DataError, match="client 'tiny' has 3 samples, and 1 of 2 clients fewer than the 15 that each"):
+        from_arrays(x, y, clients=owners, train=10)
+    with pytest.raises(DataError, match="client 'large': labels 0, 1: 40 samples are asked for; the pool has 8 of"):
+        from_arrays(x, y, clients=owners, shift=[{"kind": "labels", "groups": [[0, 1], [5]], "sizes": [1, 1]}])
+
+
+def test_deep_pictures_of_a_dataset_are_numbers_and_palettes_are_colors():
+    deep = from_datasets([Pairs([(Image.new("I;16", (3, 3), 300 + place), 0) for place in range(6)])])
+    assert (deep.x.dtype, int(deep.x.max()) >= 300) == (torch.int32, True)
+    palette = Image.new("RGB", (3, 3), (200, 10, 30)).convert("P", palette=Image.Palette.ADAPTIVE)
+    colors = from_datasets([Pairs([(palette, 0)] * 6)])
+    assert colors.x[0, 0, :, 0, 0].tolist() == [200, 10, 30]

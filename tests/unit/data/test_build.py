@@ -219,9 +219,9 @@ def test_a_federation_that_a_function_returns_is_used_as_it_is():
     assert own("made_whole").fingerprint() == made_whole(1).fingerprint()
     assert own("made_whole", fixed_seed=4).fingerprint() == made_whole(4).fingerprint()
     assert own("made_whole", options={"seed": 5}).fingerprint() == made_whole(5).fingerprint()
-    with pytest.raises(ConfigError, match="data.num_clients is set, but .*used as it is; return a coterie.Source"):
+    with pytest.raises(ConfigError, match=r"data.num_clients is set, but .*used as it is; return a coterie.Source"):
         own("made_whole", num_clients=3)
-    with pytest.raises(ConfigError, match="data.shift is set, but"):
+    with pytest.raises(ConfigError, match=r"data.shift is set, but"):
         own("made_whole", shift=[{"kind": "iid"}])
 
 
@@ -239,11 +239,23 @@ def test_a_source_that_a_function_returns_is_divided_by_its_clients():
     assert set(shifted.y[4][shifted.split[4] >= 0].tolist()) <= {0, 1}
 
 
+def halves(samples, num_clients, generator):
+    """A partition: the first rows are the first client's."""
+    return np.arange(len(samples)) * num_clients // len(samples)
+
+
+def test_a_partition_comes_before_the_clients_of_the_data():
+    shift = [{"kind": "partition", "function": f"{__name__}:halves"}]
+    federation = own("made_source", num_clients=2, shift=shift)
+    assert (len(federation), federation.client_names) == (2, ())
+    assert int(federation.x[0].max()) < 40
+
+
 def test_natural_groups_are_called_by_their_values():
     source = Source("notes", Samples(torch.zeros(20, 1), torch.arange(20) % 2, {"user": torch.arange(20) // 5 * 7}),
                     Samples(torch.zeros(0, 1), torch.arange(0)), 2)  # fmt: skip
     config = DataConfig("notes", shift=[{"kind": "natural", "column": "user"}])
-    assert build_from_sources(config, (source,), Rng(0)).client_names == ("0", "7", "14", "21")
+    assert build_from_sources(config, (source,), Rng(0)).client_names == ("user 0", "user 7", "user 14", "user 21")
 
 
 def test_several_datasets_have_targets_of_one_shape():

@@ -201,14 +201,14 @@ def test_a_function_by_import_path_is_a_dataset():
 def test_a_function_that_makes_no_data_is_refused(name, options, error, message):
     with pytest.raises(error, match=message):
         load(own_path(name), options=options)
-    with pytest.raises(ConfigError, match="there is no module 'nowhere'.*PYTHONPATH"):
+    with pytest.raises(ConfigError, match=r"there is no module 'nowhere'.*PYTHONPATH"):
         load("nowhere:data")
 
 
 def test_a_path_of_own_data_is_found_from_here_or_in_the_data_folder(tmp_path, monkeypatch):
     monkeypatch.delenv("COTERIE_DATA", raising=False)
     options = {"path": "t.csv", "target": "y", "client": "c"}
-    with pytest.raises(DataError, match="data.options.path: there is no t.csv in .*; give a path that leads to it"):
+    with pytest.raises(DataError, match=r"data.options.path: there is no t.csv in .*; give a path that leads to it"):
         load("table", options=options)
     (tmp_path / "t.csv").write_text("a,y,c\n1,0,x\n2,1,x\n3,0,y\n")
     assert load("table", options=options, data_dir=tmp_path).client_names == ("x", "y")
@@ -225,6 +225,7 @@ def test_a_path_of_own_data_is_found_from_here_or_in_the_data_folder(tmp_path, m
         ("table", {"path": "."}, "data.options: target is missing; expected text"),
         ("folder", {"path": ".", "target": "y"}, "data.options: unknown key 'target'"),
         ("folder", {"path": ".", "size": 0}, "data.options: size is 0; expected a whole number, 1 or more"),
+        ("folder", {"path": ".", "size": [8, 8, 3]}, "expected a number, or height and width"),
         ("folder", {"path": ".", "size": 8, "transform": "m:f"}, "size and transform are both given"),
     ],
 )

@@ -44,7 +44,7 @@ def test_folders_name_clients_and_classes(folder):
 
 def test_pictures_of_several_sizes_are_resized_or_transformed(folder):
     picture(folder / "Åre" / "cat" / "large.jpg", 200, size=(30, 20))
-    with pytest.raises(DataError, match=r"pets has pictures of 2 sizes, such as \(3, 4, 6\) and \(3, 20, 30\); .*size=64"):
+    with pytest.raises(DataError, match=r"pictures of 2 sizes, such as \(3, 4, 6\) and \(3, 20, 30\); .*size=64"):
         from_folder(folder)
     assert from_folder(folder, size=8).features == (3, 8, 8)
     assert from_folder(folder, size=(4, 8)).features == (3, 4, 8)
@@ -68,7 +68,7 @@ def test_gray_pictures_stay_gray_unless_others_have_colors(tmp_path):
     ("spoil", "message"),
     [
         (lambda f: (f / "Åre/cat/0.png").write_bytes(b"x"), "0.png cannot be read as a picture .*replace or remove it"),
-        (lambda f: picture(f / "Åre/cat/deep.png", 300, mode="I;16"), "more than 8 bits .*transform="),
+        (lambda f: picture(f / "Åre/cat/deep.png", 300, mode="I;16"), "deep.png has more than 8 bits .*transform="),
         (lambda f: (f / "Malmö").mkdir(), "client 'Malmö' has no pictures in folders of classes; expected Malmö/CLASS"),
         (lambda f: picture(f / "Malmö/1.png", 3), "client 'Malmö' has no pictures in folders of classes"),
     ],
@@ -79,6 +79,12 @@ def test_folders_that_cannot_be_used_are_refused(folder, spoil, message):
         from_folder(folder)
 
 
+def test_known_clusters_of_clients_become_the_truth(folder):
+    made = from_folder(folder, clusters={"Åre": 0, "Zürich": 1})
+    assert made.truth is not None
+    assert made.truth.cluster.tolist() == [1, 0]
+
+
 def test_classes_can_be_named_so_that_machines_agree(folder):
     assert from_folder(folder, class_names=["dog", "cat", "cow"]).classes == 3
     with pytest.raises(DataError, match="client 'Zürich' has a folder 'dog'; expected one of the classes cat, cow"):
@@ -86,9 +92,9 @@ def test_classes_can_be_named_so_that_machines_agree(folder):
 
 
 def test_a_folder_that_is_not_there_or_empty_is_refused(tmp_path):
-    with pytest.raises(DataError, match="there is no folder .*none; expected one with a folder of pictures"):
+    with pytest.raises(DataError, match=r"there is no folder .*none; expected one with a folder of pictures"):
         from_folder(tmp_path / "none")
-    with pytest.raises(DataError, match="has no pictures; expected .*/CLIENT/CLASS/picture.png"):
+    with pytest.raises(DataError, match=r"has no pictures; expected .*/CLIENT/CLASS/picture.png"):
         from_folder(tmp_path)
     with pytest.raises(ConfigError, match="size and transform are both given"):
         from_folder(tmp_path, size=3, transform=lambda image: image)

@@ -17,7 +17,7 @@ def test_whole_numbers_stay_whole_up_to_what_floats_hold_exactly():
         assert as_samples(x, [0, 1], None).x.tolist() == x.tolist()
     assert as_samples(torch.tensor([[edge], [-edge]]), [0, 1], None).x.tolist() == [[edge], [-edge]]
     for far in (edge + 1, -edge - 1):
-        with pytest.raises(DataError, match=r"x has whole numbers up to 16,777,217; expected at most 16,777,216.* scale"):
+        with pytest.raises(DataError, match=r"whole numbers up to 16,777,217; expected at most 16,777,216.* scale"):
             as_samples([[0], [far]], [0, 1], None)
 
 
@@ -103,6 +103,7 @@ def test_clients_keep_their_names_in_sorted_order_whatever_the_letters():
         (["a", None], "clients has no value for sample 1; fill it, or drop the sample"),
         ([0.0, float("nan")], "clients has no value for sample 1"),
         (["a", float("nan")], "clients has no value for sample 1"),
+        (["a", " "], "clients has no value for sample 1"),
         (np.array(["a", 3], object), "clients mixes int and str; expected values that can be sorted: make all text"),
         (["a"], "expected one value for each of the 2 samples"),
     ],
@@ -169,6 +170,21 @@ def test_names_of_classes_are_as_many_as_the_classes():
     assert Source.of(np.zeros((2, 1)), [0, 1], class_names=["a", "b", "c"]).classes == 3
 
 
+def test_numbers_for_training_and_for_testing_are_of_one_type():
+    whole, floats = np.ones((3, 2), int), np.full((2, 2), 0.5)
+    for x, held in ((whole, floats), (floats, whole)):
+        source = Source.of(x, np.zeros((len(x), 2)), test=(held, np.zeros((len(held), 2), int)))
+        assert [one.x.dtype for one in (source.train, source.test)] == [torch.float32] * 2
+        assert [one.y.dtype for one in (source.train, source.test)] == [torch.float32] * 2
+    images = np.zeros((3, 4, 4), np.uint8)
+    with pytest.raises(DataError, match=r"training inputs are torch.uint8, test inputs torch.float32; make both"):
+        Source.of(images, [0] * 3, test=(images / 255, [0] * 3))
+    with pytest.raises(DataError, match=r"targets are \('int64', \(4,\)\), test targets \('int64', \(5,\)\); make"):
+        Source.of(whole, np.zeros((3, 4), int), test=(whole, np.zeros((3, 5), int)))
+
+
 def test_a_table_names_the_features():
     assert Source.of(pd.DataFrame({"a": [1.0], "b": [2.0]}), [0]).feature_names == ("a", "b")
     assert Source.of(np.zeros((1, 2)), [0], feature_names=["a", "b"]).feature_names == ("a", "b")
+    with pytest.raises(ConfigError, match="expected 2, one for each entry"):
+        Source.of(np.zeros((1, 2)), [0], feature_names=["a"])

@@ -62,7 +62,7 @@ def test_every_kind_of_table_gives_the_same_federation(form, tmp_path):
     assert made.feature_names == ("age", "color=blue", "color=red", "smokes")
     assert [test.name for test in made.tests] == list(made.client_names)
     assert made.fingerprint() == from_table(table, target="ill", client="site").fingerprint()
-    assert sorted(sum(ages(made, 1).values(), [])) == [1, 4, 7, 10]
+    assert sorted(age for own in ages(made, 1).values() for age in own) == [1, 4, 7, 10]
     for row in made.x[made.split >= 0].tolist():
         age = int(row[0])
         assert row[1:] == [age % 2, 1 - age % 2, float(age % 3 == 0)]
@@ -89,7 +89,7 @@ def test_categories_are_those_of_the_whole_table_or_the_given_ones_in_their_orde
     assert "color=white" in from_table(patients(), target="ill", client="site", test=held).feature_names
     said = from_table(patients(), target="ill", client="site", categories={"color": ["white", "red", "blue"]})
     assert said.feature_names[1] == "color=white"
-    with pytest.raises(DataError, match="column 'color' is 'blue' in row 1, of client 'Åre'; expected one of .*: red"):
+    with pytest.raises(DataError, match=r"column 'color' is 'blue' in row 1, of client 'Åre'; expected one of .*: red"):
         from_table(patients(), target="ill", client="site", categories={"color": ["red"]})
 
 
@@ -116,7 +116,7 @@ def test_targets_are_classes_or_numbers(target, values, kind, classes):
 
 def test_whole_numbers_can_be_a_regression():
     table = pd.DataFrame({"a": range(12), "c": ["x"] * 12, "price": range(0, 120_000, 10_000)})
-    with pytest.raises(DataError, match="up to 110,000: as classes these are too many; classes = 0 makes it a regression"):
+    with pytest.raises(DataError, match="up to 110,000: as classes these are too many; classes = 0"):
         from_table(table, target="price", client="c")
     assert from_table(table, target="price", client="c", classes=0).y.dtype == torch.float32
 
@@ -173,20 +173,21 @@ def test_a_client_that_never_saw_a_column_fills_it_with_zero_and_is_named():
 
 def test_from_three_to_thousands_of_rows_a_client():
     """With text, empty entries and a client of one class; 3 rows are one for each of the three sets."""
-    sizes = {"tiny": 3, "one class": 9, "large": 2500}
+    sizes = {"tiny": 3, "one class": 9, "large": 5000}
     draw = np.random.default_rng(0)
     site = np.repeat(list(sizes), list(sizes.values()))
-    table = pd.DataFrame({"site": site, "age": draw.normal(50, 9, len(site)), "color": draw.choice(["r", "g"], len(site))})
+    color = draw.choice(["r", "g"], len(site))
+    table = pd.DataFrame({"site": site, "age": draw.normal(50, 9, len(site)), "color": color})
     table["ill"] = np.where((draw.random(len(site)) < 0.5) | (site == "one class"), "yes", "no")
     table.loc[(draw.random(len(site)) < 0.1) & (site == "large"), ["age", "color"]] = None
     made = from_table(table, target="ill", client="site", impute="median", scale="standard")
     assert made.client_names == ("large", "one class", "tiny")
-    assert made.counts("train").tolist() == [1600, 6, 1]
-    assert made.counts("validation").tolist() == [400, 1, 1]
-    assert [len(test.x) for test in made.tests] == [500, 2, 1]
+    assert made.counts("train").tolist() == [3200, 6, 1]
+    assert made.counts("validation").tolist() == [800, 1, 1]
+    assert [len(test.x) for test in made.tests] == [1000, 2, 1]
     assert set(made.y[1][made.split[1] >= 0].tolist()) == {1}
     two = table.groupby("site").head(2)
-    with pytest.raises(DataError, match="client 'large' has 2 samples, which leaves none for training .*: give it more"):
+    with pytest.raises(DataError, match="client 'large' has 2 samples, which leaves none for training"):
         from_table(two, target="ill", client="site", impute="median")
 
 
@@ -194,14 +195,18 @@ def bad(**columns):
     return patients().assign(**columns)
 
 
+def bad30(**columns):
+    return patients(30).assign(**columns)
+
+
 @pytest.mark.parametrize(
     ("table", "change", "error", "message"),
     [
-        (bad(age=[NAN, *range(11)]), {}, DataError, r"column 'age' has 1 empty entries \(the first in row 0, of client 'Zü"),
+        (bad(age=[NAN, *range(11)]), {}, DataError, r"'age' has 1 empty entries \(the first in row 0, of client 'Zü"),
         (bad(age=[NAN, *range(11)]), {"impute": {"color": "red"}}, DataError, 'impute = "mean", "median" or a number'),
         (bad(color=[None, *"abcdefghijk"]), {}, DataError, "column 'color' has 1 empty .* impute = \"most-frequent\""),
         (bad(color=[None, *"abcdefghijk"]), {"impute": 0}, DataError, "column 'color' has 1 empty"),
-        (bad(color=[None, *"abcdefghijk"]), {"impute": {"color": "mean"}}, ConfigError, "'most-frequent' or one of its"),
+        (bad(color=[None, *"abcdefghijk"]), {"impute": {"color": "mean"}}, ConfigError, "'most-frequent' or one of"),
         (bad(age=[float("inf"), *range(11)]), {}, DataError, "column 'age' is infinite in row 0, of client 'Zürich'"),
         (bad(ill=[None, *"abcdefghijk"]), {}, DataError, "target 'ill' is empty in 1 rows .* drop those rows"),
         (bad(ill=[NAN, *range(11)]), {}, DataError, "target 'ill' is empty in 1 rows"),
@@ -216,9 +221,13 @@ def bad(**columns):
         (patients(), {"impute": "average"}, ConfigError, "from_table: impute is 'average'; expected 'mean'"),
         (patients(), {"target": ["ill", "age"]}, DataError, "target 'ill' is text; expected numbers where several"),
         (patients(), {"client": None}, ConfigError, "give either client .* or num_clients"),
+        (patients(0), {}, DataError, "table has 0 samples and no client; every client needs data"),
         (patients()[["site", "ill"]], {}, ConfigError, "none is left as an input"),
         (patients().rename(columns={"age": "color"}), {}, DataError, "Duplicate column names|two columns 'color'"),
         (pd.DataFrame({"id": map(str, range(1500)), "site": "a", "ill": 0.5}), {}, DataError, "1,500 different values"),
+        (bad30(age=["?", *map(str, range(29))]), {}, DataError, r"'age' is text, though .*it has '\?' in row 0"),
+        (bad30(age=[f"{place},5" for place in range(30)]), {}, DataError, "it has '0,5' in row 0, of client 'Zürich'"),
+        (bad30(ill=["?", *map(str, range(29))]), {}, DataError, r"'ill' is text, though .*; correct that, leave"),
         ("none.csv", {}, DataError, "there is no file none.csv; expected a CSV or parquet file"),
         (3, {}, DataError, "the table is a int .*expected one of pandas, polars or arrow"),
     ],
@@ -232,7 +241,7 @@ def test_tables_that_cannot_be_used_are_refused_in_one_line(table, change, error
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"encode": "dummy"}, "data.options: encode is 'dummy'; expected 'one-hot' or 'codes', or a table"),
+        ({"encode": "dummy"}, "data.options: encode is 'dummy'; expected 'one-hot' or 'codes' or a table"),
         ({"encode": {"age": "dummy"}}, "data.options: encode of 'age' is 'dummy'; expected 'one-hot' or 'codes'"),
         ({"scale": "minmax"}, "data.options: scale is 'minmax'; expected 'standard'"),
         ({"categories": {"color": ["red", "red"]}}, "categories of 'color' is .*expected a list of values, each once"),
@@ -245,12 +254,22 @@ def test_options_of_a_study_file_are_checked(options, message):
         parse(Columns, {"target": "ill", **options}, "data.options")
 
 
+def test_codes_that_are_written_as_numbers_are_categories():
+    made = from_table(patients(30).assign(zip=[f"{place:05}" for place in range(30)]), target="ill", client="site")
+    assert "zip=00007" in made.feature_names
+    mixed = patients(30).assign(age=["?", *map(str, range(29))])
+    assert "age=?" in from_table(mixed, target="ill", client="site", encode={"age": "one-hot"}).feature_names
+
+
 def test_a_file_that_is_no_table_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("y;c\n1,5;a\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"a.csv is separated by semicolons; write it with commas"):
+        from_table(tmp_path / "a.csv", target="y", client="c")
     (tmp_path / "a.xlsx").write_bytes(b"x")
     (tmp_path / "a.parquet").write_bytes(b"x")
-    with pytest.raises(DataError, match="is no table; expected a file .csv, .tsv or .parquet"):
+    with pytest.raises(DataError, match=r"is no table; expected a file .csv, .tsv or .parquet"):
         from_table(tmp_path / "a.xlsx", target="y", client="c")
-    with pytest.raises(DataError, match="a.parquet cannot be read"):
+    with pytest.raises(DataError, match=r"a.parquet cannot be read"):
         from_table(tmp_path / "a.parquet", target="y", client="c")
 
 
@@ -268,6 +287,16 @@ def test_machines_that_read_tables_of_their_own_must_name_what_text_means(column
         read_table(table, Columns(**columns), shared=True)
     said = {"class_names": ["no", "yes"], "categories": {"color": ["red", "blue"]}, "features": ["age", "color"]}
     assert read_table(table, Columns("ill", **said), shared=True).classes == 2
+
+
+def test_known_clusters_of_clients_become_the_truth():
+    made = from_table(patients(), target="ill", client="site", clusters={"Åre": 1, "Zürich": 0, "東京": 1})
+    assert made.truth is not None
+    assert made.truth.cluster.tolist() == [0, 1, 1]
+    with pytest.raises(DataError, match="clusters has nothing for client 'Zürich'"):
+        from_table(patients(), target="ill", client="site", clusters={"Åre": 1})
+    with pytest.raises(ConfigError, match="clusters is given without client"):
+        from_table(patients(), target="ill", num_clients=2, clusters={"Åre": 1})
 
 
 def test_without_clients_a_table_is_divided():

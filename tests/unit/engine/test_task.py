@@ -408,3 +408,38 @@ def test_a_client_that_does_not_fit_alone_is_refused_in_words(monkeypatch):
         pytest.raises(ModelError, match="does not hold the training of one client"),
     ):
         t.train(t.init(Rng(0)), Rng(0).at(0), LocalTraining())
+
+
+def test_a_batch_of_one_sample_is_refused_with_the_client_where_the_module_normalizes_over_batches():
+    """12, 11, 7, 5, 3 and 2 samples: in batches of four, 5 leaves one; in batches of two, 11, 7, 5 and 3 do."""
+    hosted, names = ragged(), ("Oslo", "Lima", "Rio", "مستشفى", "Bonn", "Kyiv")
+    made = task("loop", federation=replace(hosted, client_names=names))
+    said = (
+        r"مستشفى has 5 training samples, so its last batch of local.batch_size = 4 holds one, .* local.drop_last = true"
+    )
+    with pytest.raises(ModelError, match=said):
+        made.check_batches(LocalTraining(batch_size=4))
+    with pytest.raises(ModelError, match=r"Lima has 11 training samples.* holds one \(3 more like it\)"):
+        made.check_batches(LocalTraining(batch_size=2))
+    with pytest.raises(ModelError, match=r"local.batch_size is 1, and batch normalization needs two or more"):
+        made.check_batches(LocalTraining(batch_size=1))
+    for fine in (LocalTraining(batch_size=2, drop_last=True), LocalTraining(batch_size=3, drop_last=True),
+                 LocalTraining(batch_size=8), LocalTraining(batch_size=4, steps=1)):  # fmt: skip
+        made.check_batches(fine)
+    task("loop", nn.Linear(4, 3), hosted).check_batches(LocalTraining(batch_size=1))
+
+
+def test_a_client_of_one_sample_is_refused_where_the_module_normalizes_over_batches():
+    federation = tiny_federation()
+    split = federation.split.clone()
+    split[2, 1:12] = -1
+    made = task("loop", federation=replace(federation, split=split))
+    with pytest.raises(ModelError, match="client 2 has one training sample, and batch normalization needs two or more"):
+        made.check_batches(LocalTraining(batch_size=4, drop_last=True))
+
+
+def test_normalization_over_the_places_of_one_image_takes_a_batch_of_one():
+    """Sixteen values a channel: a variance can be computed."""
+    module = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 3))
+    made = task("loop", module, tiny_federation(features=(1, 4, 4)))
+    made.check_batches(LocalTraining(batch_size=1))

@@ -12,7 +12,7 @@ from torch.func import grad, vmap
 from torch.nn import functional
 
 from coterie.engine._loop import LoopEngine
-from coterie.engine._work import RawSamples, Training
+from coterie.engine._work import Pairs, RawSamples, Training
 from coterie.engine.native.traced import TracedProgram
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, DataError, ModelError
@@ -35,10 +35,10 @@ def numbers(*shape):
 
 
 def with_gaps(targets, ignored=-100):
-    """Some positions do not count; of the second sample, none does."""
-    targets = torch.where(numbers(*targets.shape[1:]) < -0.5, ignored, targets)
-    targets[1] = ignored
-    return targets
+    """Some positions do not count, of the first sample the first; of the second sample, none does."""
+    found = torch.where(numbers(*targets.shape[1:]) < -0.5, ignored, targets)
+    found[0], found[0, 0], found[1] = targets[0], ignored, ignored
+    return found
 
 
 def survival():
@@ -217,41 +217,30 @@ def test_single_precision_and_bf16_products_give_losses_in_single_precision(name
     torch.testing.assert_close(mixed, found)
 
 
-@dataclass(frozen=True)
-class Packed(Loss):
-    """A loss whose outputs and targets travel as rows of numbers of one length."""
-
-    kind: ClassVar[str] = "packed"
-    targets: ClassVar[losses.Targets] = "numbers"
-    metric: ClassVar[str | None] = "mse"
-    case: str = ""
-
-    def __call__(self, outputs, targets):
-        loss, like, wanted = CASES[self.case]
-        own = targets[:, : wanted[0].numel()].reshape(-1, *wanted.shape[1:]).to(wanted.dtype)
-        return loss(outputs.reshape(-1, *like.shape[1:]), own)
-
-
 @pytest.mark.parametrize(
     "name", ["weighted", "multi-label, weighted", "tokens, smoothed", "dice, with cross-entropy", "poisson", "quantile"]
 )
-def test_a_native_program_trains_as_the_loop_engine(name):
-    _, outputs, targets = CASES[name]
-    width = outputs[0].numel()
+def test_a_native_program_trains_and_measures_as_the_loop_engine(name):
+    loss, outputs, targets = CASES[name]
     with Rng(0).torch_globals("init"):
-        layout = Layout(nn.Linear(7, width), torch.float64)
-    y = torch.zeros(SAMPLES, width).double()
-    y[:, : targets[0].numel()] = targets.flatten(1)
-    data = RawSamples(numbers(7), y, 0, torch.float64)
+        module = nn.Sequential(nn.Linear(7, outputs[0].numel()), nn.Unflatten(1, outputs.shape[1:]))
+        layout = Layout(module, torch.float64)
+    data = RawSamples(numbers(7), targets, torch.float64)
     rows = layout.flatten_copy(layout.train_module)[None]
     places = torch.arange(SAMPLES).reshape(1, 2, 6)
     work = Training(data, places, torch.full((1, 2), 6), LocalTraining(optimizer="sgd", lr=0.5, batch_size=6))
-    program = TracedProgram(layout, Packed(name), data.inputs(torch.arange(2)), data.targets(torch.arange(2)))
+    few = torch.arange(2)
+    program, loop = TracedProgram(layout, loss, data.inputs(few), data.targets(few)), LoopEngine(layout, loss)
     ours, theirs = rows.clone(), rows.clone()
-    found, expected = program.train(ours, work), LoopEngine(layout, Packed(name)).train(theirs, work, 1)
+    found, expected = program.train(ours, work), loop.train(theirs, work, 1)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     assert not torch.allclose(ours, rows, atol=1e-3)
+    sets, nothing = Pairs(data, places[0], torch.tensor([6, 5]), few * 0, few), layout.zero_inputs(1)
+    measured = loop.measure(theirs, sets, nothing, 1)
+    for mine, value in zip(program.measure(ours, sets, nothing), measured.values(), strict=True):
+        torch.testing.assert_close(mine, value, rtol=1e-10, atol=1e-12)
+    assert list(measured) == ["loss", loss.metric]
 
 
 # ---------------------------------------------------------------- metrics
@@ -314,7 +303,7 @@ def test_what_fits_is_accepted(name):
 @pytest.mark.parametrize(
     ("loss", "outputs", "targets", "said"),
     [
-        ("cross-entropy", (5, 4), (5,), r"loss 'cross-entropy' takes outputs .* found \(samples, 5, 4\) and \(samples, 5\)"),
+        ("cross-entropy", (5, 4), (5,), r"'cross-entropy' takes outputs .* found \(samples, 5, 4\) and \(samples, 5\)"),
         ("binary", (2,), (), "one yes or no a sample; found"),
         ("multi-label", (2,), (3,), r"found \(samples, 2\) and \(samples, 3\): the module needs one output a label"),
         ("tokens", (64,), (32,), r"takes outputs \(samples, positions, classes\) and targets \(samples, positions\)"),

@@ -154,11 +154,12 @@ def test_total_variance():
 SOURCES = Path(metrics.__file__).parents[1]
 PLACES = {
     "functional/metrics.py": "the registry",
+    "functional/losses.py": "names of losses",
     "engine/native/library.py": "fields of a C struct",
     "engine/native/traced.py": "fields of a C struct",
     "engine/native/trace.py": "names of PyTorch's operations",
 }
-WORDS = {"label": "also the name of a method in a study"}
+WORDS = {"label": "also the name of a method in a study", "loss": "also a setting of a run"}
 
 
 def literals(path: Path) -> set[str]:
@@ -204,6 +205,104 @@ def test_derived_metrics_are_shown_as_what_they_are_made_from():
     }
 
 
+@pytest.mark.parametrize("name", metrics.MEASURES)
+def test_a_bundled_metric_of_samples_is_shown_as_its_entry(name):
+    """What may be NaN says why, and what is asked for by name is stored by it."""
+    one = metrics.MEASURES[name]
+    assert one.entry == metrics.REGISTRY[name]
+    assert type(one.entry) is metrics.Metric
+    assert one.sign
+    assert one.takes
+    assert one.on_samples
+    assert one.each or one.undefined or name == "balanced_accuracy"
+    assert metrics.read_metric(name) is one
+    assert metrics.stored_metric(one) == name
+    assert metrics.stored([one]) == {}
+
+
+def spread(outputs, targets):
+    """How far apart outputs are.
+
+    Not shown.
+    """
+    return outputs.std()
+
+
+def forgotten(outputs, targets):
+    outputs.std()
+
+
+def each_of_them(outputs, targets):
+    return outputs.mean(1)
+
+
+def loss(outputs, targets):
+    return 0.0
+
+
+WORST = metrics.SampleMetric("worst", "the largest error", better="lower", function=spread, least=0.0)
+OTHER_ACCURACY = metrics.SampleMetric("accuracy", function=spread)
+
+
+def test_a_function_is_a_metric_of_its_name():
+    own = metrics.read_metric(spread)
+    assert own == metrics.read_metric(f"{__name__}:spread")
+    assert (own.name, own.text, own.sign, own.shown) == ("spread", "How far apart outputs are.", 0, "further")
+    assert own(torch.tensor([[1.0], [3.0]]), torch.zeros(2)) == pytest.approx(math.sqrt(2))
+    assert metrics.stored_metric(own) == f"{__name__}:spread"
+    stored = metrics.stored([own])
+    assert json.loads(json.dumps(stored)) == stored
+    assert metrics.REGISTRY.with_stored(stored)["spread"] == own.entry
+
+
+def test_a_metric_is_found_by_its_path_and_stored_by_it():
+    found = metrics.read_metric(f"{__name__}:WORST")
+    assert (found.name, found.better, found.path) == ("worst", "lower", f"{__name__}:WORST")
+    assert metrics.stored_metric(found) == metrics.stored_metric(WORST) == f"{__name__}:WORST"
+    assert metrics.read_metric(WORST) is WORST
+    nowhere = metrics.SampleMetric("nowhere", function=spread)
+    with pytest.raises(ConfigError, match="'nowhere' has no import path; define it at the top of a module"):
+        metrics.stored_metric(nowhere)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("auroq", "metrics: unknown metric 'auroq'; did you mean 'auroc'?"),
+        ("n_clusters", "unknown metric 'n_clusters'"),
+        ("math:pi", "'math:pi' is 3.14.*; expected a function"),
+        ("math:no", "expected package.module:name"),
+        ("torch.nn:Linear", "expected a function"),
+        (lambda outputs, targets: 0, "at the top of a module"),
+        (f"{__name__}:loss", "the name of metric .* is 'loss'; expected one that no built-in metric has"),
+        (f"{__name__}:OTHER_ACCURACY", "is 'accuracy'; expected one that no built-in metric has"),
+        (OTHER_ACCURACY, "the name of a metric is 'accuracy'; expected one that"),
+    ],
+)
+def test_a_metric_of_samples_that_is_none_is_refused(given, said):
+    with pytest.raises(ConfigError, match=said):
+        metrics.read_metric(given)
+
+
+def test_what_a_function_returns_must_be_a_number():
+    outputs, targets = torch.zeros(3, 2), torch.zeros(3)
+    with pytest.raises(ConfigError, match="forgotten' returned None; expected one number for all samples"):
+        metrics.read_metric(forgotten)(outputs, targets)
+    with pytest.raises(
+        ConfigError, match=r"returned a tensor of shape \(3,\); .* needs SampleMetric\(..., each=True\)"
+    ):
+        metrics.read_metric(each_of_them)(outputs, targets)
+    every = metrics.SampleMetric("every", function=each_of_them, each=True)
+    assert every(outputs + 2, targets) == 2
+    with pytest.raises(ConfigError, match=r"'every' returned a tensor of shape \(\) for 3 samples"):
+        metrics.SampleMetric("every", function=spread, each=True)(outputs, targets)
+
+
+def test_a_set_without_samples_has_no_value():
+    with pytest.warns(metrics.Undefined, match="the mean squared error is undefined: there are no samples"):
+        assert math.isnan(metrics.MEASURES["mse"](torch.zeros(0), torch.zeros(0)))
+
+
 def test_an_unknown_metric_is_a_plain_number_without_direction():
     entry = metrics.REGISTRY["never_heard_of"]
     assert (entry.title, entry.sign, entry.show(0.5), entry.heading("test")) == (
@@ -216,6 +315,7 @@ def test_what_compares_methods_is_the_first_that_is_there():
     assert metrics.REGISTRY.main(["loss", "n_clusters", "accuracy_max", "accuracy"]) == "accuracy"
     assert metrics.REGISTRY.main(["loss", "mse"]) == "mse"
     assert metrics.REGISTRY.main(["trust"]) == "trust"
+    assert metrics.REGISTRY.main(["pixel_accuracy", "loss", "iou"]) == "iou"
 
 
 @pytest.mark.parametrize(

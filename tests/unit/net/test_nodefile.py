@@ -144,6 +144,64 @@ def test_one_run_of_a_study_is_chosen():
     assert (label, seed, len(study.methods), list(study.seeds)) == ("local", 1, 1, [1])
 
 
+def test_a_node_with_arrays_is_called_as_the_roster_says(tmp_path):
+    """Its federation of one client has no name for it: that of all members comes from the roster."""
+    np.savez(tmp_path / "own.npz", x=X, y=Y)
+    assert rows(tmp_path, 'arrays = "own.npz"\nclasses = 3').names == {}
+
+
+def test_the_names_of_a_federation_that_a_node_reads_are_kept(tmp_path):
+    named = replace(
+        from_arrays(X, Y, clients=np.repeat([0, 1, 2], 10), classes=3), client_names=("Oslo", "Lima", "Rio")
+    )
+    named.save(tmp_path / "all.safetensors")
+    assert rows(tmp_path, 'federation = "all.safetensors"').names == {1: "Lima"}
+TABLE = "age,color,site,ill\n" + "\n".join(
+    f"{place},{'red' if place % 2 else 'blue'},{'Åre' if place < 20 else 'Malmö'},{'yes' if place % 3 else 'no'}"
+    for place in range(40)
+)
+
+
+def table_rows(folder: Path, client: int = 1, **change: str):
+    """The rows of a node with a table of its own; `change` says options as TOML."""
+    (folder / "t.csv").write_text(TABLE)
+    options = {
+        "path": '"t.csv"', "target": '"ill"', "features": '["age", "color"]', "class_names": '["no", "yes", "maybe"]',
+        "categories": '{ color = ["green", "red", "blue"] }', **change,
+    }  # fmt: skip
+    lines = "\n".join(f"{key} = {value}" for key, value in options.items() if value)
+    return rows(folder, f'dataset = "table"\n[data.options]\n{lines}', client)
+
+
+def test_a_table_beside_the_file_is_a_clients_own_data(tmp_path):
+    federation = table_rows(tmp_path, client=2)
+    assert (federation.ids.tolist(), federation.population, federation.classes) == ([2], 3, 3)
+    assert federation.feature_names == ("age", "color=green", "color=red", "color=blue")
+    assert federation.counts("train").tolist() == [26]  # 40: 8 tests, 6 validation
+    with pytest.raises(DataError, match="the data hold 2 clients; the roster says that this node hosts 1"):
+        two_clients(tmp_path)
+
+
+def two_clients(folder: Path):
+    (folder / "t.csv").write_text(TABLE)
+    options = 'path = "t.csv"\ntarget = "age"\nclient = "site"\nclasses = 0\nfeatures = ["color"]'
+    return rows(folder, f'dataset = "table"\n[data.options]\n{options}\ncategories = {{ color = ["red", "blue"] }}')
+
+
+def test_text_means_the_same_on_every_node_or_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="the categories of 'color' are missing; every machine must name the same"):
+        table_rows(tmp_path, categories="")
+    with pytest.raises(ConfigError, match="the classes of 'ill' are missing"):
+        table_rows(tmp_path, class_names="")
+    with pytest.raises(ConfigError, match=r"dataset is 'mnist'; expected 'table', 'folder' or 'package.module:name'"):
+        rows(tmp_path, 'dataset = "mnist"')
+
+
+def test_arrays_of_a_node_give_its_client_no_name(tmp_path):
+    np.savez(tmp_path / "d.npz", x=X, y=Y)
+    assert rows(tmp_path, 'arrays = "d.npz"\nclasses = 3').client_names == ()
+
+
 def test_what_nodes_agree_on_names_the_model_with_its_arguments():
     text = "seeds = [0]\ndata = { dataset = 'digits' }\nmethods = [{ kind = 'random' }]\nmodel = "
     kinds = ("{ kind = 'linear' }", "{ kind = 'a.b:Net' }", "{ kind = 'a.b:Net', options = { width = 3 } }")

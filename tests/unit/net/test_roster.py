@@ -27,6 +27,7 @@ def test_a_roster_is_read_as_it_was_written(made):
     folder, signed, _ = made
     assert roster.load(*files(folder)) == signed
     assert signed.host_of == {0: "n0", 1: "n1", 2: "n1", 3: "n2"}
+    assert signed.client_names == {0: "n0", 3: "n2"}, "two clients of one member are told apart by their numbers"
     assert [m.name for m in signed.before("n2")] == ["n0", "n1"]
 
 

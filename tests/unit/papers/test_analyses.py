@@ -167,3 +167,10 @@ def test_the_command_writes_and_lists(study: Path):
     assert pd.read_parquet(study / "fedgwc/seed-0/analyses/beta.parquet").beta.tolist() == [0.5]
     refused = run(app, ["analyze", str(study), "--what", "beta", "--betas", "much"])
     assert isinstance(refused.exception, ConfigError)
+
+
+def test_a_simplex_over_numbers_is_refused_in_words():
+    loop = follow(SosicFl(endpoints=3, regions=2))
+    loop.task.classes = 0  # as with squared errors
+    with pytest.raises(ConfigError, match="scores models by their accuracy; these targets are not one class a sample"):
+        analyses.simplex_scores(loop, Options())

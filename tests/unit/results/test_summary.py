@@ -59,6 +59,20 @@ def test_a_population_without_planted_clusters_has_only_the_mean_over_clients(tm
     assert [r["cluster"] for r in summary.summarize(tmp_path / "s")["rows"]] == ["all"]
 
 
+def test_a_client_whose_samples_leave_a_metric_undefined_is_not_in_its_mean(tmp_path, write_run, final_rows):
+    """Clusters {0, 1}, {2} and {3}: the last has no value, and the second diverged."""
+    clusters, nan = [0, 0, 1, 2], math.nan
+    rows = final_rows([0.5, nan, nan, nan], clusters, metric="auroc")
+    rows += final_rows([0.1, 0.2, nan, 0.4], clusters, metric="loss")
+    write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=rows)
+    means = summary.cluster_means(summary.read_run(tmp_path / "s" / "A" / "seed-0"), "auroc")
+    assert means == pytest.approx({0: 0.5, 1: nan, 2: nan, "all": nan, "clusters": nan}, nan_ok=True)
+    rows = [row for row in rows if row[1] != 2]
+    write_run(tmp_path / "t" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=rows)
+    means = summary.cluster_means(summary.read_run(tmp_path / "t" / "A" / "seed-0"), "auroc")
+    assert means == pytest.approx({0: 0.5, 2: nan, "all": 0.5, "clusters": nan}, nan_ok=True)
+
+
 def test_gain_is_paired_by_client_and_seed(small):
     """Seed 0: gains .2 .1 .3 -.1 (mean .125, one of four lost); seed 1: .2 .2 .2 0 (mean .15, none lost)."""
     result = summary.gains(small)
@@ -79,6 +93,15 @@ def test_gain_of_a_loss_is_turned_round(tmp_path, write_run, final_rows):
         write_run(tmp_path / "s" / label / "seed-0", kind=kind, label=label, seed=0, metrics=rows)
     (gain,) = summary.gains(tmp_path / "s")["rows"]
     assert (gain["mean"], gain["lost"], gain["mean_low"]) == (2.0, 0.0, None)
+
+
+@pytest.mark.parametrize(("validated", "main"), [(["loss"], "loss"), (["loss", "mae"], "mae"), ([], "mae")])
+def test_what_validation_data_lack_does_not_compare_methods(tmp_path, write_run, final_rows, validated, main):
+    """An absolute error of the test sets alone does not, unless there are no validation data at all."""
+    rows = [row for name in ("loss", "mae") for row in final_rows([3.0, 2.0], [0, 0], metric=name)]
+    rows += [(*row[:3], "validation", *row[4:]) for row in rows if row[5] in validated]
+    write_run(tmp_path / "s" / "L" / "seed-0", kind="local", label="L", seed=0, metrics=rows)
+    assert summary.gains(tmp_path / "s")["metric"] == main
 
 
 @pytest.mark.parametrize(

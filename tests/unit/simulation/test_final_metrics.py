@@ -31,6 +31,7 @@ from coterie.models import simplex_layers
 from coterie.models.layout import Layout
 from coterie.rng import Rng
 from coterie.simulation import final_metrics
+from coterie.simulation.final_metrics import with_value
 from coterie.simulation.run import simulate
 from coterie.simulation.settings import Settings
 
@@ -310,3 +311,19 @@ def test_the_composed_variance_is_that_of_the_mean_over_endpoints(monkeypatch: p
     found = loop.record.metrics.query("metric == 'composed_gradient_variance'").groupby("round")["value"].mean()
     parts = [(update[:, :36].reshape(6, 3, 12).mean(1), update[:, 36:].reshape(6, 3, 3).mean(1)) for update in seen]
     assert found.tolist() == pytest.approx([float(torch.cat(part, dim=1).var(0, correction=0).sum()) for part in parts])
+
+
+@pytest.mark.parametrize(
+    ("metric", "kept"),
+    [
+        (metrics.AUROC, [0, 2, 3]),  # client 1 lacks a class; client 2 diverged, which no mean hides
+        (metrics.Metric("own_of_samples", on_samples=True), [0, 2, 3]),
+        (metrics.Metric("of_a_method"), [0, 1, 2, 3]),
+        (metrics.TRAIN_PRIOR_ACCURACY, [0, 1, 2, 3]),
+    ],
+)
+def test_clients_whose_samples_leave_a_metric_undefined_are_not_in_its_mean(metric, kept):
+    values = pd.Series([0.5, math.nan, math.nan, 1.0])
+    losses = pd.Series([math.nan, 0.4, 0.3], index=[2, 1, 0])
+    assert with_value(values, losses, metric).index.tolist() == kept
+    assert with_value(values.fillna(0), losses, metric).index.tolist() == [0, 1, 2, 3]

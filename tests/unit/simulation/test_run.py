@@ -3,14 +3,16 @@
 import dataclasses
 import inspect
 import json
+import re
 
 import numpy as np
 import pytest
 
 import coterie
+from coterie.errors import ConfigError
 from coterie.methods.local import Local
 from coterie.methods.random_gossip import Random
-from coterie.simulation.run import Note, simulate
+from coterie.simulation.run import Note, _check_given, simulate
 from coterie.testing import tiny_federation, tiny_settings
 
 
@@ -82,7 +84,7 @@ def test_a_run_tells_that_it_compiles(monkeypatch, tmp_path):
     assert said == [Note("local", 4, "compiling the model (once for this machine)")]
 
 
-NAMES = ("Oslo", "مستشفى الملك", "<script>", "🏥", "O'Hara \"B\"", "Lima")
+NAMES = ("Oslo", "مستشفى الملك", "<script>", "🏥", 'O\'Hara "B"', "Lima")
 
 
 def test_names_of_clients_reach_the_run_and_its_files_and_tables_keep_ids(tmp_path):
@@ -96,7 +98,7 @@ def test_names_of_clients_reach_the_run_and_its_files_and_tables_keep_ids(tmp_pa
     stored = json.loads((tmp_path / "provenance.json").read_text("utf-8"))
     assert stored["client_names"] == {str(client): name for client, name in enumerate(NAMES)}
     lost = dataclasses.replace(named, diverged=(1, 4))
-    assert lost.facts()[1]["diverged"] == "2 of 6 clients (مستشفى الملك, O'Hara \"B\")"
+    assert lost.facts()[1]["diverged"] == '2 of 6 clients (مستشفى الملك, O\'Hara "B")'
 
 
 def test_names_do_not_change_a_run(run, tmp_path):
@@ -111,3 +113,25 @@ def test_names_do_not_change_a_run(run, tmp_path):
 
 def test_clients_without_names_are_numbered(run):
     assert set(run.metrics_by_name["client"]) == {f"client {client}" for client in range(6)}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"federation": (1, 2)}, "federation is (1, 2); expected a Federation, as `from_arrays` makes one"),
+        ({"method": "local"}, "method is 'local'; expected a method, such as METHODS['dac'](num_peers=5)"),
+        ({"method": Local}, "method is <class 'coterie.methods.local.Local'>; expected a method"),
+        ({"model": 5}, "model is 5; expected a name, an nn.Module, or a function that makes one"),
+        ({"settings": {"rounds": 3}}, "settings is {'rounds': 3}; expected Settings(...)"),
+    ],
+)
+def test_what_is_of_another_kind_is_refused_at_the_door(change, said):
+    given = {"federation": tiny_federation(), "method": Local(), "model": "linear", "settings": tiny_settings()}
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        _check_given(**{**given, **change})
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 10**30])
+def test_a_seed_that_no_stream_has_is_refused(seed):
+    with pytest.raises(ConfigError, match="expected a whole number, 0 or more and below"):
+        simulate(tiny_federation(), Local(), model="linear", settings=tiny_settings(), seed=seed)

@@ -327,9 +327,26 @@ def test_a_base_is_no_study_of_its_own():
         config.load("dac/_base")
 
 
+def test_a_path_of_own_data_leads_from_here_or_from_the_study_file(tmp_path, monkeypatch):
+    """What is here comes first; what lies beside the file gets its whole path, so that a resumed run finds it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "far").mkdir()
+    data = '[data]\ndataset = "table"\noptions = { path = "t.csv", target = "y", test = "held.csv" }\n'
+    (tmp_path / "far/base.toml").write_text(data + '[[methods]]\nkind = "local"\n')
+    (tmp_path / "mine.toml").write_text('extends = "far/base.toml"\n')
+    (tmp_path / "far/t.csv").write_text("y\n")
+    for file in ("far/base.toml", "mine.toml"):
+        options = config.load(file).data.options
+        assert options == {"path": str(tmp_path / "far/t.csv"), "target": "y", "test": "held.csv"}
+    (tmp_path / "t.csv").write_text("y\n")
+    assert config.load("mine.toml").data.options["path"] == "t.csv"
+
+
 @pytest.mark.parametrize("label", ["Größe", "東京 2", "हिन्दी", "τ=0.5, m", "عربي", "a" * 200])
 def test_a_label_may_be_of_any_script_and_is_set_with_and_without_quotes(label):
-    study = config.loads(STUDY.replace('label = "Gossip"', f'label = "{label}"'), overrides=[f'methods."{label}".num_peers=1'])
+    study = config.loads(
+        STUDY.replace('label = "Gossip"', f'label = "{label}"'), overrides=[f'methods."{label}".num_peers=1']
+    )
     assert study.entry(label).method.num_peers == 1
     assert config.loads(config.dumps(study)) == study
     if "=" not in label and "." not in label:
@@ -338,7 +355,8 @@ def test_a_label_may_be_of_any_script_and_is_set_with_and_without_quotes(label):
 
 
 @pytest.mark.parametrize(
-    "label", ["..", ".a", "a.", "a ", " a", "a/b", "a\\\\b", "a\\u0007b", "_a", "a" * 201, "ä" * 101, "Config.toml", "B2SUMS"]
+    "label",
+    ["..", ".a", "a.", "a ", " a", "a/b", "a\\\\b", "a\\u0007b", "_a", "a" * 201, "ä" * 101, "Config.toml", "B2SUMS"],
 )
 def test_a_label_that_is_no_good_folder_is_refused(label):
     assert "label is " in error_of(STUDY.replace('label = "Gossip"', f'label = "{label}"'))
@@ -346,13 +364,16 @@ def test_a_label_that_is_no_good_folder_is_refused(label):
 
 def test_labels_that_differ_in_case_or_in_how_an_accent_was_typed_are_the_same():
     for one, other in (("GRÖSSE", "größe"), ("Größe", unicodedata.normalize("NFD", "Größe"))):
-        text = STUDY.replace('label = "Gossip"', f'label = "{one}"').replace('kind = "local"', f'kind = "local"\nlabel = "{other}"')
+        text = STUDY.replace('label = "Gossip"', f'label = "{one}"').replace(
+            'kind = "local"', f'kind = "local"\nlabel = "{other}"'
+        )
         assert "two methods are called" in error_of(text)
 
 
 def test_a_study_made_in_python_obeys_the_same_rules():
     with pytest.raises(ConfigError, match=r"label is '\.\./up'"):
         make_study({"../up": METHODS["local"]()})
+    assert make_study([METHODS["local"]()], seeds=2).seeds == (0, 1)
 
 
 @pytest.mark.parametrize("change", ["seeds=99999999999999999999", "seeds=20000", "seeds=0", "seeds=-3"])

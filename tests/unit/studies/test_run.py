@@ -357,6 +357,35 @@ def test_a_diverged_client_is_named(tmp_path):
     assert done.diverged[Job("Alone", 0)] == (0, 1)
 
 
+def test_resuming_with_other_data_is_refused_even_when_the_settings_are_the_same(tmp_path):
+    """Finished runs would be kept beside new ones on other data. Another first seed has other data rightly."""
+    one = small("seeds=[0]", "rounds=1")
+    run_study(one, out=tmp_path, federation=tiny_federation(seed=0))
+    described = (tmp_path / "tiny/federation.json").read_bytes()
+    with pytest.raises(CheckpointError, match=r"was run with other data .*--overwrite starts again, --out keeps both"):
+        run_study(one, out=tmp_path, federation=tiny_federation(seed=1), resume=True)
+    more = small("seeds=[3]", "rounds=1")
+    run_study(more, out=tmp_path, federation=lambda seed: tiny_federation(seed=seed), resume=True)
+    assert (tmp_path / "tiny/federation.json").read_bytes() == described
+    run_study(one, out=tmp_path, federation=tiny_federation(seed=0), resume=True)
+
+
+def test_a_table_that_has_changed_is_read_again(tmp_path, monkeypatch):
+    """Also by the same process, which may be a notebook."""
+    monkeypatch.chdir(tmp_path)
+    text = (
+        'name = "mine"\nrounds = 1\nseeds = [0]\nmodel.kind = "linear"\n[data]\ndataset = "table"\n'
+        'options = { path = "t.csv", target = "y", client = "c" }\n[[methods]]\nkind = "local"\n'
+    )
+    rows = [f"{place / 3:.2f},{place % 2},{'ab'[place % 3 > 0]}" for place in range(30)]
+    (tmp_path / "t.csv").write_text("\n".join(["x,y,c", *rows]))
+    run_study(config.loads(text))
+    run_study(config.loads(text), resume=True)
+    (tmp_path / "t.csv").write_text("\n".join(["x,y,c", *rows, "9.0,1,a"]))
+    with pytest.raises(CheckpointError, match="was run with other data"):
+        run_study(config.loads(text), resume=True)
+
+
 @pytest.fixture
 def named():
     """Six clients of the tiny federation with names of several scripts."""

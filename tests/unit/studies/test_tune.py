@@ -7,6 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from coterie.cli.app import app
+from coterie.data.arrays import from_arrays
 from coterie.data.build import build_federation
 from coterie.data.federation import TestSet
 from coterie.errors import ConfigError
@@ -155,3 +156,40 @@ def test_a_grid_of_presets_tries_what_each_says():
         tried = tune._with_point(study, "fedgwc", (("preset", preset),))
         assert tried.entry("fedgwc").method == METHODS["fedgwc"](preset=preset)
         assert config.loads(config.dumps(tried)) == tried
+
+
+def test_data_and_modules_of_ones_own_can_be_tuned(study):
+    """A federation of one's own, and a module: here those that the study names, so that nothing may change."""
+    grid = {"lr": [0.001, 0.003]}
+    named = tune.tune(study, grid, widenings=0)
+    own = replace(study, data=replace(study.data, dataset="own"), model=replace(study.model, kind="own"))
+    given = tune.tune(own, grid, widenings=0, federation=build_federation(study.data, 0), model="linear")
+    assert given.trials == named.trials
+    with pytest.raises(ConfigError, match=r"of your own; give them from Python: tune\(\.\.\., federation="):
+        tune.tune(own, grid, model="linear")
+    with pytest.raises(ConfigError, match="data or a module of your own"):
+        tune.tune(own, grid, federation=build_federation(study.data, 0))
+
+
+def made(seed: int):
+    """A federation by import path, with clients that have names."""
+    x = torch.arange(120.0).reshape(60, 2) / 60
+    return from_arrays(x, x.sum(1), clients=["é", "b", "c"] * 20, seed=seed)
+
+
+def test_data_by_import_path_can_be_tuned_by_the_command(tmp_path):
+    head, _, rest = STUDY.partition("[data]")
+    text = f'{head}[data]\ndataset = "{__name__}:made"\n[model]{rest.partition("[model]")[2]}'
+    (tmp_path / "own.toml").write_text(text)
+    told = CliRunner().invoke(
+        app, ["tune", str(tmp_path / "own.toml"), "-g", "lr=0.001,0.01", "-o", str(tmp_path), "-w", "1", "--quiet"]
+    )
+    assert told.exception is None, told.output
+    tuned = config.load(tmp_path / "small-tuned.toml")
+    assert tuned.data.dataset == f"{__name__}:made"
+
+
+def test_the_client_without_validation_data_is_named(study):
+    bare = from_arrays(torch.zeros(20, 3), torch.zeros(20), clients=["é", "b"] * 10, validation_fraction=0)
+    with pytest.raises(ConfigError, match=r"validation data of every client, and b has none; .*validation="):
+        tune.tune(study, {"lr": [0.1]}, federation=bare)

@@ -182,7 +182,7 @@ class ImageLowering(Lowering):
         return self._convolved(x, w, bias, _Convolution(x, w, stride, padding, dilation, transposed, groups))
 
     def _convolved(self, x: Value, w: Value, bias: Value | None, conv: "_Convolution") -> Value:
-        n, c, o, taps = x.shape[0], conv.c, conv.o, conv.taps
+        n, c, o, taps, w = x.shape[0], conv.c, conv.o, conv.taps, conv.useful(w)
         if conv.point:
             rows = self._pixels(x)
             y = self._product(rows, self._turned(self._shaped(w, [o, c])))
@@ -247,11 +247,16 @@ class ImageLowering(Lowering):
         self, g: Value, x: Value, w: Value, conv: "_Convolution", mask: Sequence[bool]
     ) -> list[Value | None]:
         """Return the gradients of input, weights and bias; None where the mask is false."""
+        w = conv.useful(w)
         if g.leaf is None:
             in_planes = not conv.point and self._pixels_pay(conv.o, conv.wo, conv)
             g = self.program.stored(g, PLANES if in_planes else LAST)
         gb = self._shaped(self.program.reduced([g], [0, 2, 3], "sum")[0], [conv.o]) if mask[2] else None
         gw = self._weights_back(g, x, w, conv) if mask[1] else None
+        if gw is not None and any(conv.cut):
+            high, wide = conv.cut
+            inner, gw = gw, self._op_constant_pad_nd(gw, [wide, wide, high, high])
+            self.inner[_name(gw)] = inner
         gx = self._inputs_back(g, x, w, conv) if mask[0] else None
         return [gx, gw, gb]
 
@@ -456,7 +461,8 @@ class _Convolution:
         c, h, w: channels, height and width of the input.
         o, ho, wo: those of the output.
         cg, og: channels of the input and of the output in a group.
-        kh, kw: size of the kernel; `taps` is their product.
+        kh, kw: size of the kernel, without its rim that only ever meets padding; `taps` is their product.
+        cut: rows and columns of the kernel left out so, on each side.
         dh, dw: dilation.
         stride, padding: along the height and the width.
         depthwise: whether each channel has a kernel of its own.
@@ -471,11 +477,27 @@ class _Convolution:
         self.c, self.h, self.w = _sizes(x.shape[1:])
         self.o, self.cg, self.kh, self.kw = _sizes(w.shape)
         self.stride, self.padding, (self.dh, self.dw) = _pair(stride), _pair(padding), _pair(dilation)
-        self.groups, self.og, self.taps = groups, self.o // groups, self.kh * self.kw
+        self.groups, self.og = groups, self.o // groups
         self.ho = (self.h + 2 * self.padding[0] - self.dh * (self.kh - 1) - 1) // self.stride[0] + 1
         self.wo = (self.w + 2 * self.padding[1] - self.dw * (self.kw - 1) - 1) // self.stride[1] + 1
+        self.cut = (self._rim(0, self.h, self.kh, self.dh, self.ho), self._rim(1, self.w, self.kw, self.dw, self.wo))
+        self.kh, self.kw = self.kh - 2 * self.cut[0], self.kw - 2 * self.cut[1]
+        self.padding = (self.padding[0] - self.cut[0] * self.dh, self.padding[1] - self.cut[1] * self.dw)
+        self.taps = self.kh * self.kw
         self.depthwise = groups > 1 and self.cg == 1 and self.og == 1
         self.point = self.taps == groups == 1 and (self.stride, self.padding) == ((1, 1), (0, 0))
+
+    def _rim(self, axis: int, size: int, kernel: int, dilation: int, out: int) -> int:
+        """Return how many places at each end of a kernel's axis meet nothing but padding."""
+        stride, padding = self.stride[axis], self.padding[axis]
+        met = [k for k in range(kernel) if any(0 <= y * stride + k * dilation - padding < size for y in range(out))]
+        return min(met[0], kernel - 1 - met[-1], padding // dilation) if met else 0
+
+    def useful(self, w: Value) -> Value:
+        """Return the part of the weights that meets the input."""
+        for axis, (cut, kernel) in enumerate(zip(self.cut, (self.kh, self.kw), strict=True), 2):
+            w = Lowering._sliced(w, axis, cut, kernel) if cut else w
+        return w
 
     def frames(self) -> list[tuple[int, int]]:
         """Return how many zeros (before, after) the gradient of the output needs along height and width.

@@ -78,6 +78,7 @@ class Lowering:
         self.values: dict[Ref, Any] = {}
         self.uses: dict[Ref, int] = {}
         self._made: dict[Any, Any] = {}  # padded and packed copies, by what they are copies of
+        self.inner: dict[str, Value] = {}  # what lies in the middle of a buffer of zeros
         self.more: dict[str, str] = {}  # buffers that a kernel can add to, with the text of that argument
         for node in trace.nodes:
             for ref in node.refs():

@@ -30,7 +30,8 @@ from coterie.engine.native.library import (
 from coterie.engine.native.loops import Leaf, Program, Value, dense, in_memory
 from coterie.engine.native.sums import with_joined_products
 from coterie.engine.native.trace import NotTraceableError, Trace, record
-from coterie.models.layout import Layout
+from coterie.engine.native.trace import at as size_at
+from coterie.models.layout import Layout, Slot
 
 _FLAGS = (
     "-fno-strict-aliasing",
@@ -120,6 +121,9 @@ class _Function:
                 continue
             leaf = result.leaf
             buffer = leaf.buffer if leaf is not None else ""
+            if buffer in self.lowering.inner and self._is_only_written(buffer):
+                self._write_inner(slot, buffer)
+                continue
             readers = [s for s in self.program.statements if buffer in s.reads and buffer not in s.writes]
             plain = leaf is not None and leaf.offset == 0 and result.is_dense(range(len(result.shape)))
             if plain and buffer in self.lowering.more and not readers and not self.program.buffers[buffer].place:
@@ -127,6 +131,21 @@ class _Function:
                 self.lowering.more[buffer] = "more"
                 continue
             self.program.assign(Leaf("g", slot.start, tuple(dense(slot.shape))), result, add="more")
+
+    def _is_only_written(self, buffer: str) -> bool:
+        return not any(buffer in s.reads and buffer not in s.writes for s in self.program.statements)
+
+    def _write_inner(self, slot: Slot, buffer: str) -> None:
+        """Write a gradient that is zero but in the middle, without a copy of it elsewhere."""
+        self.program.statements = [s for s in self.program.statements if buffer not in s.writes]
+        inner, shape, start = self.lowering.inner[buffer], slot.shape, slot.start
+        if len(shape) < len(inner.shape):  # over a sequence: images of one row
+            shape = (*shape[:2], 1, *shape[2:])
+        strides = dense(shape)
+        for size, whole, stride in zip(inner.shape, shape, strides, strict=True):
+            start += (whole - size_at(size, 1)) // 2 * stride
+        self.program.emit(f"if (!more) memset(g + {slot.start}, 0, sizeof(T) * {slot.stop - slot.start});", [], ["g"])
+        self.program.assign(Leaf("g", start, tuple(strides)), inner, add="more")
 
     def write_state(self, results: Sequence[Value | None]) -> None:
         """Write the untrained tensors anew, when all of them are known."""
@@ -212,13 +231,13 @@ class TracedProgram:
 
     @staticmethod
     def _fitting(function: _Function) -> int:
-        """Return how many samples a call takes at once: its arena stays in the cache, or is no larger than a model.
+        """Return how many samples a call takes at once: what they need stays in the cache, or is less than two models.
 
         Each call passes over the model and its gradient, so fewer calls pay where these are large.
         """
-        samples = _MOST
-        room = max(_CACHE, function.layout.size * function.program.number_bytes)
-        while samples > 4 and function.memory(samples)[1] > room:
+        samples, fixed = _MOST, function.memory(1)[1]
+        room = max(_CACHE, 2 * function.layout.size * function.program.number_bytes)
+        while samples > 4 and function.memory(samples)[1] - fixed > room:
             samples //= 2
         return samples
 

@@ -8,12 +8,12 @@ function heatmapOf(data, reads, title) {
   const canvas = h("canvas", { width: side, height: side, role: "img", tabindex: "0" });
   const readout = h("p", { class: "readout", "aria-live": "polite" }, " ");
   const apart = !data.clusters.length && data.names && side <= 30 && side === data.cluster.length; // then clients are named
-  const sizes = apart ? members.map(([client]) => ({ name: brief(clientName(data, client), 30), cells: 1 }))
+  const sizes = apart ? members.map(([client]) => ({ name: brief(clientName(data, client), 30), whole: clientName(data, client), cells: 1 }))
     : data.clusters.map((c) => ({ name: c.name, cells: members.filter((m) => data.cluster[m[0]] === c.id).length }));
   const unknown = side - sizes.reduce((total, c) => total + c.cells, 0); // a node knows its own clients' clusters alone
   if (sizes.length && unknown > 0) sizes.unshift({ name: "not known", cells: unknown });
   const fit = sizes.every((c) => (c.cells / side) * 38 >= c.name.length);
-  const names = () => sizes.map((c, i) => h("span", { style: `flex:${c.cells} 1 0`, title: c.name }, fit ? c.name : String(i)));
+  const names = () => sizes.map((c, i) => h("span", { style: `flex:${c.cells} 1 0`, title: c.whole ?? c.name }, fit ? c.name : String(i)));
   const element = h("figure", {}, h("h3", {}, title), h("div", { class: "heat" },
     h("div", { class: "heat-rows", "aria-hidden": "true" }, ...names()), canvas,
     h("div", { class: "heat-columns", "aria-hidden": "true" }, ...names())),

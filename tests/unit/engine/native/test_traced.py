@@ -227,7 +227,28 @@ class Pools(nn.Module):
         return self.last(functional.adaptive_avg_pool2d(x, (4, 2)).flatten(1))
 
 
+class Rims(nn.Module):
+    """Kernels with places that only ever meet padding, on both sides of an axis, on one, and with gaps."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Conv2d(2, 6, 3, padding=1)  # over a single pixel
+        self.wide = nn.Conv2d(6, 4, (5, 3), padding=(2, 1), groups=2)
+        self.gaps = nn.Conv2d(3, 4, 3, padding=3, dilation=3)
+        self.skips = nn.Conv2d(4, 4, 5, stride=2, padding=2)
+        self.own = nn.Conv2d(4, 4, 7, padding=3, groups=4)
+        self.line = nn.Conv1d(3, 4, 5, padding=2)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x):
+        middle = self.wide(torch.tanh(self.one(x[:, :2, :1, :1])))
+        gaps = self.own(torch.tanh(self.skips(torch.tanh(self.gaps(x)))))
+        line = self.line(x.mean(3)[:, :, :2])
+        return self.last(torch.tanh(middle + gaps.mean((2, 3), keepdim=True) + line.mean(2)[..., None, None]).flatten(1))
+
+
 MODULES = {
+    "rims": (Rims, (3, 2, 2), cross_entropy, False),
     "images": (Images, (3, 17, 15), cross_entropy, True),
     "words": (Words, (3,), cross_entropy, False),
     "table": (Table, (7,), cross_entropy, True),
@@ -284,8 +305,9 @@ def test_a_traced_module_trains_and_is_measured_as_by_the_loop_engine(name):
         sets = Pairs(data, places, count, torch.tensor([0, 1, 1]), torch.tensor([0, 1, 0]))
         work, inputs = training(layout, data, local, start), layout.zero_inputs(2)
         rows = start.clone()
-        results = [(program.train(rows, work), rows, *program.measure(rows, sets, inputs))]
-        loop, rows = LoopEngine(layout, objective), start.clone()
+        loop = LoopEngine(layout, objective)
+        found = program.train(rows, work), rows, *program.measure(rows, sets, inputs)[: len(loop.metrics)]
+        results, rows = [found], start.clone()
         results.append((loop.train(rows, work, 2), rows, *loop.measure(rows, sets, inputs, 2).values()))
         for ours, theirs in zip(*results, strict=True):
             assert torch.equal(ours.isnan(), theirs.isnan())
