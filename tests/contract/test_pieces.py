@@ -24,6 +24,7 @@ from coterie.models.layout import NamedModel
 from coterie.rng import EVERYONE, Rng
 from coterie.simulation.run import simulate
 from coterie.testing import (
+    TinyTokens,
     check_aggregation,
     check_model,
     check_partition,
@@ -482,6 +483,8 @@ class Odd(nn.Module):
 
     def forward(self, x):
         if self.breaks == "random":
+            x = x * float(np.random.default_rng().random())
+        if self.breaks == "dropout":
             x = functional.dropout(x, 0.5, self.training)
         if self.breaks == "state":
             self.calls += 1
@@ -499,6 +502,15 @@ def test_a_model_that_keeps_its_promises_passes_and_is_told_what_runs_it():
     assert said["vmap"].startswith("vmap, many clients at once")
     assert set(said) == {"loop", "vmap", "auto"}
     check_model(Odd(3, ""), engines=("loop",))
+    check_model(Odd(3, "dropout"), engines=("loop",))  # draws from torch's generator
+
+
+def test_a_model_of_tokens_is_checked_on_its_own_data_and_loss():
+    settings = tiny_settings(rounds=1, loss="tokens")
+    said = check_model(
+        TinyTokens, federation=tiny_federation(kind="tokens"), settings=settings, engines=("loop", "vmap")
+    )
+    assert said["vmap"].startswith("vmap")
 
 
 BROKEN_MODEL: list[tuple[Any, str]] = [

@@ -44,8 +44,9 @@ class Film(Shift):
     every: int = 2
 
     def apply(self, clients, sources, streams):
-        odd = [row % self.every == 1 for row in range(len(clients))]
-        return tuple(c.plant(int(o), "film" if o else "print", transforms=(Negative(),) * o) for c, o in zip(clients, odd))
+        odd = [int(row % self.every == 1) for row in range(len(clients))]
+        names = ("print", "film")
+        return tuple(c.plant(o, names[o], transforms=(Negative(),) * o) for c, o in zip(clients, odd))
 
 
 def in_turn(samples, num_clients, generator):

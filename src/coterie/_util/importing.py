@@ -54,7 +54,7 @@ def imported_class(path: str, what: str, base: type[T], known_as: str, package: 
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(f"{what} is {found!r}; expected a subclass of {known_as}")
     if inspect.isabstract(found) or not hasattr(found, "kind"):
-        lacking = sorted(found.__abstractmethods__) or ["kind"]
+        lacking = sorted(getattr(found, "__abstractmethods__", ())) or ["kind"]
         raise ConfigError(f"{what} lacks {', '.join(lacking)}; a {base.__name__.lower()} defines them all")
     return found
 

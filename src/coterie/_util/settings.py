@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, InitVar, dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from types import FunctionType
 from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
@@ -38,7 +37,7 @@ class Importable:
     """Marks a text that names a function of the user's, which is imported when it is needed and not before."""
 
 
-OwnFunction = Annotated[str | FunctionType, Importable()]
+OwnFunction = Annotated[str | Callable[..., Any], Importable()]
 """A function by its import path, "package.module:name"; one that is given itself is kept as its path."""
 
 _IMPORT_PATH = re.compile(r"[\w.]+:[\w.]+")

@@ -16,6 +16,7 @@ from coterie.engine.native.compiler import CompilerError
 from coterie.engine.native.trace import NotTraceableError
 from coterie.errors import ConfigError, ModelError, OutOfMemory, unknown
 from coterie.models.layout import Layout
+from coterie.rng import Rng
 
 ENGINES: dict[str, type[Engine]] = {"loop": LoopEngine, "vmap": VmapEngine, "compiled": CompiledEngine}
 
@@ -216,8 +217,9 @@ def _failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception] | No
             handles.append(part.register_forward_hook(lambda _m, _a, _o: trail.pop() and None))
     x2, y2 = torch.stack([x, x]), torch.stack([y, y])
     try:
-        engine.gradients(rows, x2, y2, inputs)
-        engine.forward(rows, x2, inputs)
+        with Rng(0).torch_globals("engine.trial"):  # a foreign module must not draw from anybody's stream
+            engine.gradients(rows, x2, y2, inputs)
+            engine.forward(rows, x2, inputs)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
         if OutOfMemory.is_said_by(error):  # of the machine at this moment, not of the module
             raise

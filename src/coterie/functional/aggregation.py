@@ -170,13 +170,28 @@ def grouped_mean(
         empty: the models of empty groups.
         least: a group with fewer models counts as empty too.
     """
+
+    def mean(rows: Tensor, group: int) -> Tensor:
+        if float(weights[rows].sum()) <= 0:
+            return empty[group]
+        return weighted_mean(params, weights) if bool(rows.all()) else weighted_mean(params[rows], weights[rows])
+
+    return _by_group(mean, label, empty, least)
+
+
+def _by_group(
+    merge: Callable[[Tensor, int], Tensor],
+    label: Int[Tensor, " clients"],
+    empty: Float[Tensor, "clusters params"],
+    least: int | Int[Tensor, " clusters"],
+) -> Float[Tensor, "clusters params"]:
+    """Merge the rows of each group that has enough of them; see `grouped_mean`."""
     table = empty.clone()
     floor = torch.as_tensor(least).expand(len(empty))
     for group in range(len(table)):
         rows = label == group
-        if int(rows.sum()) >= max(1, int(floor[group])) and float(weights[rows].sum()) > 0:
-            whole = bool(rows.all())
-            table[group] = weighted_mean(params, weights) if whole else weighted_mean(params[rows], weights[rows])
+        if int(rows.sum()) >= max(1, int(floor[group])):
+            table[group] = merge(rows, group)
     return table
 
 
@@ -190,14 +205,11 @@ def grouped_by(
     what: str,
 ) -> Float[Tensor, "clusters params"]:
     """Merge models group by group by a rule of the user's; see `grouped_mean`."""
-    table = empty.clone()
-    floor = torch.as_tensor(least).expand(len(empty))
-    for group in range(len(table)):
-        rows = label == group
-        if int(rows.sum()) >= max(1, int(floor[group])):
-            received = Received(params[rows], samples[rows].to(params), None, empty[group])
-            table[group] = merged_by(rule, received, what)
-    return table
+
+    def merged(rows: Tensor, group: int) -> Tensor:
+        return merged_by(rule, Received(params[rows], samples[rows].to(params), None, empty[group].clone()), what)
+
+    return _by_group(merged, label, empty, least)
 
 
 def server_step(

@@ -7,9 +7,8 @@ It is a frozen dataclass: its fields are its hyperparameters, so it is its own c
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import FunctionType
 from typing import Any, ClassVar, Literal, TypeVar, final
 
 import numpy as np
@@ -491,7 +490,7 @@ class Met:
 
 
 def chosen_by(
-    path: str | FunctionType,
+    path: str | Callable[..., Any],
     rnd: Round,
     count: int,
     met: Met,
@@ -530,7 +529,7 @@ def chosen_by(
 
 
 def merged_by(
-    path: str | FunctionType,
+    path: str | Callable[..., Any],
     rnd: Round,
     state: State,
     inbox: Inbox,
@@ -571,7 +570,7 @@ def averaged(
     rnd: Round,
     state: State,
     inbox: Inbox,
-    rule: str | FunctionType | None = None,
+    rule: str | Callable[..., Any] | None = None,
     keep: Bool[Tensor, "clients peers"] | None = None,
 ) -> tuple[State, dict[str, Tensor]]:
     """Average each client's model with those it received, by numbers of samples, or merge them by a rule of the user's.

@@ -9,7 +9,6 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FunctionType
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from coterie._util.importing import imported_function
 from coterie.engine.task import Task, not_finite
+from coterie.errors import ConfigError
 from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import aggregation, metrics
 from coterie.functional.metrics import Metric
@@ -90,7 +90,7 @@ class Averaging:
     momentum: float = 0.0
     lr: float = 1.0
     nesterov: bool = False
-    rule: str | FunctionType | None = None
+    rule: str | Callable[..., Any] | None = None
 
     @property
     def plain(self) -> bool:
@@ -176,6 +176,10 @@ class ServerMethod(Method):
         finite = (~not_finite(message.params)).cpu().nonzero().flatten()
         if len(finite):
             shared = self.merge(context, shared, message.rows(finite))
+            if shared is None:
+                raise ConfigError(
+                    f"{self.kind}: merge returned None; expected the server's new state: is a `return` missing?"
+                )
         return shared, nothing(message)
 
     # ---------------------------------------------------------------- where the clients are

@@ -46,7 +46,7 @@ def check_model(
         AssertionError: naming the broken guarantee.
     """
     federation = federation or tiny_federation()
-    settings = replace(settings or tiny_settings(rounds=2), engine="loop")
+    settings = replace(settings or tiny_settings(rounds=2), engine="loop", evaluate="final")
     with promised("it can be made for the data"):
         made = source(model, federation.features, federation.outputs)
         layout = Layout(template(made), DTYPES[settings.dtype])
@@ -59,8 +59,8 @@ def check_model(
         whole = _trained(model, federation, settings)
         again = _trained(model, federation, settings)
     assert torch.equal(whole, again), (
-        "trained again with the same seed it is another model: it draws random numbers by itself; draw by nn.Dropout, "
-        "whose draws are keyed"
+        "trained again with the same seed it is another model: it draws random numbers by itself; draw from torch's "
+        "generator alone"
     )
     alone = run_grouped(federation, Local(), [[i] for i in range(len(federation))], model=model, settings=settings)
     assert torch.equal(whole, alone), (

@@ -1,6 +1,7 @@
 """Each shift on a small dataset whose pixels say which sample they belong to."""
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from typing import ClassVar, final
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from coterie.data.shifts import (
     KFold,
     Labels,
     LabelSwap,
+    Partition,
     RegressionTargets,
     Rotation,
     Visual,
@@ -601,3 +603,93 @@ def test_coefficients_are_drawn_from_their_range():
         assert client.recipe.targets is not None
         expected = np.random.default_rng(cluster + 1).uniform(2.0, 3.0, 2)
         assert client.recipe.targets.theta == pytest.approx(expected.tolist())
+
+
+def parts(samples, num_clients, generator):
+    """Client k has part k of the data; the parts beyond the clients go to nobody."""
+    part = samples.columns["part"].numpy()
+    return np.where(part < num_clients, part, -1)
+
+
+def test_a_partition_gives_each_client_the_samples_that_the_function_says():
+    """All of them, split into training and validation; no sample twice, and those of nobody to nobody."""
+    shift = {"kind": "partition", "function": f"{__name__}:parts"}
+    federation = build(shift, num_clients=5, train=None, validation=None)
+    assert federation.origin is not None
+    for client in range(5):
+        own = federation.origin[client][federation.split[client] >= 0]
+        assert sorted(own.tolist()) == list(range(client, 400, 8))
+    assert federation.counts("train").tolist() == [40] * 5
+    assert federation.truth is None
+
+
+def test_a_partition_limits_where_samples_are_drawn_when_their_number_is_given():
+    federation = build({"kind": "partition", "function": f"{__name__}:parts"}, {"kind": "rotation", "degrees": [0, 90]})
+    assert federation.origin is not None
+    for client in range(8):
+        own = federation.origin[client][federation.split[client] >= 0]
+        assert len(own) == len(set(own.tolist())) == 15
+        assert set((own % 8).tolist()) == {client}
+    assert cluster(federation) == [0] * 4 + [1] * 4
+
+
+def test_the_test_set_of_a_partition_is_not_divided():
+    """Its clients draw from all of it, in the class shares of their own."""
+    shift = {"kind": "partition", "function": f"{__name__}:parts"}
+    federation = build(shift, test="client", test_source="test", test_samples=5)
+    assert [len(test.x) for test in federation.tests] == [5] * 8
+
+
+def test_a_client_with_fewer_samples_than_asked_for_is_named():
+    with pytest.raises(DataError, match=r"gives client 0 50 samples; 75 are asked for: lower train or validation, or"):
+        build({"kind": "partition", "function": f"{__name__}:parts"}, train=60, validation=15)
+
+
+@final
+@dataclass(frozen=True)
+class Inverted(Shift):
+    """Negatives, for everyone."""
+
+    kind: ClassVar[str] = "inverted"
+    scale: int = 1
+
+    def apply(self, clients, sources, streams):
+        return tuple(c.plant(0, "negative", transforms=(torch.bitwise_not,)) for c in clients)
+
+
+def test_a_shift_keeps_its_import_path_when_it_is_stored_and_a_function_too():
+    given = DataConfig("digits", shift=[Inverted(), Partition(parts), Rotation()])  # type: ignore[arg-type]
+    kinds = [one["kind"] for one in given.shift]  # type: ignore[index]
+    assert kinds == [f"{__name__}:Inverted", "partition", "rotation"]
+    assert [type(one) for one in given.shifts()] == [Partition, Inverted, Rotation]
+    assert given.shifts()[0].function == f"{__name__}:parts"  # type: ignore[attr-defined]
+
+
+def test_an_own_transform_is_applied_to_training_and_test_data():
+    """Any function of a batch that has a hash is one."""
+    toy = source()
+    federation = build({"kind": f"{__name__}:Inverted"}, sources=(toy,))
+    assert federation.origin is not None
+    np.testing.assert_array_equal(federation.x[0].numpy(), 255 - toy.train.x[federation.origin[0]].numpy())
+    np.testing.assert_array_equal(federation.tests[0].x.numpy(), 255 - toy.test.x.numpy())
+
+
+@pytest.mark.parametrize(
+    ("shift", "said"),
+    [
+        ({"kind": f"{__name__}:Inverted", "scael": 2}, "shift[0]: unknown key 'scael'; did you mean 'scale'?"),
+        ({"kind": f"{__name__}:Inverted", "scale": "x"}, "shift[0]: scale is 'x'; expected a whole number"),
+        ({"kind": f"{__name__}:Nowhere"}, "Nowhere': module"),
+        ({"kind": f"{__name__}:parts"}, "expected a subclass of coterie.data.plan.Shift"),
+        (
+            {"kind": "coterie.data.plan:Shift"},
+            "'coterie.data.plan:Shift' lacks apply; a shift defines",
+        ),
+        ({"kind": "partition", "function": "parts"}, "function is 'parts'; expected an import path"),
+    ],
+)
+def test_what_is_no_shift_is_one_line(shift, said):
+    with pytest.raises(ConfigError) as raised:
+        build(shift)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)

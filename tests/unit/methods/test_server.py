@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from coterie.errors import ConfigError
 from coterie.exchange.base import Message
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FairAvg, FedAvg, FedAvgM
@@ -96,3 +97,27 @@ def test_fedgwc_hands_its_penalty_to_fedprox():
 def test_the_personal_model_of_ditto_has_steps_of_its_own():
     """Twelve samples in batches of 5, 5 and 2 for the global model; five steps are 5, 5, 2, 5 and 5 more."""
     assert follow(Ditto(personal_steps=5), settings=tiny_settings(rounds=1)).train_samples == 6 * (12 + 22)
+
+
+def median(received):
+    return received.models.median(0).values
+
+
+@pytest.mark.parametrize("method", [FedAvg, FairAvg, FedProx, Ditto])
+def test_a_rule_merges_what_came_back(method):
+    """The median of 1, 2 and 6, whatever the weights."""
+    assert averaged(method(aggregation=median)) == 2
+
+
+class Forgetful(FedAvg):  # type: ignore[misc]
+    """Its merge has no return."""
+
+    kind = "forgetful"
+
+    def merge(self, context, shared, message):
+        super().merge(context, shared, message)
+
+
+def test_a_forgotten_return_of_a_server_is_one_line():
+    with pytest.raises(ConfigError, match=r"forgetful: merge returned None; expected the server's new state: is a"):
+        follow(Forgetful())

@@ -366,13 +366,11 @@ def test_a_rule_that_is_not_there_is_told_before_anything_is_written(path, said,
     with pytest.raises(ConfigError) as raised:
         simulate(tiny_federation(), Random(aggregation=path), model="linear", folder=tmp_path / "run")
     assert said in str(raised.value)
-    assert not (tmp_path / "run").exists() or not any((tmp_path / "run").glob("*"))
+    assert not checkpoint.exists(tmp_path / "run")
 
 
 def test_a_function_without_a_name_is_no_rule():
-    with pytest.raises(
-        ConfigError, match=r"random: the function is <function .*<lambda>.*; expected one that is defined"
-    ):
+    with pytest.raises(ConfigError, match=r"random: the function is .*<lambda>.*; expected one that is defined"):
         Random(aggregation=lambda received: received.before)
 
 

@@ -1,0 +1,74 @@
+"""Import paths: what is found under them, and what is said when there is nothing, or something else."""
+
+import pytest
+
+from coterie._util.importing import imported, imported_class, imported_function, path_of
+from coterie.errors import ConfigError
+from coterie.methods.base import Method
+
+
+class Outer:
+    """Has a class inside."""
+
+    class Inner:
+        """Is named by two names."""
+
+
+def test_what_a_path_names_is_named_by_it_again():
+    for found in (Outer, Outer.Inner, imported):
+        assert imported(path_of(found, "it"), "it") is found
+    assert path_of(Outer.Inner, "it") == f"{__name__}:Outer.Inner"
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (
+            "nowhere.at_all:thing",
+            "it: there is no module 'nowhere'; install the package that has it",
+        ),
+        ("math:nothing", "it: module 'math' has no attribute 'nothing'; expected package.module:name"),
+        ("math", "expected package.module:name, importable from here"),
+        (":name", "expected package.module:name, importable from here"),
+    ],
+)
+def test_what_is_not_there_is_said_in_a_line(path, said):
+    with pytest.raises(ConfigError) as raised:
+        imported(path, "it")
+    assert said in str(raised.value)
+
+
+def test_what_to_install_is_said_where_it_is_known():
+    with pytest.raises(ConfigError, match=r"install ring==1\.0, or add its folder to PYTHONPATH"):
+        imported("nowhere:thing", "it", "ring==1.0")
+
+
+def test_what_has_no_path_is_refused():
+    def inner():
+        """Is made inside a function."""
+
+    for found in (inner, lambda: None, 3):
+        with pytest.raises(ConfigError, match="expected one that is defined at the top of a module, with a name"):
+            path_of(found, "it")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("math:pi", "it is 3.141592653589793; expected a subclass of coterie.Method"),
+        ("coterie:Rng", "expected a subclass of coterie.Method"),
+        ("coterie:PeerMethod", "it lacks exchange; a method defines them all"),
+    ],
+)
+def test_a_class_is_of_its_kind_and_whole(path, said):
+    with pytest.raises(ConfigError) as raised:
+        imported_class(path, "it", Method, "coterie.Method")
+    assert said in str(raised.value)
+    assert imported_class("coterie:Local", "it", Method, "coterie.Method").kind == "local"
+
+
+@pytest.mark.parametrize("path", ["math:pi", "coterie:Local"])
+def test_a_function_is_one(path):
+    with pytest.raises(ConfigError, match="expected a function"):
+        imported_function(path, "it")
+    assert imported_function("math:sqrt", "it")(9) == 3
