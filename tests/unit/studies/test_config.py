@@ -389,6 +389,8 @@ def test_numbers_that_no_machine_counts_to_are_refused(change):
 
 def test_a_text_in_a_setting_may_be_of_any_script():
     assert config.loads(STUDY, overrides=["description=🏥 größer als"]).description == "🏥 größer als"
+
+
 OWN = """
 data = { dataset = "digits", num_clients = 4, shift = [{ kind = "nowhere.data:Salt", amount = 0.1 }] }
 model = { kind = "nowhere.nets:Net", options = { width = 3 } }

@@ -244,7 +244,9 @@ class Rims(nn.Module):
         middle = self.wide(torch.tanh(self.one(x[:, :2, :1, :1])))
         gaps = self.own(torch.tanh(self.skips(torch.tanh(self.gaps(x)))))
         line = self.line(x.mean(3)[:, :, :2])
-        return self.last(torch.tanh(middle + gaps.mean((2, 3), keepdim=True) + line.mean(2)[..., None, None]).flatten(1))
+        return self.last(
+            torch.tanh(middle + gaps.mean((2, 3), keepdim=True) + line.mean(2)[..., None, None]).flatten(1)
+        )
 
 
 MODULES = {
