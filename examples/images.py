@@ -35,6 +35,6 @@ x[clients % 2 == 1] = 255 - x[clients % 2 == 1]
 
 # Coterie
 federation = coterie.from_arrays(x, y, clients=clients, clusters=[0, 1] * 4)
-settings = coterie.Settings(rounds=5)
+settings = coterie.Settings(rounds=5, local=coterie.LocalTraining(lr=0.005))
 run = coterie.simulate(federation, coterie.METHODS["dac"](num_peers=3), model=network, settings=settings)
 print(run)

@@ -1,4 +1,4 @@
-"""The next character of short texts, by a GRU with a loss for each position; positions after a text's end do not count."""
+"""The next letter of short texts, by a GRU with a loss for each position; those after a text's end do not count."""
 
 import torch
 from torch import nn

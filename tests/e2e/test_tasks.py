@@ -21,6 +21,7 @@ METRICS = {  # what must be in the tables beside the loss, and what a model that
 }
 
 
+@pytest.mark.filterwarnings("ignore:the loop engine is used")
 @pytest.mark.parametrize("name", [path.stem for path in EXAMPLES])
 def test_an_example_trains_its_task(name, capsys):
     path = ROOT / "examples" / f"{name}.py"
@@ -30,8 +31,8 @@ def test_an_example_trains_its_task(name, capsys):
     assert "clients" in capsys.readouterr().out
     table = run.metrics
     loss = table[(table["metric"] == "loss") & (table["split"] == "validation") & (table["model"] == "current")]
-    means = loss.groupby("round")["value"].mean()
-    assert means.iloc[-1] < means.iloc[0]
+    middle = loss.groupby("round")["value"].median()
+    assert middle.iloc[-1] < middle.iloc[0]
     tests = table[table["split"] == "test"].groupby("metric", observed=True)["value"].mean()
     assert set(tests.index) == {"loss", *METRICS[name]}
     for metric, nothing in METRICS[name].items():

@@ -1,5 +1,6 @@
 """Which engine runs a module: the one that was asked for, or what "auto" expects to be fastest; tried once."""
 
+import re
 import warnings
 from typing import Any
 
@@ -24,6 +25,8 @@ _SECONDS = {True: 2.0, False: 15.0}  # of compiling a plain stack, and another m
 _SAMPLE, _PRODUCT = 25e-6, 4.5e-10  # seconds of the vmap engine for a sample, and for a product in its forward pass
 
 _ASKED = "as set"  # why an engine runs that was named
+
+_UNBATCHED = re.compile(r"not yet implemented the batching rule for ([\w:]+)")
 
 _BATCH = 500_000  # products of a client's batch above which a CPU is faster with one client after another
 
@@ -164,7 +167,15 @@ def make(
     if name != "vmap" and not batching_pays(layout, x, batch_size):
         return _because(loop, *against, "the products of a batch are too large for many clients at once")
     engine = VmapEngine(layout, objective, precision, cuda_graphs)
-    problem = _failure(engine, x, y)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        problem = _failure(engine, x, y)
+    slow = [found for one in said if (found := _UNBATCHED.search(str(one.message)))]
+    for one in said:
+        if not _UNBATCHED.search(str(one.message)):
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    if problem is None and slow and name != "vmap":
+        return _because(loop, *against, f"{slow[0][1]} runs over one client after another all the same")
     if problem is None:
         return _because(engine, *against, *([_ASKED] if name == "vmap" else []))
     layer, error = problem

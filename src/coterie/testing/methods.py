@@ -279,7 +279,8 @@ def _check_silence(make: _Maker) -> None:
     assert bool(torch.isfinite(make.run(alone)).all()), "when nothing arrives the models are not finite"
     silent = make.federation.population - 1
     changed = dataclasses.replace(make.federation, x=make.federation.x.clone())
-    changed.x[silent] = changed.x[silent].flip(0) * 3 + 1
+    other = changed.x[silent].flip(0)
+    changed.x[silent] = other * 3 + 1 if other.is_floating_point() else changed.x.max() - other
     others = torch.arange(silent)
     results = [
         dataclasses.replace(make, federation=federation).run(_Silent(federation, silent))[others]

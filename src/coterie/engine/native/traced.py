@@ -142,8 +142,8 @@ class _Function:
         if len(shape) < len(inner.shape):  # over a sequence: images of one row
             shape = (*shape[:2], 1, *shape[2:])
         strides = dense(shape)
-        for size, whole, stride in zip(inner.shape, shape, strides, strict=True):
-            start += (whole - size_at(size, 1)) // 2 * stride
+        for size, all_, stride in zip(inner.shape, shape, strides, strict=True):
+            start += (all_ - size_at(size, 1)) // 2 * stride
         self.program.emit(f"if (!more) memset(g + {slot.start}, 0, sizeof(T) * {slot.stop - slot.start});", [], ["g"])
         self.program.assign(Leaf("g", start, tuple(strides)), inner, add="more")
 
