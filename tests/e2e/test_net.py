@@ -94,6 +94,44 @@ def test_four_nodes_end_with_the_bytes_of_the_simulation(tmp_path, label, offset
         assert table(joined[name]).equals(table(pd.read_parquet(run / f"{name}.parquet")))
 
 
+TOKENS = """
+name = "tokens"
+rounds = 3
+seeds = [0]
+loss = "tokens"
+metrics = ["perplexity"]
+local.optimizer = "adamw"
+
+[data]
+dataset = "coterie.testing:tiny_federation"
+options = { num_clients = 3, clusters = 1, kind = "tokens" }
+
+[model]
+kind = "coterie.testing:TinyTokens"
+
+[[methods]]
+kind = "random"
+num_peers = 1
+"""
+
+
+def test_three_nodes_train_a_model_of_tokens_to_the_bytes_of_the_simulation(tmp_path):
+    """Data and model by import path, a loss for each position, and a metric of all outputs."""
+    study = config.loads(TOKENS)
+    files = fleet.lay_out(tmp_path, study, port=port(60), network=QUICK)
+    (tmp_path / "logs").mkdir()
+    with fleet.Fleet(files, logs=tmp_path / "logs") as nodes:
+        for name in files:
+            nodes.start(name)
+        assert nodes.wait(120) == dict.fromkeys(files, 0), (tmp_path / "logs" / "node-00.log").read_text()
+    joined = fleet.gather(tmp_path, study, list(files), "nodes")
+    run_study(study, out=tmp_path / "simulated")
+    run = tmp_path / "simulated" / "tokens" / "random" / "seed-0"
+    for name in ("metrics", "edges"):
+        assert table(joined[name]).equals(table(pd.read_parquet(run / f"{name}.parquet")))
+    assert {"loss", "token_accuracy", "perplexity"} <= set(joined["metrics"]["metric"])
+
+
 def coterie(*arguments: str | Path) -> str:
     """What a command prints, or the error it ends with."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])

@@ -144,7 +144,11 @@ PARITY += [
 ]
 
 
-@pytest.mark.parametrize(("kind", "options"), PARITY, ids=[" ".join([k, *map(str, o.values())]) for k, o in PARITY])
+def said(option):
+    return getattr(option, "__name__", str(option))
+
+
+@pytest.mark.parametrize(("kind", "options"), PARITY, ids=[" ".join([k, *map(said, o.values())]) for k, o in PARITY])
 def test_nodes_end_with_the_same_bits_as_the_simulation(networks, kind, options):
     """The same peers in every round, the same metrics, the same models, whoever hosts whom."""
     network = networks(kind, options)
