@@ -61,6 +61,31 @@ def seldom(known):
     return known.noise - 10 * known.count
 
 
+def focal(outputs, targets):
+    likely = torch.log_softmax(outputs, 1).gather(1, targets[:, None])[:, 0]
+    return -((1 - likely.exp()) ** 2) * likely
+
+
+def second_best(outputs, targets):
+    """Share of samples whose class has one of the two largest outputs."""
+    return float((outputs.topk(2, 1).indices == targets[:, None]).any(1).double().mean())
+
+
+def saw(number, total):
+    return 1.0 if number % 2 else 0.5
+
+
+class Half(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.sub_(group["lr"] / 2 * one.grad.sign())
+
+
 @dataclass(frozen=True)
 class Mine(DacNoTwoHop):
     kind: ClassVar[str] = "mine"
@@ -71,6 +96,7 @@ rounds = 4
 seeds = [0]
 checkpoint_seconds = 0
 model = {model}
+{study}
 
 [data]
 dataset = "digits"
@@ -84,8 +110,12 @@ kind = "{kind}"
 label = "own"
 {setting}
 """
-PLAIN = {"model": "{ kind = 'linear' }", "shift": "", "kind": "random", "setting": "num_peers = 2"}
+PLAIN = {"study": "", "model": "{ kind = 'linear' }", "shift": "", "kind": "random", "setting": "num_peers = 2"}
 OWN = {
+    "loss": {"study": "loss = 'own_pieces:focal'"},
+    "metric": {"study": "metrics = ['own_pieces:second_best']\neval_every = 2"},
+    "schedule": {"study": "local.lr_schedule = 'own_pieces:saw'"},
+    "optimizer": {"study": "local.optimizer = 'own_pieces:Half'"},
     "model": {"model": "{ kind = 'own_pieces:Net', options = { width = 5 } }"},
     "shift": {"shift": "{ kind = 'own_pieces:Film', every = 2 }"},
     "partition": {"shift": "{ kind = 'partition', function = 'own_pieces:in_turn' }"},

@@ -7,7 +7,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -66,6 +66,8 @@ def fits(value: Any, hint: Any) -> bool:
     if hint in (int, float):
         kinds = (int, np.integer) if hint is int else (int, float, np.integer, np.floating)
         return isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+    if origin is Callable:
+        return callable(value)
     if origin is not None and issubclass(origin, Mapping):
         return isinstance(value, Mapping)
     if origin is not None and issubclass(origin, Sequence):

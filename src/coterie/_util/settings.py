@@ -202,6 +202,8 @@ def _fit(value: Any, hint: Any) -> tuple[bool, Any]:
     if hint is int:
         number = isinstance(value, Integral) and not isinstance(value, bool)
         return number and -_LARGEST <= int(value) < _LARGEST, int(value) if number else value
+    if origin is Callable:
+        return callable(value), value
     if origin is not None and issubclass(origin, Mapping):
         return isinstance(value, Mapping), value
     if origin is not None and issubclass(origin, Sequence):
@@ -248,6 +250,8 @@ def words(hint: Any, *, many: bool = False) -> str:
     if origin is Literal:
         *most, last = map(repr, inner)
         return f"{', '.join(most)} or {last}" if most else last
+    if origin is Callable:
+        return "functions" if many else "a function"
     if origin is not None and issubclass(origin, Mapping):
         return "tables" if many else "a table"
     if origin is not None and issubclass(origin, Sequence):

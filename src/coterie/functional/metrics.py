@@ -124,7 +124,7 @@ class SampleMetric(Metric):
     """
 
     on_samples: bool = True
-    function: Any = None
+    function: Callable[..., Any] | None = None
     each: bool = False
     takes: Sequence[Form] = ()
     least: float | None = None

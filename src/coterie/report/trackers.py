@@ -167,6 +167,7 @@ def described(metric: Metric) -> str:
     """Say what a metric is: its title and unit, and which values are better.
 
     Example:
+        >>> from coterie.functional.metrics import ACCURACY
         >>> described(ACCURACY)
         'accuracy, times 100 in %, higher is better'
     """

@@ -1,6 +1,6 @@
 """Settings: everything about a run that does not depend on its method."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -64,7 +64,7 @@ class Settings(Configurable):
 
     rounds: NonNegativeInt = 30
     local: LocalTraining = field(default_factory=LocalTraining)
-    loss: Any = None
+    loss: str | Mapping[str, Any] | Callable[..., Any] | None = None
     init: InitMode = "shared"
     order: Order | None = None
     schedule: Schedule = "synchronous"
@@ -82,7 +82,7 @@ class Settings(Configurable):
     cuda_graphs: bool = False
     validate_every: PositiveInt = 1
     eval_every: NonNegativeInt = 0
-    metrics: Sequence[Any] = ()
+    metrics: Sequence[str | Callable[..., Any]] = ()
     extra_metrics: Sequence[ExtraMetric] = ()
     checkpoint_seconds: NonNegativeFloat = 30.0
 

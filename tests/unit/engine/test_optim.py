@@ -79,7 +79,7 @@ def problem(make_module) -> tuple[nn.Module, Layout, torch.Tensor, Training]:
         module = make_module().double()
     stream = torch.Generator().manual_seed(5)
     x = torch.randn(40, 5, generator=stream, dtype=torch.float64)
-    data = RawSamples(x, torch.randint(0, 3, (40,), generator=stream), 3, torch.float64)
+    data = RawSamples(x, torch.randint(0, 3, (40,), generator=stream), torch.float64)
     layout = Layout(module, torch.float64)
     row = layout.flatten_copy(module)
     rows = row + 0.1 * torch.randn(3, len(row), generator=stream, dtype=torch.float64)

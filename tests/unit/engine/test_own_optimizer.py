@@ -39,7 +39,7 @@ def test_any_elementwise_class_of_torch_optim_trains_on_the_loop_engine(kind, op
         module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     stream = torch.Generator().manual_seed(5)
     x = torch.randn(40, 5, generator=stream, dtype=torch.float64)
-    data = RawSamples(x, torch.randint(0, 3, (40,), generator=stream), 3, torch.float64)
+    data = RawSamples(x, torch.randint(0, 3, (40,), generator=stream), torch.float64)
     layout = Layout(module, torch.float64)
     rows = layout.flatten_copy(module) + 0.1 * torch.randn(3, layout.size, generator=stream, dtype=torch.float64)
     local = LocalTraining(optimizer=f"torch.optim:{kind}", lr=0.02, optimizer_options=options)
