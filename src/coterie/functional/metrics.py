@@ -107,6 +107,9 @@ class Metric(Configurable):
         return f"{self.scale * value:{'+' if signed else ''}{digits}}"
 
 
+_UNSAID: Any = None
+
+
 @dataclass(frozen=True)
 class SampleMetric(Metric):
     """A metric that is computed from the outputs of a model and the targets.
@@ -124,7 +127,7 @@ class SampleMetric(Metric):
     """
 
     on_samples: bool = True
-    function: Callable[..., Any] | None = None
+    function: Callable[..., Any] = _UNSAID  # `check` refuses a metric without
     each: bool = False
     takes: Sequence[Form] = ()
     least: float | None = None
