@@ -107,9 +107,6 @@ class Metric(Configurable):
         return f"{self.scale * value:{'+' if signed else ''}{digits}}"
 
 
-_UNSAID: Any = None
-
-
 @dataclass(frozen=True)
 class SampleMetric(Metric):
     """A metric that is computed from the outputs of a model and the targets.
@@ -127,7 +124,7 @@ class SampleMetric(Metric):
     """
 
     on_samples: bool = True
-    function: Callable[..., Any] = _UNSAID  # `check` refuses a metric without
+    function: Callable[..., Any] | None = None
     each: bool = False
     takes: Sequence[Form] = ()
     least: float | None = None
@@ -152,6 +149,7 @@ class SampleMetric(Metric):
         Raises:
             ConfigError: when the function returns something else.
         """
+        assert self.function is not None
         found = self.function(outputs, targets)
         if not isinstance(found, Tensor) or found.shape != (len(outputs),):
             raise ConfigError(
@@ -179,6 +177,7 @@ class SampleMetric(Metric):
             return undefined(f"the {self.title}", "there are no samples")
         if self.each:
             return float(self.values(outputs, targets).double().mean())
+        assert self.function is not None
         found = self.function(outputs.detach().cpu(), targets.cpu())
         try:
             return float(found)

@@ -148,6 +148,7 @@ def check_metric(
 def _value(metric: SampleMetric, outputs: Tensor, targets: Tensor, which: str = "") -> float:
     """Return the metric of a set, which is a number in its range, or NaN with a reason."""
     words = f"the metric {which}".strip()
+    assert metric.function is not None
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
