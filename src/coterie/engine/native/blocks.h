@@ -4,7 +4,8 @@
 // side) or neighboring pixels of one row (arrays whose pixels do). Shapes are template arguments, so that a tile of sums
 // stays in registers; the number of samples n is not. Nothing depends on other clients.
 //
-// The text that includes this file defines T (the number) and I (an integer of its size).
+// The text that includes this file defines T (the number), I (an integer of its size) and VECTOR (bytes of a V: those of
+// a register of the processor).
 
 #include <algorithm>
 #include <cmath>
@@ -12,23 +13,23 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
-constexpr int LANES = 64 / sizeof(T);
-typedef T V __attribute__((vector_size(64)));
-typedef T VU __attribute__((vector_size(64), aligned(sizeof(T))));  // V at any address of a T
+constexpr int LANES = VECTOR / sizeof(T);
+typedef T V __attribute__((vector_size(VECTOR)));
+typedef T VU __attribute__((vector_size(VECTOR), aligned(sizeof(T))));  // V at any address of a T
 
 #define INLINE static inline __attribute__((always_inline))
 #define KERNEL static __attribute__((noinline))
 #define UNROLL _Pragma("GCC unroll 64")
 #define VECTORIZE _Pragma("omp simd")  // this loop: GCC 12 makes wrong code where it chooses an outer loop itself
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int REGISTERS = 32;  // that a V fits into
 #else
-constexpr int REGISTERS = 8;
+constexpr int REGISTERS = 16;
 #endif
 
 INLINE long least(long a, long b) { return a < b ? a : b; }
@@ -45,7 +46,7 @@ constexpr int even(int count, int most) {  // the size of equal tiles that cover
 }
 
 // The first numbers of a V, from 1 to all of them.
-#if defined(__AVX512F__)
+#if VECTOR == 64
 typedef uint16_t Some;
 INLINE Some first(int count) { return count >= LANES ? Some(~0) : Some((1u << count) - 1); }
 INLINE V load(const T* p, Some some) {
@@ -55,6 +56,26 @@ INLINE V load(const T* p, Some some) {
 INLINE void store(T* p, V v, Some some) {
   if constexpr (sizeof(T) == 4) _mm512_mask_storeu_ps(p, some, (__m512)v);
   else _mm512_mask_storeu_pd(p, (__mmask8)some, (__m512d)v);
+}
+#elif VECTOR == 32
+alignas(64) static const int32_t FIRST[] = {-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0};
+struct Some {
+  int count;
+  __m256i mask;
+};
+INLINE Some first(int count) {
+  if (count >= LANES) return {LANES, _mm256_set1_epi32(-1)};
+  return {count, _mm256_loadu_si256((const __m256i*)(FIRST + 8 - count * int(sizeof(T) / 4)))};
+}
+INLINE V load(const T* p, const Some& some) {
+  if (some.count >= LANES) return *(const VU*)p;
+  if constexpr (sizeof(T) == 4) return (V)_mm256_maskload_ps((const float*)p, some.mask);
+  else return (V)_mm256_maskload_pd((const double*)p, some.mask);
+}
+INLINE void store(T* p, V v, const Some& some) {
+  if (some.count >= LANES) *(VU*)p = v;
+  else if constexpr (sizeof(T) == 4) _mm256_maskstore_ps((float*)p, some.mask, (__m256)v);
+  else _mm256_maskstore_pd((double*)p, some.mask, (__m256d)v);
 }
 #else
 typedef int Some;
@@ -76,7 +97,7 @@ INLINE void store(T* p, V v, Some some) {
 constexpr int ALL = LANES;
 
 INLINE T sum_of(V v) {
-#if defined(__AVX512F__)
+#if VECTOR == 64
   if constexpr (sizeof(T) == 4) return _mm512_reduce_add_ps((__m512)v);
   else return _mm512_reduce_add_pd((__m512d)v);
 #else
@@ -172,7 +193,7 @@ INLINE void product_tile(long K, const T* __restrict a, const T* __restrict b, l
 
 template <int OB, long SM, long SK>
 KERNEL void product_columns(long M, long K, const T* a, const T* b, long ldb, T* c, long ldc, int columns, bool add) {
-  constexpr int ROOM = (REGISTERS - OB - 1) / OB, MT = ROOM >= 8 ? 8 : ROOM >= 4 ? 4 : ROOM >= 2 ? 2 : 1;
+  constexpr int ROOM = (REGISTERS - OB - 1) / OB, MT = ROOM >= 8 ? 8 : ROOM >= 6 ? 6 : ROOM >= 4 ? 4 : ROOM >= 2 ? 2 : 1;
   long m = 0;
   for (; m + MT <= M; m += MT) product_tile<MT, OB, SM, SK>(K, a + m * SM, b, ldb, c + m * ldc, ldc, columns, add);
   if constexpr (MT > 4)
@@ -182,10 +203,9 @@ KERNEL void product_columns(long M, long K, const T* a, const T* b, long ldb, T*
   if (M - m >= 1) product_tile<1, OB, SM, SK>(K, a + m * SM, b, ldb, c + m * ldc, ldc, columns, add);
 }
 
-// c = a b, M x K times K x N; the columns of b lie side by side.
 template <int N, long SM, long SK>
-INLINE void product(long M, long K, const T* a, const T* b, long ldb, T* c, bool add) {
-  constexpr int W = blocks(N), OB = REGISTERS < 32 ? 1 : W % 3 == 0 ? 3 : W % 2 == 0 ? 2 : W == 1 ? 1 : W % 3 == 1 ? 2 : 3;
+INLINE void product_strips(long M, long K, const T* a, const T* b, long ldb, T* c, bool add) {
+  constexpr int W = blocks(N), OB = W % 3 == 0 ? 3 : W % 2 == 0 ? 2 : W == 1 ? 1 : W % 3 == 1 ? 2 : 3;
   int o = 0;
   for (; o + OB <= W; o += OB)
     product_columns<OB, SM, SK>(M, K, a, b + o * LANES, ldb, c + o * LANES, N, N - o * LANES, add);
@@ -193,20 +213,37 @@ INLINE void product(long M, long K, const T* a, const T* b, long ldb, T* c, bool
     product_columns<W % OB, SM, SK>(M, K, a, b + o * LANES, ldb, c + o * LANES, N, N - o * LANES, add);
 }
 
+// c = a b, M x K times K x N; the columns of b lie side by side. Where each row of b and c is a page of memory of its
+// own, or more, a part of the rows at a time: what knows where pages are holds few of them.
+template <int N, long SM, long SK>
+INLINE void product(long M, long K, const T* a, const T* b, long ldb, T* c, bool add) {
+  constexpr long PAGE = 4096, ROWS = 48, DEPTH = 128;
+  if constexpr (N * sizeof(T) < PAGE) {
+    product_strips<N, SM, SK>(M, K, a, b, ldb, c, add);
+  } else {
+    for (long m = 0; m < M; m += ROWS)
+      for (long k = 0; k < K || k == 0; k += DEPTH)
+        product_strips<N, SM, SK>(least(ROWS, M - m), least(DEPTH, K - k), a + m * SM + k * SK, b + k * ldb, ldb, c + m * N,
+                                  add || k > 0);
+  }
+}
+
 // c[m][o] = sum over k of a[m * lda + k] * b[o * ldb + k]: both lie along k. MT x OT dot products at once.
 template <int MT, int OT>
 INLINE void dots_tile(long K, const T* __restrict a, long lda, const T* __restrict b, long ldb, T* c, long ldc, bool add) {
   V sum[MT][OT];
   UNROLL for (int i = 0; i < MT; i++) UNROLL for (int o = 0; o < OT; o++) sum[i][o] = V{};
-  for (long k = 0; k < K; k += LANES) {
-    const Some some = first(K - k < LANES ? K - k : LANES);
+  const auto step = [&](long k, const Some& some) __attribute__((always_inline)) {
     V part[OT];
     UNROLL for (int o = 0; o < OT; o++) part[o] = load(b + o * ldb + k, some);
     UNROLL for (int i = 0; i < MT; i++) {
       const V row = load(a + i * lda + k, some);
       UNROLL for (int o = 0; o < OT; o++) sum[i][o] += row * part[o];
     }
-  }
+  };
+  long k = 0;
+  for (; k + LANES <= K; k += LANES) step(k, first(ALL));
+  if (k < K) step(k, first(K - k));
   UNROLL for (int i = 0; i < MT; i++) UNROLL for (int o = 0; o < OT; o++) {
     T* to = c + i * ldc + o;
     *to = (add ? *to : T(0)) + sum_of(sum[i][o]);
@@ -214,24 +251,32 @@ INLINE void dots_tile(long K, const T* __restrict a, long lda, const T* __restri
 }
 
 template <int MT, int N>
-INLINE void dots_rows(long K, const T* a, long lda, const T* b, long ldb, T* c, bool add) {
-  constexpr int OT = REGISTERS < 32 ? 1 : even(N, MT >= 5 ? 3 : 4);
+INLINE void dots_rows(long K, const T* a, long lda, const T* b, long ldb, T* c, long ldc, bool add) {
+  constexpr int OT = even(N, MT >= (REGISTERS < 32 ? 4 : 5) ? 3 : 4);
   int o = 0;
-  for (; o + OT <= N; o += OT) dots_tile<MT, OT>(K, a, lda, b + o * ldb, ldb, c + o, N, add);
-  if constexpr (N % OT != 0) dots_tile<MT, N % OT>(K, a, lda, b + o * ldb, ldb, c + o, N, add);
+  for (; o + OT <= N; o += OT) dots_tile<MT, OT>(K, a, lda, b + o * ldb, ldb, c + o, ldc, add);
+  if constexpr (N % OT != 0) dots_tile<MT, N % OT>(K, a, lda, b + o * ldb, ldb, c + o, ldc, add);
 }
 
-// c = a b for few rows, M x K times K x N; the rows of a and the columns of b each lie side by side.
 template <int N>
-KERNEL void dots(long M, long K, const T* a, long lda, const T* b, long ldb, T* c, bool add) {
-  constexpr int MT = REGISTERS < 32 ? 2 : 8;
+KERNEL void dots_columns(long M, long K, const T* a, long lda, const T* b, long ldb, T* c, long ldc, bool add) {
+  constexpr int MT = REGISTERS < 32 ? 4 : 8;
   long m = 0;
-  for (; m + MT <= M; m += MT) dots_rows<MT, N>(K, a + m * lda, lda, b, ldb, c + m * N, add);
+  for (; m + MT <= M; m += MT) dots_rows<MT, N>(K, a + m * lda, lda, b, ldb, c + m * ldc, ldc, add);
   if constexpr (MT > 4)
-    if (M - m >= 4) dots_rows<4, N>(K, a + m * lda, lda, b, ldb, c + m * N, add), m += 4;
-  if constexpr (MT > 2)
-    if (M - m >= 2) dots_rows<2, N>(K, a + m * lda, lda, b, ldb, c + m * N, add), m += 2;
-  if (M - m >= 1) dots_rows<1, N>(K, a + m * lda, lda, b, ldb, c + m * N, add);
+    if (M - m >= 4) dots_rows<4, N>(K, a + m * lda, lda, b, ldb, c + m * ldc, ldc, add), m += 4;
+  if (M - m >= 2) dots_rows<2, N>(K, a + m * lda, lda, b, ldb, c + m * ldc, ldc, add), m += 2;
+  if (M - m >= 1) dots_rows<1, N>(K, a + m * lda, lda, b, ldb, c + m * ldc, ldc, add);
+}
+
+// c = a b for few rows, M x K times K x N; the rows of a and the columns of b each lie side by side. So many columns at
+// a time that they stay in the cache for all rows.
+template <int N>
+INLINE void dots(long M, long K, const T* a, long lda, const T* b, long ldb, T* c, bool add) {
+  constexpr int EACH = N < 24 ? N : 12, REST = N % EACH;
+  int o = 0;
+  for (; o + EACH <= N; o += EACH) dots_columns<EACH>(M, K, a, lda, b + o * ldb, ldb, c + o, N, add);
+  if constexpr (REST) dots_columns<REST>(M, K, a, lda, b + o * ldb, ldb, c + o, N, add);
 }
 
 // p[k][0..LD) from b[k * SK + n * SN], filled up with zeros.
@@ -312,7 +357,7 @@ INLINE void channels_tile(const T* __restrict x, const T* __restrict w, const T*
       store(y + t * pitch + o * LANES, sum[o][t], o + 1 < OB ? all : rest);
 }
 
-constexpr int together(int vectors) { return REGISTERS < 32 ? 1 : vectors % 3 == 0 ? 3 : vectors % 2 == 0 ? 2 : 1; }
+constexpr int together(int vectors) { return vectors % 3 == 0 ? 3 : vectors % 2 == 0 ? 2 : 1; }
 constexpr int pixels(int width, int vectors) { return even(width, (REGISTERS - vectors - 1) / vectors); }
 
 template <class S>
@@ -527,7 +572,7 @@ INLINE void pixels_tile(const T* __restrict x, const T* __restrict w, long so, l
 
 template <class S, int OT>
 INLINE void pixels_outputs(const T* x, const T* w, long so, long sc, long si, long sj, const T* bias, T* y) {
-  constexpr int W = blocks(S::WO), WV = REGISTERS < 32 ? 1 : even(W, 2), REST = W % WV;
+  constexpr int W = blocks(S::WO), WV = even(W, 2), REST = W % WV;
   constexpr int HT = S::HO % 2 == 0 && 2 * OT * WV <= REGISTERS * 3 / 4 ? 2 : 1;
   for (int h = 0; h < S::HO; h += HT) {
     const T* from = x + h * S::WP;
@@ -542,7 +587,7 @@ INLINE void pixels_outputs(const T* x, const T* w, long so, long sc, long si, lo
 
 template <class S>
 KERNEL void pixels_convolve(long n, const T* x, const T* w, long so, long sc, long si, long sj, const T* bias, T* y) {
-  constexpr int WV = REGISTERS < 32 ? 1 : even(blocks(S::WO), 2), MOST = REGISTERS * 3 / 4 / WV;
+  constexpr int WV = even(blocks(S::WO), 2), MOST = REGISTERS * 3 / 4 / WV;
   constexpr int OT = even(S::O, MOST > 8 ? 8 : MOST < 1 ? 1 : MOST), REST = S::O % OT;
   for (long b = 0; b < n; b++) {
     const T* from = x + b * S::C * S::HP * S::WP;

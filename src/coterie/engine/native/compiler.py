@@ -62,6 +62,15 @@ def machine() -> tuple[str, ...]:
     return (version.stdout, native, platform.machine(), platform.processor(), features)
 
 
+@lru_cache(maxsize=1)
+def vector_bytes() -> int:
+    """Return the bytes of the widest vector registers that programs for this processor use: 64, 32 or 16."""
+    command = [compiler(), machine()[1], "-dM", "-E", "-x", "c++", os.devnull]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS)
+    defined = set(asked.stdout.split())
+    return 64 if "__AVX512F__" in defined else 32 if "__AVX__" in defined else 16
+
+
 def load(text: str, flags: tuple[str, ...] = ()) -> tuple[ctypes.CDLL, float]:
     """Return the compiled program and the seconds it took to compile; 0 when it was compiled before.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from coterie.engine.native import compiler
 from coterie.engine.native.loops import MANY, Value, dense, expanded, in_memory, order_of, product
 from coterie.engine.native.lower import Lowering
 from coterie.engine.native.trace import Dim, Kind, NotTraceableError, Ref, Size, at
@@ -35,7 +36,7 @@ class ImageLowering(Lowering):
     @property
     def lanes(self) -> int:
         """Numbers in a vector."""
-        return 64 // (4 if self.dtype == torch.float32 else 8)
+        return compiler.vector_bytes() // (4 if self.dtype == torch.float32 else 8)
 
     def _rounded(self, channels: int) -> int:
         """Return a number of channels that fills whole vectors."""

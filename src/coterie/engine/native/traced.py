@@ -39,7 +39,6 @@ _FLAGS = (
     "-fno-signed-zeros",
     "-fwrapv",
     "-fopenmp-simd",
-    "-mprefer-vector-width=512",
 )
 _CACHE = 768 << 10  # bytes of an arena that leave room for parameters in the cache of a core
 _MOST = 64  # samples of one call, where they do not need each other
@@ -48,6 +47,11 @@ _TRAIN_NAMES = ("const int64_t key[] = {now};", "const T weight[] = {share};")
 _JUDGE_NAMES = ("T* const scores = batch.scores;", "const int64_t key[] = {0};", "constexpr long from = 0;")
 _TYPICAL = 16  # samples for which kernels are chosen
 _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+def _flags() -> tuple[str, ...]:
+    """Return the compiler's flags; by itself it uses half of the registers of 64 bytes on most processors."""
+    return (*_FLAGS, "-mprefer-vector-width=512") if compiler.vector_bytes() == 64 else _FLAGS
 
 
 class _Memory(ctypes.Structure):
@@ -222,7 +226,7 @@ class TracedProgram:
         if any(not own[name].is_floating_point() for name in self.inputs):
             raise NotTraceableError("it has input buffers of integers")
         self.text = self._written(x, y)
-        self._library, self.seconds = compiler.load(self.text, _FLAGS)
+        self._library, self.seconds = compiler.load(self.text, _flags())
         for name in ("train", "measure"):
             function = getattr(self._library, name)
             function.argtypes, function.restype = (_POINTER, _LONG, _LONG), None
@@ -255,7 +259,7 @@ class TracedProgram:
         start = driver.index("struct Batch {")
         stop = driver.index("};", start) + len("};\n")
         head = [
-            f"#include <cstdint>\ntypedef {number} T;\ntypedef {integer} I;",
+            f"#include <cstdint>\n#define VECTOR {compiler.vector_bytes()}\ntypedef {number} T;\ntypedef {integer} I;",
             (here / "samples.h").read_text(),
             (here / "blocks.h").read_text(),
             f"constexpr int64_t PARAMS = {layout.size}, ENTRIES = {entries}, CHANNELS = {channels}, PLANE = {plane};",

@@ -1,6 +1,8 @@
 """Programs of traced modules compute what the loop engine does, for modules of any kind, and say why they cannot."""
 
+import platform
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from coterie.engine._augment import CropFlip
 from coterie.engine._base import cross_entropy, squared_error
 from coterie.engine._loop import LoopEngine
 from coterie.engine._work import Pairs, RawSamples, Training
-from coterie.engine.native import library, lower
+from coterie.engine.native import compiler, library, lower
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.images import ImageLowering
 from coterie.engine.native.loops import dense, in_memory, reshaped
@@ -249,7 +251,13 @@ class Rims(nn.Module):
         )
 
 
+def broad() -> nn.Module:
+    """Return layers whose rows of weights are pages of memory, and so many rows that they are taken in parts."""
+    return nn.Sequential(nn.Linear(7, 520), nn.Tanh(), nn.Linear(520, 150), nn.SiLU(), nn.Linear(150, 4))
+
+
 MODULES = {
+    "broad": (broad, (7,), cross_entropy, False),
     "rims": (Rims, (3, 2, 2), cross_entropy, False),
     "images": (Images, (3, 17, 15), cross_entropy, True),
     "words": (Words, (3,), cross_entropy, False),
@@ -289,6 +297,28 @@ def training(layout, data, local, rows):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_traced_module_trains_and_is_measured_as_by_the_loop_engine(name):
+    check_against_the_loop_engine(name)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="older processors of one family are tried")
+@pytest.mark.parametrize("name", ["broad", "images"])
+@pytest.mark.parametrize(("processor", "register"), [("x86-64", 16), ("haswell", 32)])
+def test_it_does_on_processors_with_smaller_registers(name, processor, register, monkeypatch):
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if processor == "haswell" and not ("avx2" in flags and "fma" in flags):
+        pytest.skip("this processor has no registers of 32 bytes")
+    here = list(compiler.machine())
+    here[1] = f"-march={processor}"
+    monkeypatch.setattr(compiler, "machine", lambda: tuple(here))
+    compiler.vector_bytes.cache_clear()
+    try:
+        assert compiler.vector_bytes() == register
+        check_against_the_loop_engine(name)
+    finally:
+        compiler.vector_bytes.cache_clear()
+
+
+def check_against_the_loop_engine(name):
     make, features, objective, together = MODULES[name]
     with Rng(0).torch_globals("init"):
         layout = Layout(make(), torch.float64)
