@@ -145,7 +145,8 @@ def exchanges(results: Rows) -> TextTable:
 
 
 TABLES: dict[str, Callable[[Rows], TextTable]] = {
-    "engines": engines, "thousand": engines, "machine": engines, "models": models, "network": exchanges,
+    "engines": engines, "thousand": engines, "machine": engines, "models": models, "models-avx512": models,
+    "network": exchanges,
 }  # fmt: skip
 
 
