@@ -137,7 +137,8 @@ class Node:
         clusters = torch.tensor(roster.clusters or [-1] * roster.population)
         planted = Truth(clusters[federation.ids], (), ()) if roster.clusters else None
         self.task = plan.task(replace(federation, truth=planted))
-        self.schema, self.settings = heads.schema_hash(self.task.layout), plan.agreed(roster.population)
+        self.schema = heads.schema_hash(self.task.layout)
+        self.settings = heads.with_frozen(plan.agreed(roster.population), self.task.layout)
         folder.mkdir(parents=True, exist_ok=True)
         self.incarnation = self._new_incarnation()
         self._journal_file = (folder / ARRIVALS).open("a")

@@ -67,6 +67,7 @@ def identity(
     own = {k: v for k, v in dataclasses.asdict(method).items() if v is not None or k not in _YOUNG}
     what = [method.kind, own, kept, seed, federation.fingerprint(), str(task.layout.eval_module)]
     what += [model] if model else []
+    what += [task.layout.frozen_digest] if task.layout.frozen else []
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
