@@ -234,6 +234,16 @@ class Slot:
     stop: int
 
 
+def layer_of(name: str) -> str:
+    """Return the path of the layer of a tensor; a parametrized tensor belongs to the layer whose tensor it replaces."""
+    return name.partition("parametrizations.")[0].removesuffix(".") if "parametrizations." in name else module_of(name)
+
+
+def module_of(name: str) -> str:
+    """Return the path of the module that owns a tensor or a module of a name."""
+    return name.rpartition(".")[0]
+
+
 class Layout:
     """The positions of a module's parameters and running statistics in a row of the population's matrix.
 
@@ -293,6 +303,42 @@ class Layout:
         stop = start + tensor.numel()
         self.slots.append(Slot(name, tuple(tensor.shape), start, stop))
         return stop
+
+    @functools.cached_property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """What the tensor of each slot is called in the user's module: several names where it is tied."""
+        every: dict[int, list[str]] = {}
+        for name, tensor in self.train_module.named_parameters(remove_duplicate=False):
+            every.setdefault(id(tensor), []).append(name)
+            plain = name.replace("parametrizations.", "").removesuffix(".original")
+            every[id(tensor)] += [plain] if plain != name else []
+        own = dict(self.train_module.named_parameters())
+        return {s.name: tuple(every[id(own[s.name])]) if s.name in own else (s.name,) for s in self.slots}
+
+    def layers(self) -> dict[str, tuple[str, ...]]:
+        """Return the layers that have trained parameters, in the module's order: by path, the names of their tensors.
+
+        Example:
+            >>> Layout(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))).layers()
+            {'0': ('0.weight', '0.bias'), '2': ('2.weight', '2.bias')}
+        """
+        found: dict[str, tuple[str, ...]] = {}
+        for slot in self.slots:
+            path = layer_of(slot.name)
+            if slot.stop <= self.trainable or path in found:
+                found[path] = (*found.get(path, ()), slot.name)
+        return found
+
+    def normalizations(self) -> tuple[str, ...]:
+        """Return the names of the tensors of normalization layers: parameters and running statistics.
+
+        Example:
+            >>> Layout(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))).normalizations()
+            ('1.weight', '1.bias')
+        """
+        kinds = (ReturnedBatchNorm, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+        paths = {path for path, part in self.train_module.named_modules() if isinstance(part, kinds)}
+        return tuple(slot.name for slot in self.slots if layer_of(slot.name) in paths)
 
     @functools.cached_property
     def frozen_digest(self) -> str:

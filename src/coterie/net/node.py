@@ -146,7 +146,7 @@ class Node:
             transport, replace(roster, schema=self.schema), sign, incarnation=self.incarnation,
             terms=terms or Terms(), deadline=self.deadline, journal=self._journal,
         )  # fmt: skip
-        self.exchange = RemoteExchange(self.post)
+        self.exchange = RemoteExchange(self.post, self.task.part.shared.count)
         names = {**roster.client_names, **federation.names}
         record = Record(clusters, names)
         self.loop = NodeLoop(self.task, plan.method, self.exchange, plan.settings, Rng(plan.seed), record)
