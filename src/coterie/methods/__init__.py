@@ -9,6 +9,7 @@ from inspect import isabstract as _isabstract
 from coterie.methods.base import Method
 
 # isort: off
+from coterie.methods.apfl import Apfl as Apfl
 from coterie.methods.cfl import Cfl as Cfl
 from coterie.methods.dac import Dac as Dac, DacNoTwoHop as DacNoTwoHop, DacVar as DacVar
 from coterie.methods.ditto import Ditto as Ditto
@@ -23,6 +24,8 @@ from coterie.methods.oneshot import OneShot as OneShot
 from coterie.methods.oracle import Oracle as Oracle
 from coterie.methods.panm import PanmGrad as PanmGrad, PanmLoss as PanmLoss
 from coterie.methods.pens import Pens as Pens
+from coterie.methods.perfedavg import PerFedAvg as PerFedAvg
+from coterie.methods.pfedme import PFedMe as PFedMe
 from coterie.methods.random_gossip import Random as Random
 from coterie.methods.sosicfl import SosicFl as SosicFl, SosicFlAll as SosicFlAll, SosicFlPlus as SosicFlPlus
 # isort: on
