@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from coterie.engine._own_optimizer import own_optimizer
 from coterie.engine.optim import LocalTraining, RowOptimizer
-from coterie.models.layout import Layout, ReturnedBatchNorm, Slot
+from coterie.models.layout import Layout, ReturnedBatchNorm, Slot, copied
 
 
 class FlatModel:
@@ -36,7 +36,7 @@ class FlatModel:
     def __init__(self, layout: Layout, device: torch.device, channels_last: bool = False) -> None:
         self.layout = layout
         self.train_module, self.eval_module = (
-            copy.deepcopy(module).to(device) for module in (layout.train_module, layout.eval_module)
+            _copied(module, device) for module in (layout.train_module, layout.eval_module)
         )
         for part in self.train_module.modules():
             if isinstance(part, ReturnedBatchNorm):
@@ -63,6 +63,8 @@ class FlatModel:
         trained = [slot for slot in self.layout.slots if slot.stop <= self.layout.trainable]
         gradients = dict(zip((slot.name for slot in trained), self._views(self.gradient), strict=True))
         for name, parameter in list(module.named_parameters()):
+            if name not in views:  # frozen: of all models alike
+                continue
             own = _lent(module, parameter, views[name])
             if name in gradients and module is self.train_module:
                 own.grad = gradients[name]
@@ -138,6 +140,12 @@ class FlatModel:
             if found is not view:
                 view.copy_(found.detach())
                 buffers[name] = view
+
+
+def _copied(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return a copy of a module on a device, with the frozen weights of the original where those are there."""
+    there = all(one.device == device for one in module.parameters())
+    return copied(module) if there else copy.deepcopy(module).to(device)
 
 
 def _lent(module: nn.Module, parameter: nn.Parameter, view: Tensor) -> nn.Parameter:

@@ -3,7 +3,6 @@
 The engines apply them; users write stock layers.
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from coterie.models.layout import copied
 
 _ALIGNMENT = 64  # bytes; where PyTorch itself puts a tensor
 
@@ -169,6 +170,6 @@ def _replaced(module: nn.Module, better: Callable[[nn.Module], nn.Module | None]
             else:
                 setattr(parent, name, new)
 
-    holder = nn.ModuleList([copy.deepcopy(module)])
+    holder = nn.ModuleList([copied(module)])
     visit(holder)
     return holder[0].train(module.training)

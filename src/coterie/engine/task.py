@@ -3,7 +3,7 @@
 import copy
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -30,6 +30,7 @@ from coterie.functional import metrics
 from coterie.functional.losses import Loss, loss_targets, usual_loss
 from coterie.functional.metrics import SampleMetric, Undefined
 from coterie.models.layout import BUFFER_POLICIES, Inputs, Layout, ModelSource, initial, source, template
+from coterie.models.part import Part
 from coterie.rng import EVERYONE, Rng
 
 
@@ -106,6 +107,8 @@ class Carried:
 
 __all__ = ["LocalTraining", "Task", "not_finite"]
 
+_COMPLETED = 1 << 24  # numbers of received models that are completed at once
+
 InitMode = Literal["shared", "per_client", "given"]
 
 
@@ -118,6 +121,10 @@ class Task:
         init: "shared": one model drawn for all; "per_client": one drawn for each; "given": the module's own values.
         buffers: what a merge does with BatchNorm statistics: "average" mixes them like parameters, "local" keeps each
             client's own, "reset" restores the initial ones.
+        shared: patterns of the tensors that clients share; everything when empty. See `models.part.chosen`.
+        similarity_on: patterns of the tensors in which models are compared, of those that are trained and shared.
+        home: (layout) -> patterns of the tensors that stay at home beside.
+        owner: whose wish `home` is, for messages.
         engine: "auto" or a name of `engine.ENGINES`.
         block: how many clients are trained at once; chosen from the size of the model when None. It changes the
             speed, never the result.
@@ -139,6 +146,7 @@ class Task:
         objective: the loss of each sample.
         metrics: what `evaluate` measures further.
         layout: how the model's tensors lie in a row.
+        part: which columns of a row are shared, stay at home, and are compared.
     """
 
     def __init__(
@@ -148,6 +156,10 @@ class Task:
         *,
         init: InitMode = "shared",
         buffers: str = "average",
+        shared: Sequence[str] = (),
+        similarity_on: Sequence[str] = (),
+        home: Callable[[Layout], Sequence[str]] | None = None,
+        owner: str = "the method",
         engine: str = "auto",
         block: int | None = None,
         dtype: torch.dtype = torch.float32,
@@ -172,6 +184,7 @@ class Task:
         module = template(self.model)
         self.objective = loss or usual_loss(federation.y.flatten(0, 1), federation.classes)
         self.layout = Layout(module, dtype, _arguments(module, federation, dtype)).to(device)
+        self.part = Part.of(self.layout, shared, similarity_on, () if home is None else home(self.layout), owner)
         self.init_mode, self.buffers, self.device, self.dtype = init, buffers, device, dtype
         self.ids, self.population, self.classes = federation.ids, federation.population, federation.classes
         self.clusters = clusters
@@ -332,14 +345,17 @@ class Task:
     def apply_buffer_policy(
         self, before: Float[Tensor, "clients params"], merged: Float[Tensor, "clients params"]
     ) -> Float[Tensor, "clients params"]:
-        """Apply the policy for BatchNorm statistics to a merge that led from `before` to `merged`."""
+        """Apply the policy for BatchNorm statistics to a merge that led from `before` to `merged`.
+
+        What stays at home, statistics or parameters, is as before.
+        """
         start = self.layout.trainable
         if self.buffers == "average" or start == self.layout.size:
-            return merged
+            return self.part.kept(before, merged)
         own = before[:, start:]
         if self.buffers == "reset":
             own = self.layout.flatten_copy(self.layout.train_module)[start:].to(merged).expand(len(merged), -1)
-        return torch.cat([merged[:, :start], own], dim=1)
+        return self.part.kept(before, torch.cat([merged[:, :start], own], dim=1))
 
     # ------------------------------------------------------------------ data
 
@@ -579,6 +595,8 @@ class Task:
     def score(self, inbox: Inbox, split: str = "train", *, keep: bool = False) -> Float[Tensor, "clients peers"]:
         """Return the mean loss of each received model on the receiver's own data; +inf where nothing came.
 
+        A model of which only a part was shared is measured with what its receiver has at home.
+
         Args:
             inbox: what was received.
             split: of the receiver's data.
@@ -588,8 +606,22 @@ class Task:
         clients, slots = inbox.mask.nonzero(as_tuple=True)
         if len(clients):
             models = inbox.index[clients, slots]
-            out[clients, slots] = self._losses(inbox.table, models, clients, split, keep)
+            if inbox.part is None or inbox.own is None:
+                out[clients, slots] = self._losses(inbox.table, models, clients, split, keep)
+            else:
+                out[clients, slots] = self._completed(inbox.part, inbox.own, inbox.table, models, clients, split)
         return out
+
+    def _completed(
+        self, part: Part, own: Tensor, table: Tensor, models: Tensor, clients: Tensor, split: str
+    ) -> Float[Tensor, " pairs"]:
+        """Measure shared parts, each with the home part of who measures it, as many models at once as memory holds."""
+        found = []
+        for some in torch.arange(len(models)).split(max(1, _COMPLETED // table.shape[1])):
+            received, readers = table[models[some].to(table.device)], own[clients[some].to(own.device)]
+            joined = part.kept(readers, received)
+            found.append(self._measure(joined, torch.arange(len(some)), clients[some], split)[metrics.LOSS.name])
+        return torch.cat(found)
 
     def _losses(self, table: Tensor, models: Tensor, clients: Tensor, split: str, keep: bool) -> Tensor:
         if not keep or self._shared.federation.noise is not None:  # noise is another in every round

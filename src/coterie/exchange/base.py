@@ -19,6 +19,7 @@ from torch import Tensor
 
 from coterie._util import pages
 from coterie.errors import ExchangeError
+from coterie.models.part import Part
 from coterie.rng import Rng
 
 _CHUNK = {"cpu": 1 << 19, "cuda": 1 << 27}  # entries of a mix done at once: the temporary stays in a CPU's cache
@@ -88,6 +89,8 @@ class Inbox:
         age: age of the message in rounds.
         fields: the senders' extras, aligned with the table.
         bytes: payload received in each slot.
+        part: what was exchanged of the models, where that is not everything; other columns of the table are 0.
+        own: the reader's own models then, with which the received parts are completed to be measured.
     """
 
     table: Float[Tensor, "senders params"]
@@ -97,6 +100,8 @@ class Inbox:
     age: Int[Tensor, "clients peers"]
     fields: Mapping[str, Shaped[Tensor, "senders ..."]]
     bytes: Int[Tensor, "clients peers"]
+    part: Part | None = None
+    own: Float[Tensor, "clients params"] | None = None
 
     def field(self, name: str) -> Shaped[Tensor, "clients peers ..."]:
         """Return an extra of each slot's sender. Slots without a message hold some sender's value: use the mask."""
@@ -111,9 +116,14 @@ class Inbox:
     ) -> Float[Tensor, "clients params"]:
         """Return `own_weight * own + sum of weights * received`, without an array of clients x peers x params.
 
-        Slots without a message have weight 0; weights are not renormalized. Terms are added in the order of sender ids,
-        client by client, so that the order of the slots and the other hosted clients change no bit.
+        What stays at home is that of `own`. Slots without a message have weight 0; weights are not renormalized. Terms
+        are added in the order of sender ids, client by client, so that the order of the slots and the other hosted
+        clients change no bit.
         """
+        mixed = self._mixed(weights, own, own_weight)
+        return mixed if self.part is None else self.part.kept(own, mixed)
+
+    def _mixed(self, weights: Tensor, own: Tensor, own_weight: Tensor) -> Tensor:
         order = torch.argsort(self.peers, dim=1, stable=True)
         index = self.index.gather(1, order)
         weights = torch.where(self.mask, weights, 0).gather(1, order).to(own.dtype)

@@ -7,7 +7,7 @@ It is a frozen dataclass: its fields are its hyperparameters, so it is its own c
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar, final
 
@@ -26,7 +26,7 @@ from coterie.exchange.base import Exchange, Inbox, Message, PeersMissing
 from coterie.functional import aggregation, metrics, selection
 from coterie.functional.metrics import Metric
 from coterie.methods.cost import Cost, Setting
-from coterie.models.layout import ModelFactory
+from coterie.models.layout import Layout, ModelFactory
 from coterie.rng import Rng
 
 Info = Mapping[str, Tensor]
@@ -190,6 +190,17 @@ class Method(Configurable, ABC):
     def model(self, source: ModelFactory) -> ModelFactory:
         """Return the model that clients train: the run's, unless the method changes its form (SosicFL's head)."""
         return source
+
+    def home(self, layout: Layout) -> Sequence[str]:
+        """Return which tensors never leave a client, beside those that the run's `shared` leaves out.
+
+        Args:
+            layout: of the model; `layout.layers()` and `layout.normalizations()` name tensors.
+
+        Returns:
+            Names of tensors or of modules, or patterns of them; see `models.part.chosen`.
+        """
+        return ()
 
     def enroll(self, rnd: Round, state: State) -> State:
         """Exchange what is needed once, with every client, before round 0 (`rnd.index` is -1)."""
@@ -538,6 +549,8 @@ def merged_by(
 ) -> tuple[State, dict[str, Tensor]]:
     """Merge what each client received by a rule of the user's, client by client; who received nothing keeps its own.
 
+    The rule sees what is shared of the models.
+
     Args:
         path: its import path.
         rnd: the round.
@@ -551,18 +564,21 @@ def merged_by(
     """
     what = f"aggregation {path!r}"
     rule, own, out = imported_function(str(path), what), state.params, state.params.clone()
+    columns = rnd.task.part.shared
     order, samples = torch.argsort(inbox.peers, dim=1, stable=True), inbox.field("samples")
     for row in range(len(own)):
         slots = order[row][keep[row][order[row]]]
         if not len(slots):
             continue
         models = torch.cat([own[row : row + 1], inbox.table[inbox.index[row, slots].to(inbox.table.device)]])
+        models = columns.of(models)
         counts = torch.cat([rnd.task.samples[row : row + 1].to(samples), samples[row, slots]])
         alike = None
         if similarity is not None:
             alike = torch.cat([similarity[row, slots].max()[None], similarity[row, slots]]).to(own)
-        received = aggregation.Received(models, counts.to(own), alike, own[row].clone())
-        out[row] = aggregation.merged_by(rule, received, what)
+        received = aggregation.Received(models, counts.to(own), alike, models[0].clone())
+        merged = aggregation.merged_by(rule, received, what)
+        out[row] = merged if rnd.task.part.whole else columns.put(out[row : row + 1], merged[None])[0]
     return replace(state, params=out), mixing(inbox, keep.double(), torch.ones(len(own), dtype=torch.float64))
 
 

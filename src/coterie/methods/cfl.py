@@ -68,7 +68,7 @@ class Cfl(ServerMethod):
     def shared(self, task: Task, rng: Rng) -> Updates:
         """Return one cluster and no updates."""
         start = Averaging().start(task.fresh(rng, 1), task.population, task.layout)
-        width = task.layout.trainable if self.participation == "partial" else 0
+        width = task.part.compared.count if self.participation == "partial" else 0
         last = torch.zeros(task.population, width, dtype=task.dtype, device=task.device)
         return Updates(start.models, start.velocity, start.label, last, torch.full((task.population,), -1))
 
@@ -82,15 +82,16 @@ class Cfl(ServerMethod):
         """Average or split each cluster."""
         assert message.ids is not None
         group = shared.label[message.ids]
-        updates = (message.params - shared.models[group.to(message.params.device)])[:, : context.layout.trainable]
+        moved = message.params - shared.models[group.to(message.params.device)]
+        updates, alike = context.part.trained.of(moved), context.part.compared.of(moved)
         if self.participation == "partial":
-            last = shared.last.index_copy(0, message.ids.to(shared.last.device), updates)
+            last = shared.last.index_copy(0, message.ids.to(shared.last.device), alike)
             shared = replace(shared, last=last, since=shared.since.index_fill(0, message.ids, context.index))
         members = sizes(shared.label, len(shared.models))
         merged = self.averaging.step(shared, message, group, members.clamp(max=context.least))
         for cluster in range(len(members)):
             rows = (group == cluster).nonzero().flatten()
-            part = self._split(context, shared, cluster, message, rows, updates)
+            part = self._split(context, shared, cluster, message, rows, updates, alike)
             if part is not None:
                 parent = shared.models[cluster]  # children start from it, not from this round's mean
                 models = torch.cat([merged.models, parent[None]])
@@ -101,16 +102,23 @@ class Cfl(ServerMethod):
         return merged
 
     def _split(
-        self, context: ServerContext, shared: Updates, cluster: int, message: Message, rows: Tensor, updates: Tensor
+        self,
+        context: ServerContext,
+        shared: Updates,
+        cluster: int,
+        message: Message,
+        rows: Tensor,
+        updates: Tensor,
+        alike: Tensor,
     ) -> Tensor | None:
-        """Return the ids that leave a cluster, or None."""
+        """Return the ids that leave a cluster, or None; `alike` is what cosines compare of the updates."""
         assert message.ids is not None
         if context.index < self.warmup_rounds or len(rows) == 0:
             return None
         mean = weighted_mean(updates[rows], message.fields["samples"][rows])
         if not (float(mean.norm()) < self.eps1 and float(updates[rows].norm(dim=1).max()) > self.eps2):
             return None
-        ids, known = message.ids[rows], updates[rows]
+        ids, known = message.ids[rows], alike[rows]
         members = (shared.label == cluster).nonzero().flatten()
         if self.participation == "partial":
             ids, known = members, shared.last[members.to(shared.last.device)]

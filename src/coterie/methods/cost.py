@@ -7,6 +7,8 @@ PANMGrad reads an update beside every model.
 
 from dataclasses import dataclass, fields
 
+from coterie.engine.task import Task
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -14,12 +16,13 @@ class Setting:
 
     Args:
         population: clients ($K$).
-        params: numbers in a model ($P$).
+        params: numbers in a model ($P$), of those that are shared.
         samples: training samples of a client ($n_i$).
         group: members of the client's own cluster, itself included: Oracle's choice, and the size that PANM's bag and
             PENS's neighbors are taken to have found. The whole population when None.
         number_bytes: bytes of a number as sent.
         start_apart: whether clients start from different models.
+        compared: numbers of a model in which similarities compare; all when None.
     """
 
     population: int
@@ -28,6 +31,25 @@ class Setting:
     group: int | None = None
     number_bytes: int = 4
     start_apart: bool = False
+    compared: int | None = None
+
+    @staticmethod
+    def of(task: Task, group: int | None = None) -> "Setting":
+        """Return the setting of a task, whose clients have as many training samples as on average.
+
+        Args:
+            task: of a run.
+            group: members of a client's own cluster.
+        """
+        part = task.part
+        samples, apart = int(task.samples.mean()), task.init_mode == "per_client"
+        shared, compared = part.shared.count, part.compared.count
+        return Setting(task.population, shared, samples, group, task.dtype.itemsize, apart, compared)
+
+    @property
+    def comparable(self) -> int:
+        """The numbers of a model in which similarities compare."""
+        return self.params if self.compared is None else self.compared
 
     @property
     def others(self) -> int:

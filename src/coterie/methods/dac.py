@@ -60,8 +60,8 @@ def pull(
     if metric == "inv_loss":
         value = similarity.inverse(rnd.task.score(inbox), eps)
         return Measured(inbox, value, {"passes": arrived * rnd.task.counts("train")})
-    trained = slice(rnd.task.layout.trainable)
-    pair = (state.params[:, trained], inbox.table[:, trained], inbox.index, mask)
+    compared = rnd.task.part.compared
+    pair = (compared.of(state.params), compared.of(inbox.table), inbox.index, mask)
     if metric == "inv_l2":
         return Measured(inbox, similarity.inverse(similarity.distance(*pair), eps), {})
     if metric == "cos_weight":
@@ -75,14 +75,14 @@ def cosine_since_start(rnd: Round, state: State, inbox: Inbox) -> Float[Tensor, 
 
     Where clients start from different models, the memory has `origin` and messages carry it; else all know it.
     """
-    trained = slice(rnd.task.layout.trainable)
+    compared = rnd.task.part.compared
     origin: Tensor = state.memory.origin
     if origin.shape[1]:
-        origins = inbox.fields["origin"]
+        origin, origins = compared.of(origin), inbox.fields["origin"]
     else:
-        origin = rnd.task.origin(rnd.rng)[:, trained]
+        origin = compared.of(rnd.task.origin(rnd.rng))
         origins = origin[:1].expand(len(inbox.table), -1)
-    own, table = state.params[:, trained], inbox.table[:, trained]
+    own, table = compared.of(state.params), compared.of(inbox.table)
     return similarity.cosine(own, table, inbox.index, inbox.mask, origin=origin, origins=origins)
 
 
@@ -368,7 +368,7 @@ class Dac(PeerMethod):
         """Publish the model and, with two-hop estimates, the similarities to share."""
         fields = {"samples": task.samples}
         if state.memory.origin.shape[1]:
-            fields["origin"] = state.memory.origin
+            fields["origin"] = task.part.compared.of(state.memory.origin)
         if self.two_hop and self.two_hop_scope == "current":
             fields |= self.shared_scores(state)
         return Message(state.params, fields)
@@ -459,7 +459,7 @@ class Dac(PeerMethod):
         peers, size = min(self.num_peers, setting.others), setting.number_bytes
         cost = reading(setting, peers, scored=peers if self.similarity == "inv_loss" else 0)
         if self.similarity == "cos_grad" and setting.start_apart:
-            cost += Cost(extra_models=peers, bytes=peers * setting.params * size)
+            cost += Cost(extra_models=peers, bytes=peers * setting.comparable * size)
         scores = setting.population * (size + 1)  # a similarity for each member, and whether it counts
         if self.two_hop and self.two_hop_scope == "current":
             cost += Cost(extra_floats=peers * setting.population, bytes=peers * scores)

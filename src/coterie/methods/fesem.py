@@ -9,6 +9,7 @@ from torch import Tensor
 
 from coterie._util.settings import PositiveInt
 from coterie.engine.task import Task
+from coterie.errors import require
 from coterie.exchange.base import Message, Reply
 from coterie.functional import aggregation, clustering
 from coterie.methods.server import Averaging, Clusters, ServerContext, ServerMethod, Weights
@@ -59,6 +60,8 @@ class FeSem(ServerMethod):
 
     def shared(self, task: Task, rng: Rng) -> Centers:
         """Return independent centers and random balanced memberships."""
+        apart = self.features == "last_layer" and not bool((last_layer(task.layout) & task.part.trained.mask).any())
+        require(not apart, "features", self.features, "'all': the last layer stays at home with this `shared`")
         order = rng.at(-1).generator("fesem.start").permutation(task.population)
         label = torch.from_numpy(order) % self.clusters
         models = task.fresh(rng, self.clusters)
@@ -89,5 +92,5 @@ class FeSem(ServerMethod):
 
     def _features(self, context: ServerContext, models: Float[Tensor, "rows params"]) -> Float[Tensor, "rows features"]:
         if self.features == "all":
-            return models[:, : context.layout.trainable]
+            return context.part.compared.of(models)
         return models[:, last_layer(context.layout).to(models.device)]

@@ -48,7 +48,7 @@ class OneShot(ServerMethod):
         if context.index == self.warmup_rounds - 1:
             count = min(self.clusters, len(message))
             seed = int(context.rng.generator("one-shot").integers(1 << 31))
-            found = clustering.k_means(message.params[:, : context.layout.trainable].cpu(), count, seed=seed)
+            found = clustering.k_means(context.part.compared.of(message.params).cpu(), count, seed=seed)
             label = label.index_copy(0, message.ids, found)
             models = shared.models.expand(int(found.max()) + 1, -1)
             models = aggregation.grouped_mean(message.params, found, message.fields["samples"], models)

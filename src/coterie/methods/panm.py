@@ -90,7 +90,7 @@ class Panm(PeerMethod):
     def message(self, task: Task, state: State) -> Message:
         """Publish the model and the extras that the score needs."""
         extras = {"update": state.memory.update, "origin": state.memory.origin}
-        sent = {name: value for name, value in extras.items() if value.shape[1]}
+        sent = {name: task.part.compared.of(value) for name, value in extras.items() if value.shape[1]}
         return Message(state.params, {"samples": task.samples, **sent})
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
@@ -184,7 +184,8 @@ class PanmGrad(Panm):
         """Compare updates with those received."""
         total = torch.zeros(inbox.mask.shape, dtype=torch.float64)
         if self.alpha > 0:
-            last = similarity.cosine(state.memory.update, inbox.fields["update"], inbox.index, inbox.mask)
+            update = rnd.task.part.compared.of(state.memory.update)
+            last = similarity.cosine(update, inbox.fields["update"], inbox.index, inbox.mask)
             total = total + self.alpha * last
         if self.alpha < 1:
             total = total + (1 - self.alpha) * dac.cosine_since_start(rnd, state, inbox)
@@ -195,7 +196,7 @@ class PanmGrad(Panm):
         """Read models, and an update or a first model beside those that are scored."""
         scored, rest = self.reads(setting, round)
         beside = scored * ((self.alpha > 0) + (self.alpha < 1 and setting.start_apart))
-        extra = Cost(extra_models=beside, bytes=beside * setting.params * setting.number_bytes)
+        extra = Cost(extra_models=beside, bytes=beside * setting.comparable * setting.number_bytes)
         return reading(setting, scored + rest) + extra
 
 

@@ -22,9 +22,10 @@ from coterie.errors import ConfigError
 from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import aggregation, metrics
 from coterie.functional.metrics import Metric
-from coterie.methods.base import Info, Method, Round, State
+from coterie.methods.base import Info, Method, Round, State, map_tensors
 from coterie.methods.cost import Cost, Setting, moving
 from coterie.models.layout import Layout
+from coterie.models.part import Part
 from coterie.models.simplex_layers import composed_last_layer, last_layer
 from coterie.rng import Rng
 
@@ -45,6 +46,7 @@ class ServerContext:
         layout: how models lie in rows.
         population: how many clients there are.
         cohort: how many of them take part in the round; all when None.
+        part: which columns are shared and compared; models are 0 in those that stay at home. All when not given.
     """
 
     index: int
@@ -52,6 +54,11 @@ class ServerContext:
     layout: Layout
     population: int
     cohort: int | None = None
+    part: Part = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.part is None:
+            object.__setattr__(self, "part", Part.of(self.layout))
 
     @property
     def least(self) -> int:
@@ -186,7 +193,8 @@ class ServerMethod(Method):
 
     def ask(self, rnd: Round, rule: ServerRule, message: Message, shared: Any) -> tuple[Any, Inbox]:
         """Send a message to the server and return its new state (where it is) and its answer."""
-        context = ServerContext(rnd.index, rnd.rng, rnd.task.layout, rnd.task.population, int(rnd.reachable.sum()))
+        task, taking = rnd.task, int(rnd.reachable.sum())
+        context = ServerContext(rnd.index, rnd.rng, task.layout, task.population, taking, task.part)
         return rnd.exchange.serve(message, partial(rule, context), shared)
 
     def request(self, rnd: Round, state: State) -> Message:
@@ -203,7 +211,7 @@ class ServerMethod(Method):
 
     def init(self, task: Task, rng: Rng) -> State:
         """Return the state before the first round."""
-        return State(task.init(rng), self.memory(task, rng), self.shared(task, rng))
+        return State(task.init(rng), self.memory(task, rng), without_home(task, self.shared(task, rng)))
 
     def train(self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox) -> tuple[Tensor, Info]:
         """Train the clients on from the models they were offered."""
@@ -264,6 +272,18 @@ class ServerMethod(Method):
     def measuring(self, setting: Setting) -> Cost:
         """Fetch the newest model."""
         return moving(setting, 1)
+
+
+def without_home(task: Task, shared: Any) -> Any:
+    """Return a server's state whose models are 0 in the columns that stay at home, as those that it receives are."""
+    if task.part.whole:
+        return shared
+
+    def cleared(value: Tensor) -> Tensor:
+        model = value.ndim == 2 and value.shape[1] == task.layout.size and value.is_floating_point()
+        return task.part.shared.widened(task.part.shared.of(value)) if model else value
+
+    return map_tensors(shared, cleared)
 
 
 def nothing(message: Message) -> Reply:

@@ -121,6 +121,11 @@ class SimplexMethod(WithPresets, OneModel):
         gain = math.sqrt(self.head_lr_scale)
         return simplex_layers.independent_endpoints(task.layout, rows, rng, xavier=xavier, gain=gain)
 
+    def init(self, task: Task, rng: Rng) -> State:
+        """Return the state before the first round; endpoints that stay at home are drawn independently there too."""
+        state = super().init(task, rng)
+        return state if task.part.whole else replace(state, params=self.start(task, rng).repeat(len(task), 1))
+
     def shared(self, task: Task, rng: Rng) -> Regions:
         """Return the first model and one region: the whole simplex."""
         if self.assignment == "labels" and not task.classes:
@@ -183,7 +188,14 @@ class SimplexMethod(WithPresets, OneModel):
     def _by_gradients(self, context: ServerContext, before: Regions, shared: Regions, message: Message) -> Regions:
         """Place each client by its head's update; who did not answer keeps the whole simplex."""
         assert message.ids is not None
-        columns = torch.cat([torch.arange(s.start, s.stop) for s in simplex_layers.endpoint_slots(context.layout)])
+        inside, slots = context.part.shared.mask, simplex_layers.endpoint_slots(context.layout)
+        received = [slot for slot in slots if bool(inside[slot.start : slot.stop].all())]
+        if not received:
+            raise ConfigError(
+                f"{self.kind}: assignment = 'gradient' places clients by the updates of the endpoints, which stay at "
+                "home with this `shared`; set assignment = 'labels', or share them"
+            )
+        columns = torch.cat([torch.arange(s.start, s.stop) for s in received])
         updates = (before.models - message.params)[:, columns.to(message.params.device)]
         centers = shared.centers[:1].expand(context.population, -1).clone()
         centers[message.ids] = simplex.gradient_points(updates.cpu(), self.endpoints)

@@ -1,8 +1,9 @@
 """Models: an nn.Module as rows of one flat matrix (Layout), and the papers' reference networks.
 
-A population's models are a `clients x params` matrix. A row holds the trainable parameters first and then the
-floating-point state that is not trained (running statistics), so that mixing, comparing and storing models are
-operations on one array; comparisons use the trainable part only.
+A population's models are a `clients x params` matrix. A row holds what differs between clients: first the trainable
+parameters, then the floating-point state that is not trained (running statistics). So mixing, comparing and storing
+models are operations on one array; comparisons use the trainable part only. Frozen weights (`requires_grad` is False)
+are in no row: they are one tensor for all clients, which nobody sends.
 
 Modules with hidden state or hidden randomness cannot be run over many rows at once. `Layout` therefore works on a
 copy in which batch normalization returns its new statistics instead of writing them in place, and dropout draws
@@ -10,6 +11,8 @@ from a counter-based stream whose key is an input. Both compute what the origina
 """
 
 import copy
+import functools
+import hashlib
 import inspect
 import json
 import math
@@ -187,6 +190,11 @@ def rewrite(module: nn.Module) -> nn.Module:
     return holder[0]
 
 
+def copied(module: nn.Module) -> nn.Module:
+    """Return a copy of a module that has the original's own frozen weights."""
+    return copy.deepcopy(module, {id(one): one for one in module.parameters() if not one.requires_grad})
+
+
 @dataclass(frozen=True)
 class Inputs:
     """How an input that travels as one tensor of numbers becomes the arguments of a module's `forward`.
@@ -226,6 +234,16 @@ class Slot:
     stop: int
 
 
+def layer_of(name: str) -> str:
+    """Return the path of the layer of a tensor; a parametrized tensor belongs to the layer whose tensor it replaces."""
+    return name.partition("parametrizations.")[0].removesuffix(".") if "parametrizations." in name else module_of(name)
+
+
+def module_of(name: str) -> str:
+    """Return the path of the module that owns a tensor or a module of a name."""
+    return name.rpartition(".")[0]
+
+
 class Layout:
     """The positions of a module's parameters and running statistics in a row of the population's matrix.
 
@@ -237,6 +255,7 @@ class Layout:
     Attributes:
         trainable: number of leading entries of a row that are trained.
         size: the length of a row.
+        frozen: the parameters that are not trained, by name: of all clients alike, and in no row.
         inputs: names of the buffers that are set in every step and are no state: those that a submodule lists in its
             class attribute `input_buffers` (the key of a dropout layer, the position in a simplex of models).
         keys: the input buffers that are keys of random streams.
@@ -257,17 +276,18 @@ class Layout:
         owners = [(f"{path}." if path else "", part) for path, part in self.train_module.named_modules()]
         self.inputs = tuple(path + name for path, part in owners for name in getattr(part, "input_buffers", ()))
         self.keys = tuple(path + "key" for path, part in owners if isinstance(part, KeyedDropout))
-        self.eval_module = copy.deepcopy(self.train_module).eval()
+        self.eval_module = copied(self.train_module).eval()
         self.slots: list[Slot] = []
+        self.frozen: dict[str, Tensor] = {}
         position = 0
         for name, tensor in self.train_module.named_parameters():
             if tensor.requires_grad:
                 position = self._add(name, tensor, position)
+            else:
+                self.frozen[name] = tensor
         self.trainable = position
-        for name, tensor in [*self.train_module.named_parameters(), *self.train_module.named_buffers()]:
-            frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-            state = not isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and name not in self.inputs
-            if frozen or state:
+        for name, tensor in self.train_module.named_buffers():
+            if tensor.is_floating_point() and name not in self.inputs:
                 position = self._add(name, tensor, position)
         self.size = position
         if not self.trainable:
@@ -283,6 +303,53 @@ class Layout:
         stop = start + tensor.numel()
         self.slots.append(Slot(name, tuple(tensor.shape), start, stop))
         return stop
+
+    @functools.cached_property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """What the tensor of each slot is called in the user's module: several names where it is tied."""
+        every: dict[int, list[str]] = {}
+        for name, tensor in self.train_module.named_parameters(remove_duplicate=False):
+            every.setdefault(id(tensor), []).append(name)
+            plain = name.replace("parametrizations.", "").removesuffix(".original")
+            every[id(tensor)] += [plain] if plain != name else []
+        own = dict(self.train_module.named_parameters())
+        return {s.name: tuple(every[id(own[s.name])]) if s.name in own else (s.name,) for s in self.slots}
+
+    def layers(self) -> dict[str, tuple[str, ...]]:
+        """Return the layers that have trained parameters, in the module's order: by path, the names of their tensors.
+
+        Example:
+            >>> Layout(nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))).layers()
+            {'0': ('0.weight', '0.bias'), '2': ('2.weight', '2.bias')}
+        """
+        found: dict[str, tuple[str, ...]] = {}
+        for slot in self.slots:
+            path = layer_of(slot.name)
+            if slot.stop <= self.trainable or path in found:
+                found[path] = (*found.get(path, ()), slot.name)
+        return found
+
+    def normalizations(self) -> tuple[str, ...]:
+        """Return the names of the tensors of normalization layers: parameters and running statistics.
+
+        Example:
+            >>> Layout(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))).normalizations()
+            ('1.weight', '1.bias')
+        """
+        kinds = (ReturnedBatchNorm, nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+        paths = {path for path, part in self.train_module.named_modules() if isinstance(part, kinds)}
+        return tuple(slot.name for slot in self.slots if layer_of(slot.name) in paths)
+
+    @functools.cached_property
+    def frozen_digest(self) -> str:
+        """The digest of the frozen weights: names, shapes and values; "" where there are none."""
+        if not self.frozen:
+            return ""
+        digest = hashlib.sha256()
+        for name, tensor in self.frozen.items():
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+            digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
     def flatten(self, module: nn.Module) -> Float[Tensor, " params"]:
         """Return a module's tensors as one row; the module has this layout's structure."""
@@ -341,7 +408,8 @@ class Layout:
 def initial(source: ModelFactory, layout: Layout, rng: Rng, client: int = EVERYONE, purpose: str = "init") -> Tensor:
     """Draw the first parameters of a model from the stream of `client`.
 
-    A factory is called again; a module is copied, and every submodule with `reset_parameters` draws again.
+    A factory is called again; a module is copied, and every submodule with `reset_parameters` draws again. Frozen
+    weights are no part of it: they stay those of the layout.
     """
     with rng.torch_globals(purpose, client):
         if not isinstance(source, nn.Module):
@@ -499,7 +567,10 @@ def own_name(model: ModelSource) -> str:
 
 
 def template(model: Callable[[], nn.Module] | nn.Module) -> nn.Module:
-    """Return a module of the model, for its shapes only; no result depends on its values."""
+    """Return a module of the model, for its shapes and its frozen weights, which are those of every client.
+
+    A factory makes it with a stream of its own, the same in every run and on every machine.
+    """
     if isinstance(model, nn.Module):
         return model
     with Rng(0).torch_globals("template"):

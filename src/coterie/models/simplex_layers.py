@@ -16,28 +16,19 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from coterie.errors import ModelError
-from coterie.models.layout import Layout, ModelFactory, Slot, rewrite
+from coterie.models.layout import Layout, ModelFactory, Slot, layer_of, module_of, rewrite
 from coterie.rng import Rng
 
 
 def last_layer(layout: Layout) -> Bool[Tensor, " params"]:
     """Return the entries of a row that are trained parameters of the last layer with any."""
     trained = [slot for slot in layout.slots if slot.stop <= layout.trainable]
-    path = _layer_of(trained[-1].name)
+    path = layer_of(trained[-1].name)
     out = torch.zeros(layout.size, dtype=torch.bool)
     for slot in trained:
-        if _layer_of(slot.name) == path:
+        if layer_of(slot.name) == path:
             out[slot.start : slot.stop] = True
     return out
-
-
-def _layer_of(name: str) -> str:
-    """Return the path of the layer of a tensor; endpoints belong to the layer of the tensor they replace."""
-    return name.partition("parametrizations.")[0].removesuffix(".") if "parametrizations." in name else _module_of(name)
-
-
-def _module_of(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 class SimplexHead(nn.Module):
@@ -148,14 +139,14 @@ def simplex_head(
 
     def change(module: nn.Module) -> nn.Module:
         names = [name for name, tensor in module.named_parameters() if tensor.requires_grad]
-        path = _module_of(names[-1])
+        path = module_of(names[-1])
         layer = module.get_submodule(path)
         if not isinstance(layer, nn.Linear | nn.Conv2d):
             raise ModelError(f"the last layer is a {type(layer).__name__}; a simplex head takes Linear or Conv2d")
         head = SimplexHead(layer, endpoints, bias=bias, gain=gain, ensemble=ensemble)
         if not path:
             return head
-        module.get_submodule(_module_of(path)).add_module(path.rpartition(".")[2], head)
+        module.get_submodule(module_of(path)).add_module(path.rpartition(".")[2], head)
         return module
 
     return _changed(source, change)
@@ -195,7 +186,7 @@ def endpoint_slots(layout: Layout) -> list[Slot]:
         if isinstance(part, SimplexHead):
             names |= {f"{head}weight"} | (set() if part.shared_bias else {f"{head}bias"})
         elif isinstance(part, Endpoints):
-            names.add(f"{_module_of(path)}.original")
+            names.add(f"{module_of(path)}.original")
     return [slot for slot in layout.slots if slot.name in names]
 
 
@@ -208,7 +199,7 @@ def composed_last_layer(layout: Layout, updates: Float[Tensor, "clients params"]
         if slot.start < layout.trainable and bool(last[slot.start]):
             update = updates[:, slot.start : slot.stop]
             if slot.name in endpoints:
-                update = gains.get(_module_of(slot.name), 1.0) * update.unflatten(1, (slot.shape[0], -1)).mean(1)
+                update = gains.get(module_of(slot.name), 1.0) * update.unflatten(1, (slot.shape[0], -1)).mean(1)
             parts.append(update)
     return torch.cat(parts, dim=1)
 

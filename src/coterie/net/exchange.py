@@ -35,10 +35,11 @@ class RemoteExchange:
 
     Args:
         post: publishes and fetches single messages.
+        width: numbers of a model in a message; what a server sends must have as many. Any number when None.
     """
 
-    def __init__(self, post: Post) -> None:
-        self.post, self.roster = post, post.roster
+    def __init__(self, post: Post, width: int | None = None) -> None:
+        self.post, self.roster, self.width = post, post.roster, width
         self.name = post.transport.name
         self.server = post.roster.server == self.name
         self.ids = torch.tensor(post.roster.member(self.name).clients, dtype=torch.int64)
@@ -231,6 +232,8 @@ class RemoteExchange:
             for place, sender in enumerate(shown.tolist()):
                 fields = {n.removeprefix("field."): v[place] for n, v in got.items() if n.startswith("field.")}
                 rows[sender] = (got["table"][place], fields)
+            if len(got["table"]) and self.width not in (None, got["table"].shape[1]):
+                raise TransportError(f"the server's models have {got['table'].shape[1]} numbers; expected {self.width}")
             index.append(got["index"])
         if not rows:
             return Reply(message.params[:0], torch.zeros(len(message), 0, dtype=torch.int64)).inbox()

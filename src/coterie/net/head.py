@@ -17,6 +17,9 @@ from coterie.simulation.settings import Settings
 _DOMAIN = b"coterie head 1\n"
 _MAX = 64 * 1024
 _OWN_AFFAIR = ("engine", "block", "cuda_graphs", "device", "checkpoint_seconds", "eval_every")
+_OPTIONAL = ("shared", "similarity_on")  # unset, they say what rosters that do not know them say
+FROZEN = "model.frozen"
+"""Where a node's settings say what its frozen weights are; they count in the hash of the model, not of the study."""
 STATES = ("starting", "running", "done")
 
 
@@ -99,7 +102,8 @@ def settings_of(method: Method, settings: Settings, seed: int, model: str, popul
     """
     out: dict[str, Any] = {"method": method.kind, "seed": seed, "model": model, "population": population}
     out |= _flat("method.", dataclasses.asdict(method))
-    out |= {k: v for k, v in _flat("", dataclasses.asdict(settings)).items() if k not in _OWN_AFFAIR}
+    own = {k: v for k, v in dataclasses.asdict(settings).items() if v or k not in _OPTIONAL}
+    out |= {k: v for k, v in _flat("", own).items() if k not in _OWN_AFFAIR}
     return out
 
 
@@ -115,13 +119,19 @@ def _flat(prefix: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 def study_hash(settings: Mapping[str, Any]) -> str:
     """Return the hash of the settings that must be equal on all nodes."""
-    return hashlib.sha256(canonical(dict(settings))).hexdigest()
+    return hashlib.sha256(canonical({k: v for k, v in settings.items() if k != FROZEN})).hexdigest()
+
+
+def with_frozen(settings: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """Return settings that say what the model's frozen weights are, where it has any."""
+    return {**settings, FROZEN: layout.frozen_digest[:16]} if layout.frozen else settings
 
 
 def schema_hash(layout: Layout) -> str:
-    """Return the hash of a model's tensors: names, shapes, type, and which of them are trained."""
+    """Return the hash of a model: names, shapes, type, which tensors are trained, and the values of the frozen ones."""
     slots = [[slot.name, list(slot.shape)] for slot in layout.slots]
-    return hashlib.sha256(canonical([slots, str(layout.dtype), layout.trainable])).hexdigest()
+    frozen = [layout.frozen_digest] if layout.frozen else []
+    return hashlib.sha256(canonical([slots, str(layout.dtype), layout.trainable, *frozen])).hexdigest()
 
 
 def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
@@ -153,6 +163,11 @@ def check_study(roster: Roster, settings: Mapping[str, Any], schema: str, others
         if expected and found != expected:
             name = next(iter(agree), "")
             text = difference(settings, others[name].settings) if name else ""
+            if what == "model schema" and FROZEN in settings and not text:
+                raise PeerMismatch(
+                    f"this node's model, whose frozen weights are {settings[FROZEN]}, is not that of the roster of run "
+                    f"{roster.run}; every node loads the same model with the same frozen weights"
+                )
             raise PeerMismatch(
                 f"this node has {what} {found[:16]}, the roster of run {roster.run} has {expected[:16]}"
                 + (f"; compared with {name}: {text}" if text else "; use the study file of the roster")

@@ -137,7 +137,8 @@ class Node:
         clusters = torch.tensor(roster.clusters or [-1] * roster.population)
         planted = Truth(clusters[federation.ids], (), ()) if roster.clusters else None
         self.task = plan.task(replace(federation, truth=planted))
-        self.schema, self.settings = heads.schema_hash(self.task.layout), plan.agreed(roster.population)
+        self.schema = heads.schema_hash(self.task.layout)
+        self.settings = heads.with_frozen(plan.agreed(roster.population), self.task.layout)
         folder.mkdir(parents=True, exist_ok=True)
         self.incarnation = self._new_incarnation()
         self._journal_file = (folder / ARRIVALS).open("a")
@@ -145,7 +146,7 @@ class Node:
             transport, replace(roster, schema=self.schema), sign, incarnation=self.incarnation,
             terms=terms or Terms(), deadline=self.deadline, journal=self._journal,
         )  # fmt: skip
-        self.exchange = RemoteExchange(self.post)
+        self.exchange = RemoteExchange(self.post, self.task.part.shared.count)
         names = {**roster.client_names, **federation.names}
         record = Record(clusters, names)
         self.loop = NodeLoop(self.task, plan.method, self.exchange, plan.settings, Rng(plan.seed), record)

@@ -156,7 +156,7 @@ def _shapes(method: Method, task: Task, size: int) -> tuple[list[Shape], list[Sh
     return kept, published
 
 
-def copies(*, server: bool, whole: bool, tracks: int, train_first: bool) -> int:
+def copies(*, server: bool, whole: bool, tracks: int, train_first: bool, narrowed: bool = False) -> int:
     """Return the number of copies of all models in a round beyond those of a round that ends with training.
 
     Args:
@@ -164,14 +164,15 @@ def copies(*, server: bool, whole: bool, tracks: int, train_first: bool) -> int:
         whole: whether all clients take part; if not, nothing is counted for a server.
         tracks: models that each client trains; each further one needs two copies.
         train_first: whether training comes first: the trained, the mixed and the previous models exist together.
+        narrowed: whether a part of the models stays at home: what is sent and what is received are further copies.
 
     Example:
         >>> copies(server=True, whole=True, tracks=2, train_first=False)
         3
     """
     if server:
-        return (1 + 2 * (tracks - 1)) * whole
-    return 2 * train_first
+        return (1 + 2 * (tracks - 1)) * whole + 2 * narrowed
+    return 2 * train_first + 2 * narrowed
 
 
 def available(device: str) -> int | None:

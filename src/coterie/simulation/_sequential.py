@@ -14,6 +14,7 @@ from torch import Tensor
 
 from coterie.errors import ConfigError
 from coterie.exchange.base import Inbox, Message, Rule, read
+from coterie.exchange.narrowed import cut, narrowed
 from coterie.methods.base import Info, PeerMethod, Round, State, map_tensors
 from coterie.rng import Rng
 
@@ -83,19 +84,22 @@ def sequential_round(
         standing: the messages that stopped clients keep publishing, with ids.
     """
     state = State(state.params.clone(), map_tensors(state.memory, torch.clone), state.shared)
-    live = Live(_with_standing(method.message(rnd.task, state), rnd.ids, standing), rnd.task.population)
+    shares = rnd.task.part
+    standing = None if standing is None else cut(shares, standing)
+    live = Live(_with_standing(cut(shares, method.message(rnd.task, state)), rnd.ids, standing), rnd.task.population)
     order = rnd.rng.generator("order").permutation(len(rnd.ids))
     infos: list[Info] = []
     acted = waves(order.tolist(), _readings(method, rnd, state))
     for rows in acted:
-        part = dataclasses.replace(rnd, task=rnd.task.rows(rows), exchange=live)
+        door = narrowed(live, shares, state.params[rows])
+        part = dataclasses.replace(rnd, task=rnd.task.rows(rows), exchange=door)
         live.enter(part.ids)
         new, info = method.settled_exchange(part, state.take(rows))
         if schedule == "sequential":
             new, trained = method.train(part, new)
             info = {**info, **trained}
         _assign(state, rows, new)
-        live.update(rows, method.message(part.task, new))
+        live.update(rows, cut(shares, method.message(part.task, new)))
         infos.append(info)
     joined = _join(infos, acted)
     if schedule == "sequential_exchange":

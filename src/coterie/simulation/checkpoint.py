@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 FILE, BEFORE = "checkpoint.safetensors", "checkpoint-before.safetensors"
 PROVENANCE = "provenance.json"
 _NOT_IDENTITY = ("rounds", "checkpoint_seconds", "block", "engine", "cuda_graphs")
+_OPTIONAL = ("loss", "metrics", "shared", "similarity_on")
 _YOUNG = ("aggregation", "selection")
 """Settings of methods that are younger than checkpoints that are about; those have them unset."""
 
@@ -60,13 +61,14 @@ def identity(
     kept = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _NOT_IDENTITY}
     if settings.precision == "full":  # younger than checkpoints that are about, as is the next
         del kept["precision"]
-    kept = {name: value for name, value in kept.items() if name not in ("loss", "metrics") or value}
+    kept = {name: value for name, value in kept.items() if name not in _OPTIONAL or value}
     kept["local"] = settings.local.identity()
     if settings.local.needs_rounds:
         kept["rounds"] = settings.rounds
     own = {k: v for k, v in dataclasses.asdict(method).items() if v is not None or k not in _YOUNG}
     what = [method.kind, own, kept, seed, federation.fingerprint(), str(task.layout.eval_module)]
     what += [model] if model else []
+    what += [task.layout.frozen_digest] if task.layout.frozen else []
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.exchange.base import Exchange, Message
+from coterie.exchange.narrowed import narrowed
 from coterie.functional import metrics
 from coterie.methods.base import NOTES, Info, Method, Order, PeerMethod, Round, returned_round, returned_state
 from coterie.rng import Rng
@@ -137,7 +138,7 @@ class Loop:
         return Round(
             index=index,
             task=task if whole else task.rows(rows),
-            exchange=self.exchange,
+            exchange=narrowed(self.exchange, task.part, self.state.params if whole else self.state.params[rows]),
             rng=self.rng.at(index),
             reachable=reachable,
             local=self.settings.local,
@@ -240,7 +241,7 @@ class Loop:
         new = self.tracker.stopped & ~before
         if bool(new.any()):
             models = self.tracker.best if self.settings.stopped_broadcast == "best" else self.state.params
-            self.exchange.retire(ids[new], models[new])
+            narrowed(self.exchange, self.task.part, models).retire(ids[new], models[new])
         self.record.add_metrics(index, ids, "validation", "current", self.validation)
         if (label := metrics.LABEL.name) in extra:
             self.record.add_metrics(index, ids, "train", "current", {label: extra[label]})

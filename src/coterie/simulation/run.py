@@ -277,6 +277,10 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         method.model(source(model, federation.features, loss.width(federation.y.flatten(0, 1), federation.classes))),
         init=settings.init,
         buffers=settings.buffers,
+        shared=settings.shared,
+        similarity_on=settings.similarity_on,
+        home=method.home,
+        owner=method.kind,
         engine=settings.engine,
         block=settings.block,
         dtype=DTYPES[settings.dtype],
@@ -331,6 +335,7 @@ def _forecast(
         further=_memory.copies(
             server=method.server,
             whole=settings.participation == 1,
+            narrowed=not task.part.whole,
             tracks=method.tracks,
             train_first=(settings.order or method.order) == "train_first",
         ),
@@ -346,7 +351,7 @@ def _forecast(
 def _reads(method: Method, task: Task) -> float:
     """Return how many models a client asks for in the first round; for a method that does not predict it, ten."""
     try:
-        return method.cost(Setting(task.population, task.layout.size, int(task.samples.mean())), 0).models
+        return method.cost(Setting.of(task), 0).models
     except ConfigError:
         return 10.0
 

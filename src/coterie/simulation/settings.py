@@ -39,6 +39,11 @@ class Settings(Configurable):
         stopped_broadcast: the model that a stopped client keeps publishing.
         evaluate: the model of each client in the final test: the best on its validation data, or the last.
         buffers: BatchNorm statistics after a merge: averaged like parameters, the client's own, or initial values.
+        shared: what clients share: names of tensors or modules of the model, or patterns such as "features.*"; "!"
+            before one takes it out, and where all have it the rest is shared. Everything when empty. What is not shared
+            never leaves a client.
+        similarity_on: patterns of the tensors in which similarities compare models and updates; all that are trained
+            and shared when empty.
         engine: "auto" or a name of `engine.ENGINES`.
         block: number of clients trained at once; chosen when None.
         device: "cpu", "cuda", or "cuda:1" for the second of several.
@@ -74,6 +79,8 @@ class Settings(Configurable):
     stopped_broadcast: Literal["best", "last"] = "best"
     evaluate: Literal["best_val", "final"] = "best_val"
     buffers: Literal["average", "local", "reset"] = "average"
+    shared: Sequence[str] = ()
+    similarity_on: Sequence[str] = ()
     engine: str = "auto"
     block: PositiveInt | None = None
     device: str = "cpu"

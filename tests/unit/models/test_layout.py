@@ -135,7 +135,8 @@ def test_frozen_parameters_are_kept_outside_the_trained_part():
     module[0].weight.requires_grad_(False)
     layout = Layout(module)
     assert layout.trainable == 2 + 2 + 1
-    assert layout.size == 9
+    assert layout.size == 5
+    assert list(layout.frozen) == ["0.weight"]
 
 
 def test_first_models_differ_by_seed_and_client_and_not_by_call():

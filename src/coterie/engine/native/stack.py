@@ -115,6 +115,8 @@ def layers(module: nn.Module) -> list[Layer]:
     """
     if any(part._forward_pre_hooks or part._forward_hooks for part in module.modules()):
         raise NotAStackError("it has hooks")
+    if not all(one.requires_grad for one in module.parameters()):
+        raise NotAStackError("it has frozen weights")
     try:
         graph = _graph(module)
     except _TRACE_ERRORS as error:

@@ -13,6 +13,7 @@ struct Training {
   Noise noise;
   Memory memory;
   T* rows;
+  const T* frozen;  // weights of all clients alike
   const T* anchor;
   const T* const* inputs;  // values of the input buffers in each step of each client
   const int64_t *places, *length, *keys;
@@ -28,7 +29,7 @@ struct Measuring {
   Store store;
   Noise noise;
   Memory memory;
-  const T* table;
+  const T *table, *frozen;
   const T* const* inputs;  // values of the input buffers of each model
   const int64_t *places, *count, *models, *sets;
   double *loss, *score;
@@ -163,6 +164,7 @@ struct Batch {
   T *x, *losses, *scores;
   Target* y;
   const T* const* inputs;
+  const T* frozen;
 };
 
 static void train_one(const Training& job, int64_t client, Batch& batch, T* g, T* moments, const T** inputs) {
@@ -210,7 +212,7 @@ extern "C" void train(const Training* job, int64_t first, int64_t last) {
   const auto y = aligned<Target>(job->memory.samples * TARGETS);
   const auto g = aligned<T>(PARAMS), moments = aligned<T>(3 * PARAMS);
   const T* inputs[INPUTS + 1];
-  Batch batch{arena.get(), job->memory.at, x.get(), losses.get(), nullptr, y.get(), inputs};
+  Batch batch{arena.get(), job->memory.at, x.get(), losses.get(), nullptr, y.get(), inputs, job->frozen};
   for (int64_t client = first; client < last; client++) train_one(*job, client, batch, g.get(), moments.get(), inputs);
 }
 
@@ -220,7 +222,7 @@ extern "C" void measure(const Measuring* job, int64_t first, int64_t last) {
   const auto scores = aligned<T>(job->memory.samples);
   const auto y = aligned<Target>(job->memory.samples * TARGETS);
   const T* inputs[INPUTS + 1];
-  Batch batch{arena.get(), job->memory.at, x.get(), losses.get(), scores.get(), y.get(), inputs};
+  Batch batch{arena.get(), job->memory.at, x.get(), losses.get(), scores.get(), y.get(), inputs, job->frozen};
   for (int64_t pair = first; pair < last; pair++) {
     const int64_t set = job->sets[pair], size = job->count[set], *places = job->places + set * job->width;
     for (int j = 0; j < INPUTS; j++) inputs[j] = job->inputs[j] + job->models[pair] * INPUT_SIZES[j];

@@ -5,7 +5,6 @@ a plain data flow. The step is recorded for two batch sizes; a number that diffe
 function of the batch size (`Dim`), so that a program made of the trace runs with any.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coterie.engine.precision import computing
-from coterie.models.layout import Layout, ReturnedBatchNorm
+from coterie.models.layout import Layout, ReturnedBatchNorm, copied
 
 aten = torch.ops.aten
 _BATCHES = (3, 5)  # samples of the two records
@@ -352,7 +351,7 @@ class _TracedBatchNorm(nn.Module):
 
 def _traced_form(module: nn.Module) -> nn.Module:
     """Return a copy of a module whose batch normalizations can be traced."""
-    module = copy.deepcopy(module)
+    module = copied(module)
     for parent in [*module.modules()]:
         for name, child in parent.named_children():
             if isinstance(child, ReturnedBatchNorm):
@@ -399,6 +398,11 @@ def _plain_operations() -> Iterator[None]:
 Objective = Callable[[Tensor, Tensor], Tensor]
 
 
+def _frozen(layout: Layout) -> dict[str, Tensor]:
+    """Return the frozen weights as tensors that a record can tell apart from what it holds as constants."""
+    return {name: tensor.detach().clone() for name, tensor in layout.frozen.items()}
+
+
 def _train_once(
     layout: Layout,
     module: nn.Module,
@@ -415,9 +419,10 @@ def _train_once(
     state = [s.name for s in layout.slots if s.stop > layout.trainable]
     values = {name: value[0].clone() for name, value in layout.zero_inputs(1).items()}
     weight = torch.tensor(1.0 / len(x), dtype=layout.dtype)
-    inputs = [*(tensors[s.name] for s in layout.slots), *values.values(), x, y, weight]
+    frozen = _frozen(layout)
+    inputs = [*(tensors[s.name] for s in layout.slots), *frozen.values(), *values.values(), x, y, weight]
     with torch.enable_grad(), _Recorder(inputs, layer, known) as recorder:
-        tensors |= values
+        tensors |= values | frozen
         losses = objective(functional_call(module, tensors, (x,)).to(layout.dtype), y)
         grads = torch.autograd.grad((losses * weight).sum(), leaves, allow_unused=True)
         trace = recorder.trace
@@ -433,9 +438,10 @@ def _judge_once(
     named = layout.views(layout.flatten_copy(layout.train_module))
     tensors = {s.name: named[s.name].clone() for s in layout.slots}
     values = {name: value[0].clone() for name, value in layout.zero_inputs(1).items()}
-    inputs = [*tensors.values(), *values.values(), x, y]
+    frozen = _frozen(layout)
+    inputs = [*tensors.values(), *frozen.values(), *values.values(), x, y]
     with torch.no_grad(), _Recorder(inputs, layer, known) as recorder:
-        outputs = functional_call(layout.eval_module, {**tensors, **values}, (x,)).to(layout.dtype)
+        outputs = functional_call(layout.eval_module, {**tensors, **frozen, **values}, (x,)).to(layout.dtype)
         losses = objective(outputs, y)
         scored = getattr(objective, "metric", None) is not None
         scores = objective.score(outputs, y).to(layout.dtype) if scored else losses  # type: ignore[attr-defined]
@@ -522,8 +528,9 @@ class Traces:
     """What a native program is made of.
 
     Args:
-        train: (tensors of the row, input buffers, x, y, weight) -> losses, gradients, new untrained state.
-        judge: (tensors of the row, input buffers, x, y) -> losses, scores.
+        train: (tensors of the row, frozen weights, input buffers, x, y, weight) -> losses, gradients, new untrained
+            state.
+        judge: (tensors of the row, frozen weights, input buffers, x, y) -> losses, scores.
         together: whether a sample's loss depends on the others of its batch, or a step changes the untrained state.
     """
 

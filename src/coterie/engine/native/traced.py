@@ -42,8 +42,12 @@ _FLAGS = (
     "-mprefer-vector-width=512",
 )
 _CACHE = 768 << 10  # bytes of an arena that leave room for parameters in the cache of a core
+_VECTOR = 64  # numbers behind the frozen weights, which loads of whole vectors may read
 _MOST = 64  # samples of one call, where they do not need each other
-_BATCH_NAMES = ("const T* const x = batch.x;", "const Target* const y = batch.y;", "T* const losses = batch.losses;")
+_BATCH_NAMES = (
+    "const T* const x = batch.x;", "const Target* const y = batch.y;", "T* const losses = batch.losses;",
+    "const T* const frozen = batch.frozen;",
+)  # fmt: skip
 _TRAIN_NAMES = ("const int64_t key[] = {now};", "const T weight[] = {share};")
 _JUDGE_NAMES = ("T* const scores = batch.scores;", "const int64_t key[] = {0};", "constexpr long from = 0;")
 _TYPICAL = 16  # samples for which kernels are chosen
@@ -57,8 +61,8 @@ class _Memory(ctypes.Structure):
 class _Training(ctypes.Structure):
     _fields_ = (
         ("store", Store), ("augment", CropFlip), ("noise", NoiseJob), ("memory", _Memory),
-        ("rows", _POINTER), ("anchor", _POINTER), ("inputs", _POINTER), ("places", _POINTER), ("length", _POINTER),
-        ("keys", _POINTER), ("losses", _POINTER), ("moments", _POINTER), ("taken", _POINTER),
+        ("rows", _POINTER), ("frozen", _POINTER), ("anchor", _POINTER), ("inputs", _POINTER), ("places", _POINTER),
+        ("length", _POINTER), ("keys", _POINTER), ("losses", _POINTER), ("moments", _POINTER), ("taken", _POINTER),
         ("rule", Rule), ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG), ("trained", _LONG),
         ("prox", _DOUBLE),
     )  # fmt: skip
@@ -67,8 +71,9 @@ class _Training(ctypes.Structure):
 class _Measuring(ctypes.Structure):
     _fields_ = (
         ("store", Store), ("noise", NoiseJob), ("memory", _Memory),
-        ("table", _POINTER), ("inputs", _POINTER), ("places", _POINTER), ("count", _POINTER), ("models", _POINTER),
-        ("sets", _POINTER), ("loss", _POINTER), ("score", _POINTER), ("row", _LONG), ("width", _LONG),
+        ("table", _POINTER), ("frozen", _POINTER), ("inputs", _POINTER), ("places", _POINTER), ("count", _POINTER),
+        ("models", _POINTER), ("sets", _POINTER), ("loss", _POINTER), ("score", _POINTER), ("row", _LONG),
+        ("width", _LONG),
     )  # fmt: skip
 
 
@@ -93,8 +98,11 @@ class _Function:
         values: list[Value] = []
         for slot in layout.slots:
             values.append(in_memory("row", slot.shape, dense(slot.shape), layout.dtype, slot.start))
-        for number, name in enumerate(layout.inputs):
-            ref = trace.inputs[len(layout.slots) + number]
+        place = 0
+        for tensor in layout.frozen.values():
+            values.append(in_memory("frozen", tensor.shape, dense(tensor.shape), layout.dtype, place))
+            place += tensor.numel()
+        for name, ref in zip(layout.inputs, trace.inputs[len(values) :], strict=False):
             kind = kinds[ref.number]
             buffer = "key" if name in layout.keys else f"input{self.inputs.index(name)}"
             values.append(in_memory(buffer, kind.shape, dense(kind.shape), kind.dtype))
@@ -221,6 +229,8 @@ class TracedProgram:
         own = layout.zero_inputs(1)
         if any(not own[name].is_floating_point() for name in self.inputs):
             raise NotTraceableError("it has input buffers of integers")
+        room = torch.zeros(_VECTOR, dtype=layout.dtype)
+        self._frozen = torch.cat([*(one.detach().reshape(-1) for one in layout.frozen.values()), room])
         self.text = self._written(x, y)
         self._library, self.seconds = compiler.load(self.text, _FLAGS)
         for name in ("train", "measure"):
@@ -236,7 +246,8 @@ class TracedProgram:
         Each call passes over the model and its gradient, so fewer calls pay where these are large.
         """
         samples, fixed = _MOST, function.memory(1)[1]
-        room = max(_CACHE, 2 * function.layout.size * function.program.number_bytes)
+        numbers = function.layout.size + sum(one.numel() for one in function.layout.frozen.values())
+        room = max(_CACHE, 2 * numbers * function.program.number_bytes)
         while samples > 4 and function.memory(samples)[1] - fixed > room:
             samples //= 2
         return samples
@@ -324,7 +335,7 @@ class TracedProgram:
         augment = CropFlip(at(draws), at(fill), work.augment.padding if work.augment else 0)
         job = _Training(
             self._store(work.samples), augment, noise, _Memory(at(where), size, max(1, samples)),
-            at(rows), at(anchor), ctypes.cast(inputs, _POINTER), at(places), at(length),
+            at(rows), at(self._frozen), at(anchor), ctypes.cast(inputs, _POINTER), at(places), at(length),
             at(keys), at(losses), at(work.moments), at(taken), rule,
             rows.stride(0), 0 if anchor is None else anchor.stride(0), work.steps, places.shape[2],
             self.layout.trainable, work.prox,
@@ -345,7 +356,7 @@ class TracedProgram:
         where, size = self._judge.memory(samples)
         job = _Measuring(
             self._store(pairs.samples), noise, _Memory(at(where), size, samples),
-            at(table), ctypes.cast(given, _POINTER), at(places), at(count), at(models),
+            at(table), at(self._frozen), ctypes.cast(given, _POINTER), at(places), at(count), at(models),
             at(sets), at(values[0]), at(values[1]), table.stride(0), places.shape[1],
         )  # fmt: skip
         on_threads(self._library.measure, job, len(pairs.models))

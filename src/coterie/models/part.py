@@ -1,0 +1,183 @@
+"""Part: which columns of the clients' rows are shared, which stay at home, and which are compared.
+
+A row is always whole where a client is. What stays at home never leaves it: messages hold the shared columns alone, and
+a merge leaves the client's own values in the others.
+"""
+
+import difflib
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Shaped
+from torch import Tensor
+
+from coterie.errors import ConfigError
+from coterie.models.layout import Layout
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Some of the columns of rows.
+
+    Args:
+        ranges: where they lie: (start, stop), ascending and apart from each other.
+        size: how many columns a row has.
+
+    Example:
+        >>> columns = Columns(((0, 1), (2, 4)), 5)
+        >>> columns.count, columns.of(torch.arange(5)[None])
+        (3, tensor([[0, 2, 3]]))
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    size: int
+
+    @staticmethod
+    def where(mask: Bool[Tensor, " params"]) -> "Columns":
+        """Return the columns for which a mask is true."""
+        edges = torch.cat([mask.new_zeros(1), mask, mask.new_zeros(1)]).int().diff().nonzero().flatten().tolist()
+        return Columns(tuple(zip(edges[::2], edges[1::2], strict=True)), len(mask))
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def mask(self) -> Bool[Tensor, " params"]:
+        """Whether each column of a row is one of them."""
+        out = torch.zeros(self.size, dtype=torch.bool)
+        for start, stop in self.ranges:
+            out[start:stop] = True
+        return out
+
+    def of(self, rows: Shaped[Tensor, "rows params"]) -> Shaped[Tensor, "rows columns"]:
+        """Return these columns of rows; a view where they lie side by side."""
+        if len(self.ranges) == 1:
+            start, stop = self.ranges[0]
+            return rows[:, start:stop]
+        return torch.cat([rows[:, start:stop] for start, stop in self.ranges] or [rows[:, :0]], dim=1)
+
+    def put(
+        self, rows: Shaped[Tensor, "rows params"], values: Shaped[Tensor, "rows columns"]
+    ) -> Shaped[Tensor, "rows params"]:
+        """Return a copy of rows with other values in these columns."""
+        return self._fill(rows.clone(), values)
+
+    def widened(self, values: Shaped[Tensor, "rows columns"]) -> Shaped[Tensor, "rows params"]:
+        """Return rows with these values, and 0 in all other columns."""
+        return self._fill(values.new_zeros(len(values), self.size), values)
+
+    def _fill(self, rows: Tensor, values: Tensor) -> Tensor:
+        place = 0
+        for start, stop in self.ranges:
+            rows[:, start:stop] = values[:, place : place + stop - start]
+            place += stop - start
+        return rows
+
+
+@dataclass(frozen=True)
+class Part:
+    """What clients share of their rows.
+
+    Args:
+        shared: the columns that messages hold.
+        home: all others.
+        trained: the shared ones that are trained.
+        compared: those of `trained` in which models and updates are compared.
+    """
+
+    shared: Columns
+    home: Columns
+    trained: Columns
+    compared: Columns
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything is shared."""
+        return not self.home.ranges
+
+    @staticmethod
+    def of(
+        layout: Layout,
+        shared: Sequence[str] = (),
+        similarity_on: Sequence[str] = (),
+        home: Sequence[str] = (),
+        owner: str = "the method",
+    ) -> "Part":
+        """Return the part that settings and a method choose.
+
+        Args:
+            layout: how models lie in rows.
+            shared: patterns of what is shared; see `chosen`.
+            similarity_on: patterns of what is compared, of that.
+            home: patterns of what the method keeps at home, whatever is shared beside.
+            owner: how messages call the method.
+
+        Raises:
+            ConfigError: when a pattern matches nothing, or nothing is left to share or to compare.
+        """
+        mask = chosen(layout, shared, "shared")
+        if home:
+            mask = mask & ~chosen(layout, home, f"what {owner} keeps at home")
+        if not bool(mask.any()):
+            kept = f", and {owner} keeps {', '.join(home)} at home" if home else ""
+            raise ConfigError(f"nothing is left to share: shared is {list(shared)}{kept}; share a layer at least")
+        trained = mask & (torch.arange(layout.size) < layout.trainable)
+        compared = trained & chosen(layout, similarity_on, "similarity_on")
+        if similarity_on and not bool(compared.any()):
+            raise ConfigError(
+                f"similarity_on is {list(similarity_on)}, which names nothing that is trained and shared; similarities "
+                "compare what peers receive"
+            )
+        return Part(*(Columns.where(one) for one in (mask, ~mask, trained, compared)))
+
+    def kept(
+        self, before: Shaped[Tensor, "clients params"], merged: Shaped[Tensor, "clients params"]
+    ) -> Shaped[Tensor, "clients params"]:
+        """Return merged rows with what stays at home as it was before."""
+        return merged if self.whole else self.home.put(merged, self.home.of(before))
+
+
+def chosen(layout: Layout, patterns: Sequence[str], what: str) -> Bool[Tensor, " params"]:
+    """Return which entries of a row some patterns choose.
+
+    A pattern is the name of a tensor or of a module as the user's own module calls it, with `*`, `?` and `[...]` as in
+    file names; a module stands for all of its tensors. `!` before a pattern takes out what it matches. Where all
+    patterns take out, the rest is chosen; where there are none, everything is.
+
+    Args:
+        layout: how the tensors lie in a row.
+        patterns: in any order.
+        what: how messages call them.
+
+    Raises:
+        ConfigError: when a pattern matches nothing, with names that are near.
+    """
+    wanted = [one for one in patterns if not one.startswith("!")]
+    names, mask = layout.names, torch.full((layout.size,), not wanted)
+    for pattern in [*wanted, *(one for one in patterns if one.startswith("!"))]:
+        slots = [slot for slot in layout.slots if _matches(names[slot.name], pattern.removeprefix("!"))]
+        if not slots:
+            raise ConfigError(_nothing(layout, pattern, what))
+        for slot in slots:
+            mask[slot.start : slot.stop] = not pattern.startswith("!")
+    return mask
+
+
+def _matches(names: Sequence[str], pattern: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, end) for name in names for end in (pattern, f"{pattern}.*"))
+
+
+def _nothing(layout: Layout, pattern: str, what: str) -> str:
+    """Say that a pattern matches nothing."""
+    plain = pattern.removeprefix("!")
+    if any(_matches([name], plain) for name in layout.frozen):
+        return f"{what}: {pattern!r} matches frozen weights alone, which all clients have and nobody sends"
+    tensors = [name for every in layout.names.values() for name in every]
+    modules = {".".join(parts[:end]) for parts in (name.split(".") for name in tensors) for end in range(1, len(parts))}
+    near = difflib.get_close_matches(plain.removesuffix(".*"), [*sorted(modules), *tensors], n=3, cutoff=0.4)
+    listed = ", ".join(near) if near else ", ".join(tensors[:6]) + (", ..." if len(tensors) > 6 else "")
+    return f"{what}: {pattern!r} matches no tensor of the model; {'near names are' if near else 'it has'} {listed}"
