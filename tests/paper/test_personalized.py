@@ -5,14 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coterie import testing
 from coterie.data.federation import Federation
 from coterie.engine.task import LocalTraining
+from coterie.errors import ConfigError
 from coterie.methods.apfl import Apfl
 from coterie.methods.base import Method
 from coterie.methods.fedavg import FedAvg
+from coterie.methods.fedper import FedBN, FedPer, FedRep
 from coterie.methods.perfedavg import PerFedAvg
 from coterie.methods.pfedme import PFedMe
 from coterie.rng import Rng
@@ -81,10 +83,18 @@ def test_the_parabolas_are_the_losses():
 @pytest.mark.option("Apfl.weights", "uniform")
 @pytest.mark.option("PFedMe.weights", "uniform")
 @pytest.mark.option("PerFedAvg.weights", "uniform")
+@pytest.mark.option("FedPer.weights", "uniform")
+@pytest.mark.option("FedRep.weights", "uniform")
+@pytest.mark.option("FedBN.weights", "uniform")
 @pytest.mark.option("Apfl.weights", "samples")
 @pytest.mark.option("PFedMe.weights", "samples")
 @pytest.mark.option("PerFedAvg.weights", "samples")
-@pytest.mark.parametrize("method", [Apfl(), PFedMe(), PerFedAvg()], ids=lambda method: method.kind)
+@pytest.mark.option("FedPer.weights", "samples")
+@pytest.mark.option("FedRep.weights", "samples")
+@pytest.mark.option("FedBN.weights", "samples")
+@pytest.mark.parametrize(
+    "method", [Apfl(), PFedMe(), PerFedAvg(), FedPer(0), FedRep(0), FedBN()], ids=lambda method: method.kind
+)
 def test_models_count_alike_or_by_samples(method: Any):
     """Clients with 12, 11, ..., 7 samples send models; the server's is the mean that each setting names."""
     tiny = testing.tiny_federation()
@@ -253,3 +263,127 @@ def test_per_fedavg_adapts_in_as_many_steps_as_asked_for():
     torch.testing.assert_close(served(loop), params, rtol=0, atol=1e-12)
     small = follow(PerFedAvg(alpha=0.1, adapt_steps=3, adapt_batch_size=5), QUADRATIC.federation, rounds=1)
     assert float((served(small) - params).abs().max()) > 1e-3
+
+
+# ---------------------------------------------------------------- FedPer, FedRep, FedBN
+
+
+class Deep(nn.Sequential):
+    """A linear representation and a head."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 2, bias=False), nn.Linear(2, 1, bias=False))
+
+
+def deep(method: Method, **settings: Any) -> Loop:
+    """Run a method with that model on the regression; 8 parameters of the body and 2 of the head."""
+    changed = testing.tiny_settings(**{"local": WHOLE, **settings})
+    return testing.follow(method, federation=QUADRATIC.federation, model=Deep, settings=changed)
+
+
+def slopes(params: Tensor) -> Tensor:
+    """The gradient of each client's loss, by autograd."""
+    found = []
+    for row, x, y in zip(params, QUADRATIC.federation.x[:, :12], QUADRATIC.federation.y[:, :12], strict=True):
+        leaf = row.clone().requires_grad_()
+        ((x @ leaf[:8].reshape(2, 4).T @ leaf[8:, None] - y) ** 2).mean().backward()
+        found.append(leaf.grad)
+    return torch.stack(found)
+
+
+def test_fedper_averages_the_body_and_each_client_keeps_its_head():
+    """Three rounds of one step, written out; a client outside the cohort keeps its head too."""
+    loop = deep(FedPer(), rounds=3)
+    params = loop.task.init(Rng(3)).clone()
+    for _ in range(3):
+        params = params - 0.1 * slopes(params)
+        sent, params = params, torch.cat([params[:, :8].mean(0).expand(6, -1), params[:, 8:]], 1)
+    torch.testing.assert_close(loop.state.params, sent, rtol=0, atol=1e-12)
+    torch.testing.assert_close(served(loop), params, rtol=0, atol=1e-12)
+    assert not model(loop)[8:].any()
+    table = loop.record.metrics
+    assert set(table[table["metric"] == "bytes_up"]["value"]) == {8 * 8.0 + 8}  # the body and the number of samples
+    assert set(table[table["metric"] == "bytes_down"]["value"]) == {8 * 8.0}
+    early, late = (deep(FedPer(), rounds=rounds, participation=3) for rounds in (0, 1))
+    rests = torch.tensor(sorted({*range(6)} - {*loop.method.cohort(None, Rng(3).at(0), 6, 3).tolist()}))
+    assert torch.equal(early.state.params[rests], late.state.params[rests])
+
+
+def test_fedper_with_no_layer_of_its_own_is_fedavg_and_with_one_more_it_says_so():
+    """The number of layers is counted from the end."""
+    assert torch.equal(model(deep(FedPer(0))), model(deep(FedAvg())))
+    with pytest.raises(ConfigError, match="nothing is left to share"):
+        deep(FedPer(2))
+
+
+def test_fedrep_fits_the_head_before_the_body():
+    """Two rounds of three steps of the head and one of the body, each with the other part fixed, written out."""
+    loop = deep(FedRep(head_epochs=3), rounds=2)
+    params = loop.task.init(Rng(3)).clone()
+    for _ in range(2):
+        for _ in range(3):
+            params[:, 8:] -= 0.1 * slopes(params)[:, 8:]
+        params[:, :8] -= 0.1 * slopes(params)[:, :8]
+        sent, params = params, torch.cat([params[:, :8].mean(0).expand(6, -1), params[:, 8:]], 1)
+    torch.testing.assert_close(loop.state.params, sent, rtol=0, atol=1e-12)
+    assert loop.train_samples == 2 * 6 * 12 * 4
+
+
+def test_fedrep_finds_the_representation_that_clients_share():
+    """The paper's claim: with heads of their own, clients find the subspace together that none can find alone.
+
+    Twelve clients with 8 samples of 10 numbers, whose targets depend on two directions, each client in its own way.
+    The distance of subspaces (sine of the largest angle) goes to 0; FedAvg's, with one head for all, does not.
+    """
+    stream = Rng(0).generator("subspace")
+    basis = torch.linalg.qr(torch.from_numpy(stream.normal(size=(10, 2))))[0]
+    tiny = testing.tiny_federation(12, train=8, features=(10,))
+    rules = basis @ torch.from_numpy(stream.normal(size=(12, 2, 1)))
+    tests = tuple(dataclasses.replace(test, y=test.x @ rules[c]) for c, test in enumerate(tiny.tests))
+    federation = dataclasses.replace(tiny, y=tiny.x @ rules, tests=tests, classes=0)
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(10, 2, bias=False), nn.Linear(2, 1, bias=False))
+
+    def distance(method: Method) -> float:
+        settings = testing.tiny_settings(rounds=60, local=dataclasses.replace(WHOLE, steps=2), evaluate="final")
+        loop = testing.follow(method, federation=federation, model=net, settings=settings)
+        found = torch.linalg.qr(model(loop)[:20].reshape(2, 10).T)[0]
+        return float(torch.linalg.matrix_norm(found - basis @ (basis.T @ found), 2))
+
+    assert distance(FedRep(head_epochs=5)) < 0.15
+    assert distance(FedAvg()) > 0.5
+
+
+class Normalized(nn.Sequential):
+    """A normalization and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+
+def test_fedbn_gains_where_clients_scale_their_inputs_otherwise():
+    """The paper's claim: under feature shift a normalization of one's own makes the clients' problems one problem.
+
+    All label by one rule; inputs of client i are stretched by 4^i and moved by i. What each client keeps is its own.
+    """
+    tiny = testing.tiny_federation(clusters=1)
+    scale = 4.0 ** torch.arange(6, dtype=torch.float64)[:, None, None]
+    move = torch.arange(6, dtype=torch.float64)[:, None, None]
+    (test,) = tiny.tests
+    tests = tuple(dataclasses.replace(test, x=test.x * scale[i, 0] + move[i, 0]) for i in range(6))
+    federation = dataclasses.replace(tiny, x=tiny.x * scale + move, tests=tests, test_of=torch.arange(6))
+    local = LocalTraining(epochs=2, batch_size=6, optimizer="sgd", lr=0.3)
+
+    def accuracy(method: Method) -> tuple[float, Loop]:
+        settings = testing.tiny_settings(rounds=12, local=local, evaluate="final")
+        loop = testing.follow(method, federation=federation, model=Normalized, settings=settings)
+        return float(loop.task.evaluate(served(loop))["accuracy"].mean()), loop
+
+    (own, loop), (one, _) = accuracy(FedBN()), accuracy(FedAvg())
+    assert own > one + 0.15
+    apart = served(loop)
+    shared = dict(zip(loop.task.layout.names, loop.task.layout.slots, strict=True))
+    for name, slot in shared.items():
+        same = bool((apart[:, slot.start : slot.stop] == apart[:1, slot.start : slot.stop]).all())
+        assert same == name.startswith("1.")
