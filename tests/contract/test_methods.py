@@ -22,6 +22,8 @@ from coterie.testing import check_method, follow, run_grouped, tiny_federation, 
 SETTINGS: dict[str, dict[str, Any]] = {
     "cfl": {"eps1": 10.0, "eps2": 0.0, "warmup_rounds": 1},
     "fedgwc": {"eps": 1.0, "patience": 1, "min_pair_updates": 0.0},
+    "fedper": {"personal_layers": 0},  # the model has one layer
+    "fedrep": {"personal_layers": 0},
     "ifca": {"clusters": 2},
     "one-shot": {"warmup_rounds": 2},
     "sosicfl": {"endpoints": 3, "regions": 2, "warmup_rounds": 1},
@@ -54,6 +56,32 @@ def test_method_keeps_the_contract(kind: str):
 def test_options_keep_the_contract(kind: str, settings: dict[str, Any]):
     """Options that exchange something else or draw otherwise."""
     check_method(METHODS[kind](**settings), relabel=False)
+
+
+class Net(nn.Module):
+    """A body with a normalization, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh())
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("fedper", {}), ("fedrep", {"head_epochs": 2}), ("fedbn", {}), ("apfl", {"adaptive": True}),
+        ("pfedme", {"inner_steps": 2, "beta": 0.5}), ("per-fedavg", {"hessian": "free", "adapt_batch_size": 4}),
+    ],
+)  # fmt: skip
+def test_methods_with_something_of_their_own_keep_the_contract(kind: str, options: dict[str, Any]):
+    """Layers that stay at home, running statistics, and options that need more gradients."""
+    local = replace(tiny_settings().local, batch_size=4)
+    settings = tiny_settings(rounds=2, local=local, engine="loop")
+    check_method(METHODS[kind](**options), model=Net, settings=settings, relabel=False)
 
 
 KEPT: dict[int, int] = {}

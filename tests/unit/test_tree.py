@@ -53,11 +53,15 @@ ELSEWHERE = {
     "testing/tiny": "contract/test_methods.py",
     "methods/cost": "unit/results/test_traffic.py",
     # methods with a server are tested by what their papers claim
+    "methods/apfl": "paper/test_personalized.py",
     "methods/ditto": "paper/test_averaging.py",
     "methods/fedavg": "paper/test_averaging.py",
+    "methods/fedper": "paper/test_personalized.py",
     "methods/fedgwc": "paper/test_fedgwc.py",
     "methods/fesem": "paper/test_clustered.py",
     "methods/oneshot": "paper/test_clustered.py",
+    "methods/perfedavg": "paper/test_personalized.py",
+    "methods/pfedme": "paper/test_personalized.py",
     "methods/sosicfl": "paper/test_sosicfl.py",
     "models/simplex_layers": "paper/test_sosicfl.py",
     # used by nearly every test

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from coterie.data.source import is_images
@@ -152,6 +152,24 @@ class Training:
             foreign=lambda row: self.foreign((rows.start or 0) + row),
         )
 
+    def at(self, step: int) -> "Training":
+        """Return one step as a training of its own, with the draws it has here, and without anchor and moments."""
+        only = slice(step, step + 1)
+        return replace(
+            self,
+            places=self.places[:, only],
+            length=self.length[:, only],
+            anchor=None,
+            prox=0.0,
+            inputs={name: value[:, only] for name, value in self.inputs.items()},
+            keys=None if self.keys is None else (step_keys(self.keys[0], step), self.keys[1]),
+            augment=None if self.augment is None else replace(self.augment, keys=self.augment.keys + step),
+            noise=None if self.noise is None else replace(self.noise, keys=self.noise.keys + step),
+            moments=None,
+            taken=None,
+            rates=None,
+        )
+
     def batch(self, members: Int[Tensor, " members"], step: int, size: int) -> Batch:
         """Return the batches of some clients in a step."""
         places = self.places[members, step, :size]
@@ -261,6 +279,18 @@ class Pairs:
         """Return samples of some sets as the model takes them."""
         x = self.samples.inputs(places)
         return x if self.noise is None else self.noise.add(x, sets, 0, places)
+
+
+def not_finite(rows: Float[Tensor, "clients params"]) -> Bool[Tensor, " clients"]:
+    """Return, on the CPU, which rows hold a NaN or an infinity.
+
+    Entries are checked only where the row's sum is not finite.
+    """
+    lost = ~torch.isfinite(rows.sum(1)).cpu()
+    if bool(lost.any()):
+        suspect = lost.nonzero().flatten()
+        lost[suspect] = ~torch.isfinite(rows[suspect]).all(1).cpu()
+    return lost
 
 
 def distinct(rows: Float[Tensor, "rows params"]) -> Int[Tensor, " rows"]:

@@ -4,7 +4,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -16,13 +16,14 @@ from coterie.data.federation import SPLITS, Federation
 from coterie.data.source import is_images
 from coterie.engine._augment import CropFlip
 from coterie.engine._base import measured
-from coterie.engine._batches import last_epoch_mean, plan, smallest, steps
+from coterie.engine._batches import BatchPlan, last_epoch_mean, plan, smallest, steps
 from coterie.engine._choice import default_block, make
-from coterie.engine._work import Pairs, RawSamples, Training, distinct
+from coterie.engine._work import Pairs, RawSamples, Training, distinct, not_finite
 from coterie.engine.device import check as check_device
 from coterie.engine.noise import Noise
 from coterie.engine.optim import LocalTraining, Moments
 from coterie.engine.precision import check as check_precision
+from coterie.engine.stepwise import Stepwise
 from coterie.errors import ModelError, require
 from coterie.exchange.base import Inbox
 from coterie.functional import metrics
@@ -104,19 +105,7 @@ class Carried:
         self.after.taken[rows, track] = taken.masked_fill(lost, 0)
 
 
-def not_finite(rows: Float[Tensor, "clients params"]) -> Bool[Tensor, " clients"]:
-    """Return, on the CPU, which rows hold a NaN or an infinity.
-
-    Entries are checked only where the row's sum is not finite.
-    """
-    lost = ~torch.isfinite(rows.sum(1)).cpu()
-    if bool(lost.any()):
-        suspect = lost.nonzero().flatten()
-        lost[suspect] = ~torch.isfinite(rows[suspect]).all(1).cpu()
-    return lost
-
-
-__all__ = ["LocalTraining", "Task"]
+__all__ = ["LocalTraining", "Task", "not_finite"]
 
 _COMPLETED = 1 << 24  # numbers of received models that are completed at once
 
@@ -460,24 +449,12 @@ class Task:
         started = time.perf_counter()
         schedule = plan(local, self.counts("train"), self.ids, rng, purpose)
         moments, taken = self._kept(local, track)
-        noise = self._noise(rng, f"{purpose}.noise")
-        order = schedule.order.clamp(min=0)
-        places = self._places("train").gather(1, order.flatten(1)).reshape(order.shape)
-        work = Training(
-            self._shared.samples,
-            places.to(self.device),
-            schedule.length,
-            local,
+        work = replace(
+            self._training(rng, local, schedule, purpose, inputs),
             anchor=anchor if prox else None,
             prox=prox,
-            inputs=inputs or {},
-            keys=(self._keys(rng, f"{purpose}.dropout"), self.layout.keys) if self.layout.keys else None,
-            augment=self._augment(local, rng, purpose),
-            noise=None if noise is None else noise.to(self._shared.samples.device),
             moments=moments,
             taken=taken,
-            rates=local.rates(schedule.length, rng.round, self.rounds),
-            foreign=lambda row: rng.torch_globals(f"{purpose}.torch", int(self.ids[row]), self.device),
         )
         out = params.detach() if in_place else pages.copy(params.detach())
         losses = self.engine.train(out, work, self.block)
@@ -494,6 +471,84 @@ class Task:
             carried.leave(rows, track, moments, taken + stepped.sum(1), local.initial_accumulator_value)
         self._shared.train_seconds += time.perf_counter() - started
         return out, info
+
+    def _training(
+        self,
+        rng: Rng,
+        local: LocalTraining,
+        schedule: BatchPlan,
+        purpose: str,
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> Training:
+        """Return a local training as engines take it, from a fresh optimizer; see `train`."""
+        noise = self._noise(rng, f"{purpose}.noise")
+        order = schedule.order.clamp(min=0)
+        places = self._places("train").gather(1, order.flatten(1)).reshape(order.shape)
+        return Training(
+            self._shared.samples,
+            places.to(self.device),
+            schedule.length,
+            local,
+            inputs=inputs or {},
+            keys=(self._keys(rng, f"{purpose}.dropout"), self.layout.keys) if self.layout.keys else None,
+            augment=self._augment(local, rng, purpose),
+            noise=None if noise is None else noise.to(self._shared.samples.device),
+            rates=local.rates(schedule.length, rng.round, self.rounds),
+            foreign=lambda row: rng.torch_globals(f"{purpose}.torch", int(self.ids[row]), self.device),
+        )
+
+    def stepwise(
+        self,
+        rng: Rng,
+        local: LocalTraining,
+        *,
+        purpose: str = "batches",
+        only: Bool[Tensor, " trainable"] | None = None,
+    ) -> Stepwise:
+        """Return a local training whose steps a method takes itself, gradient by gradient.
+
+        For methods whose local work is not `train`'s: several models that move together, a gradient at another point
+        than the model that it moves, a part of the parameters. Engines agree in it as they do in `train`, which is
+        faster where it does.
+
+        Args:
+            rng: the streams of the round.
+            local: epochs, batches, optimizer.
+            purpose: names the stream of batch orders; a second training in one round takes another name.
+            only: which trained parameters the steps move; all when None.
+
+        Raises:
+            ConfigError: for an optimizer that is given by its import path.
+
+        Example:
+            FedAvg's local training, step by step:
+
+                steps = task.stepwise(rng, local)
+                for step in range(steps.count):
+                    steps.descend(params, steps.gradient(params, step), step)
+                info = steps.report(params)
+        """
+        schedule = plan(local, self.counts("train"), self.ids, rng, purpose)
+
+        def spent(seconds: float) -> None:
+            self._shared.train_seconds += seconds
+
+        def leave(track: int, moments: Tensor, taken: Tensor) -> None:
+            if self._carried is not None:
+                carried, rows = self._carried
+                carried.leave(rows, track, moments, taken, local.initial_accumulator_value)
+
+        return Stepwise(
+            self.engine,
+            self._training(rng, local, schedule, purpose),
+            self.block,
+            schedule,
+            lambda step, row: rng.torch_globals(f"{purpose}.torch.{step}", int(self.ids[row]), self.device),
+            spent,
+            leave,
+            lambda track: self._kept(local, track),
+            only,
+        )
 
     def _keys(self, rng: Rng, purpose: str) -> Int[Tensor, " clients"]:
         """Return the keys of the clients' draws for a purpose, where the samples are."""

@@ -227,6 +227,18 @@ class ServerMethod(Method):
         """Return what clients remember of a round, from the models they were offered."""
         return memory, {}
 
+    def learn(
+        self, rnd: Round, memory: Any, start: Float[Tensor, "clients params"], offer: Inbox
+    ) -> tuple[Float[Tensor, "clients params"], Any, Info]:
+        """Do the local work of a round: `train`, then `remember`; written anew where they cannot be told apart.
+
+        Returns:
+            The models that clients send, what they remember, and the report.
+        """
+        params, info = self.train(rnd, start, offer)
+        memory, more = self.remember(rnd, memory, start, offer)
+        return params, memory, {**info, **more}
+
     def extra(
         self, rnd: Round, start: Float[Tensor, "clients params"], params: Float[Tensor, "clients params"], shared: Any
     ) -> Info:
@@ -240,11 +252,10 @@ class ServerMethod(Method):
         request = self.request(rnd, state)
         shared, offer = self.ask(rnd, self.offer, request, state.shared)
         start = rnd.task.apply_buffer_policy(state.params, first(offer))
-        params, info = self.train(rnd, start, offer)
-        memory, more = self.remember(rnd, state.memory, start, offer)
+        params, memory, info = self.learn(rnd, state.memory, start, offer)
         message = Message(params, self.report(rnd, info))
         shared, _ = self.ask(rnd, self._merge, message, shared)
-        info = {**info, **more, **traffic(offer, request, message), **self.extra(rnd, start, params, shared)}
+        info = {**info, **traffic(offer, request, message), **self.extra(rnd, start, params, shared)}
         if "personal_train_samples" in info:
             info["train_samples"] = info["train_samples"] + info.pop("personal_train_samples")
         return State(params, memory, shared), info

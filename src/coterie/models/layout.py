@@ -464,6 +464,14 @@ def mlp_c(features: tuple[int, ...], outputs: int) -> nn.Module:
     )
 
 
+def mlp_bn(features: tuple[int, ...], outputs: int) -> nn.Module:
+    """Two hidden layers of 64 with batch normalization, and a head; 9,226 parameters at 1x8x8 and 10 outputs."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(math.prod(features), 64), nn.BatchNorm1d(64), nn.ReLU(),
+        nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, outputs),
+    )  # fmt: skip
+
+
 def linear(features: tuple[int, ...], outputs: int) -> nn.Module:
     """A linear model with bias, as in the synthetic regression of the similarity paper."""
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(features), outputs))
@@ -473,6 +481,7 @@ NETS: dict[str, Callable[[tuple[int, ...], int], nn.Module]] = {
     "cnn-a": cnn_a,
     "cnn-b": cnn_b,
     "mlp-c": mlp_c,
+    "mlp-bn": mlp_bn,
     "linear": linear,
     **networks.NETS,
 }
@@ -497,7 +506,7 @@ def build(kind: str, features: tuple[int, ...], outputs: int, options: Mapping[s
         raise ConfigError(unknown("model", kind, NETS))
     if options:
         raise ConfigError(f"model.options has {', '.join(options)}; {kind} takes none, import paths do")
-    if kind not in ("mlp-c", "linear") and len(features) != 3:
+    if kind not in ("mlp-c", "mlp-bn", "linear") and len(features) != 3:
         raise ModelError(f"{kind} takes images (channels, height, width); found inputs of shape {features}")
     try:
         return NETS[kind](features, outputs)

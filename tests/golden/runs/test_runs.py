@@ -24,6 +24,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "dac-no-two-hop": {"num_peers": 2},
     "dac-var": {"num_peers": 2},
     "fedgwc": {"eps": 1.0, "patience": 1, "min_pair_updates": 0.0},
+    "fedper": {"personal_layers": 0},  # the model has one layer
+    "fedrep": {"personal_layers": 0},
     "fix-topology": {"num_peers": 2},
     "ifca": {"clusters": 2},
     "one-shot": {"warmup_rounds": 2},

@@ -1,0 +1,205 @@
+"""Local training gradient by gradient, for methods whose steps are not those of one optimizer on one model."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from coterie._util import pages
+from coterie.engine._base import Engine
+from coterie.engine._batches import BatchPlan, last_epoch_mean
+from coterie.engine._work import Training, not_finite
+from coterie.engine.optim import LocalTraining, RowOptimizer
+from coterie.errors import ConfigError
+from coterie.functional import metrics
+
+_GRADIENT = LocalTraining(optimizer="sgd", lr=0.0, momentum=0.5)
+"""A step that moves nothing, and whose momentum, which starts at zero, becomes the gradient: in every engine."""
+
+
+@dataclass(eq=False)
+class Stepwise:
+    """One local training of some clients, whose steps a method takes itself; see `Task.stepwise`.
+
+    Batches, dropout masks, augmentations and learning rates of a step are those that `Task.train` would use in it.
+
+    Args:
+        engine: computes the gradients.
+        work: the local training as a whole.
+        block: clients trained at once.
+        schedule: its batches.
+        foreign: (step, client's row) -> a context in which PyTorch's own generator is that client's.
+        spent: told the seconds that gradients and steps took.
+        leave: told what the optimizers keep, where their state outlasts a round: track, moments, steps taken.
+        kept: (track) -> the state of an optimizer to go on from, which may be changed, and steps taken before.
+        only: which trained parameters `descend` moves; all when None.
+
+    Attributes:
+        count: the largest number of steps of any client.
+        losses: the loss of the first gradient asked for in each step; NaN where there was none.
+    """
+
+    engine: Engine
+    work: Training
+    block: int
+    schedule: BatchPlan
+    foreign: Callable[[int, int], AbstractContextManager[None]]
+    spent: Callable[[float], None]
+    leave: Callable[[int, Tensor, Tensor], None]
+    kept: Callable[[int], tuple[Tensor, Tensor] | tuple[None, None]]
+    only: Bool[Tensor, " trainable"] | None = None
+    losses: Float[Tensor, "clients steps"] = field(init=False)
+    _samples: Int[Tensor, " clients"] = field(init=False)  # processed
+    _optimizers: "dict[int, _Kept]" = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse an optimizer that cannot be asked for single steps."""
+        if self.work.local.own:
+            raise ConfigError(
+                f"optimizer {self.work.local.own!r} is not known here; this method takes its steps itself, with one of "
+                "Coterie's own optimizers: 'sgd' or 'adam', for example"
+            )
+        length = self.work.length
+        self.losses = torch.full(length.shape, torch.nan, dtype=self.engine.layout.dtype)
+        self._samples = torch.zeros(len(length), dtype=torch.int64)
+
+    @property
+    def count(self) -> int:
+        """The largest number of steps of any client."""
+        return self.work.steps
+
+    def active(self, step: int) -> Bool[Tensor, " clients"]:
+        """Return, on the CPU, which clients have a batch in a step: after its last one a client has none."""
+        return self.work.length[:, step] > 0
+
+    def gradient(self, params: Float[Tensor, "clients params"], step: int) -> Float[Tensor, "clients trainable"]:
+        """Return the gradient of the mean loss of each client's batch; zeros for a client without one.
+
+        Args:
+            params: the models, whose rows lie apart. Running statistics are updated in place, as in training; trained
+                parameters are not changed, unless their gradient is not finite: then they become NaN.
+            step: which batch, from 0.
+        """
+        started = time.perf_counter()
+        trainable = self.engine.layout.trainable
+        shape = len(params), 1, trainable
+        found = pages.empty(*shape, dtype=params.dtype, device=params.device).zero_()
+        work = replace(
+            self.work.at(step),
+            local=_GRADIENT,
+            moments=found,
+            taken=torch.zeros(len(params), dtype=torch.int64),
+            foreign=lambda row: self.foreign(step, row),
+        )
+        losses = self.engine.train(params, work, self.block)[:, 0]
+        first = self.losses[:, step].isnan()
+        self.losses[:, step] = torch.where(first, losses.to(self.losses), self.losses[:, step])
+        self._samples += self.work.length[:, step]
+        self.spent(time.perf_counter() - started)
+        return found[:, 0]
+
+    def descend(
+        self,
+        params: Float[Tensor, "clients params"],
+        gradient: Float[Tensor, "clients trainable"],
+        step: int,
+        track: int = 0,
+    ) -> None:
+        """Take a step of the run's optimizer on each client's model, in place; clients without a batch stay.
+
+        Args:
+            params: the models.
+            gradient: along which they go; may be overwritten.
+            step: its number, from 0, which decides the learning rate and who takes part.
+            track: which of the client's models this is: each has an optimizer of its own.
+        """
+        started = time.perf_counter()
+        if track not in self._optimizers:
+            self._optimizers[track] = _Kept(*self.kept(track), torch.zeros(len(params), dtype=torch.int64))
+        self._optimizers[track].step(self, params, gradient, step)
+        self.spent(time.perf_counter() - started)
+
+    def rates(self, step: int) -> Float[Tensor, " clients"]:
+        """Return the learning rate of each client in a step, in float64 and on the CPU."""
+        if self.work.rates is None:
+            return torch.full((len(self.work.length),), self.work.local.lr, dtype=torch.float64)
+        return self.work.rates[:, step]
+
+    def report(self, *params: Float[Tensor, "clients params"]) -> dict[str, Tensor]:
+        """End the training, and return what `Task.train` reports: `train_samples` counts those of all gradients.
+
+        Args:
+            params: the models that it led to; a client with NaN or infinity in one of them has diverged.
+        """
+        for track, optimizer in self._optimizers.items():
+            if optimizer.moments is not None and optimizer.before is not None:
+                self.leave(track, optimizer.moments, optimizer.before + optimizer.taken)
+        stepped = self.schedule.length > 0
+        losses = self.losses
+        lost = torch.isinf(losses).any(1) | (losses.isnan() & stepped).any(1)
+        for models in params:
+            lost |= not_finite(models)
+        return {
+            metrics.LOSS.name: last_epoch_mean(losses, self.schedule),
+            "losses": losses,
+            "train_samples": self._samples,
+            metrics.DIVERGED.name: lost,
+        }
+
+
+@dataclass(eq=False)
+class _Kept:
+    """An optimizer on the trained parameters of the clients, or on some of them.
+
+    Args:
+        moments: the state it goes on from, changed in place; a fresh one when None.
+        before: with `moments`: steps taken before.
+        taken: steps taken by each client.
+    """
+
+    moments: Float[Tensor, "clients moments trainable"] | None
+    before: Int[Tensor, " clients"] | None
+    taken: Int[Tensor, " clients"]
+    _optimizer: RowOptimizer | None = None
+    _calls: int = 0
+
+    def step(self, steps: Stepwise, params: Tensor, gradient: Tensor, step: int) -> None:
+        """Take a step; see `Stepwise.descend`. Who has a batch now had one in each step before."""
+        columns = _columns(steps.only, steps.engine.layout.trainable)
+        inside = isinstance(columns, slice)
+        rows, slope = params[:, columns], gradient[:, columns]
+        if self._optimizer is None:
+            moments = None if self.moments is None else self.moments[:, :, columns]
+            self._optimizer = RowOptimizer(steps.work.local, rows, moments, self.before)
+        active, rate = steps.active(step), None
+        if steps.work.rates is not None:
+            rate = steps.rates(step)[:, None].to(params.device)
+        self._calls += 1
+        self.taken += active
+        if bool(active.all()):
+            self._optimizer.step(rows, slope, self._calls, rate)
+        else:
+            members = active.nonzero().flatten().to(params.device)
+            part, some = self._optimizer.take(members), rows[members]
+            part.step(some, slope[members], self._calls, None if rate is None else rate[members])
+            self._optimizer.put(members, part)
+            rows[members] = some
+        if not inside:
+            params[:, columns] = rows
+            if self.moments is not None:
+                self.moments[:, :, columns] = torch.stack(self._optimizer.state, 1)
+
+
+def _columns(only: Bool[Tensor, " trainable"] | None, trainable: int) -> slice | Int[Tensor, " columns"]:
+    """Return the columns of a row that are moved: a range where they lie together, which needs no copy."""
+    if only is None:
+        return slice(trainable)
+    where = only.nonzero().flatten()
+    if not len(where):
+        return slice(0)
+    first, last = int(where[0]), int(where[-1])
+    return slice(first, last + 1) if last - first + 1 == len(where) else where

@@ -1,0 +1,127 @@
+"""APFL: a personal model for each client, mixed with the shared one that all clients train by FedAvg."""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from coterie._util.settings import OwnFunction, Share
+from coterie.engine.task import Task
+from coterie.exchange.base import Inbox
+from coterie.functional.metrics import Metric
+from coterie.methods.base import Info, Round, State
+from coterie.methods.cost import Cost, Setting, moving
+from coterie.methods.fedavg import OneModel
+from coterie.methods.server import Averaging, Weights
+from coterie.rng import Rng
+
+
+@dataclass(frozen=True)
+class Mixture:
+    r"""What a client keeps to itself.
+
+    Args:
+        model: the personal part ($v_i$); $w^0$ until the client first takes part. Its running statistics are those of
+            the mixture.
+        alpha: the share of the personal part ($\alpha_i$).
+    """
+
+    model: Float[Tensor, "clients params"]
+    alpha: Float[Tensor, " clients"]
+
+
+@final
+@dataclass(frozen=True)
+class Apfl(OneModel):
+    r"""Each client uses $\bar v_i = \alpha_i v_i + (1 - \alpha_i) w_i$; $w_i$ goes through FedAvg, $v_i$ stays home.
+
+    On each batch $w_i$ takes a step along $\nabla f_i(w_i)$, and $v_i$ one along
+    $\nabla_{v} f_i(\bar v_i) = \alpha_i \nabla f_i(\bar v_i)$, from the values before the step and each with an
+    optimizer of its own (the paper's is SGD). A client is served the mixture that it trained last.
+
+    Args:
+        alpha: $\alpha_i$, from 0 (FedAvg's model of the own last training) to 1 (local training).
+        adaptive: let $\alpha_i$ go down its own gradient, $\langle v_i - w_i, \nabla f_i(\bar v_i) \rangle$, with the
+            learning rate of the run and within [0, 1], in each step, as the paper's formula has it. The authors' code
+            does so in the first step of a round alone and adds $0.02 \alpha_i$ to the gradient.
+        weights: weights of the clients in the mean of the $w_i$: "uniform" as in the paper, or "samples".
+        aggregation: import path of a rule of yours that merges what came back, a function of
+            `functional.aggregation.Received`; the weighted mean when not given.
+    """
+
+    kind: ClassVar[str] = "apfl"
+    tracks: ClassVar[int] = 2
+    summary: ClassVar[str] = "each client mixes a model of its own with its copy of FedAvg's"
+    references: ClassVar[tuple[str, ...]] = (
+        "Deng, Kamani, Mahdavi, Adaptive personalized federated learning, 2020, https://arxiv.org/abs/2003.13461",
+    )
+    reports: ClassVar[tuple[Metric, ...]] = (
+        Metric("alpha", "share of the personal model in a client's mixture", "personal share", digits=3),
+    )
+    alpha: Share = 0.5
+    adaptive: bool = False
+    weights: Weights = "uniform"
+    aggregation: OwnFunction | None = None
+
+    @property
+    def averaging(self) -> Averaging:
+        """Uniform, by samples, or by a rule of the user's."""
+        return Averaging(self.weights, rule=self.aggregation)
+
+    def memory(self, task: Task, rng: Rng) -> Mixture:
+        """Everybody starts at the first model."""
+        model = task.init(rng).clone()
+        return Mixture(model, torch.full_like(model[:, 0], self.alpha))
+
+    def learn(
+        self, rnd: Round, memory: Mixture, start: Float[Tensor, "clients params"], offer: Inbox
+    ) -> tuple[Float[Tensor, "clients params"], Mixture, Info]:
+        """Train both parts on the same batches."""
+        steps, trainable = rnd.task.stepwise(rnd.rng, rnd.local), rnd.task.layout.trainable
+        shared, model, alpha = start.clone(), memory.model.clone(), memory.alpha.clone()
+        for step in range(steps.count):
+            slope = steps.gradient(shared, step)
+            mixture = mixed(model, shared, alpha, trainable)
+            personal = steps.gradient(mixture, step)
+            model[:, trainable:] = mixture[:, trainable:]
+            share = alpha[:, None]
+            if self.adaptive:
+                products = (model - shared)[:, :trainable] * personal
+                towards = torch.stack([row.sum() for row in products])  # by row: the same bits whoever is beside
+                rates = steps.rates(step).to(alpha)
+                alpha = torch.where(steps.active(step).to(alpha.device), alpha - rates * towards, alpha).clamp(0, 1)
+            steps.descend(shared, slope, step)
+            steps.descend(model, personal * share, step, track=1)
+        report = steps.report(shared, model)
+        return shared, Mixture(model, alpha), {**report, "alpha": alpha}
+
+    def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
+        """Each client has its own, of its two parts as it trained them last."""
+        memory = state.memory
+        return mixed(memory.model, state.params, memory.alpha, rnd.task.layout.trainable), {}
+
+    def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
+        """Fetch the shared model."""
+        return super().served(rnd, state)[0]
+
+    def cost(self, setting: Setting, round: int) -> Cost:
+        """Fetch the shared model, and send one."""
+        return moving(setting, 2)
+
+    def measuring(self, setting: Setting) -> Cost:
+        """Measure the mixture, which is here."""
+        return Cost()
+
+
+def mixed(
+    model: Float[Tensor, "clients params"],
+    shared: Float[Tensor, "clients params"],
+    alpha: Float[Tensor, " clients"],
+    trainable: int,
+) -> Float[Tensor, "clients params"]:
+    r"""Return $\alpha_i v_i + (1 - \alpha_i) w_i$ of the trained parameters, with the running statistics of $v_i$."""
+    own, share = model.clone(), alpha[:, None]
+    own[:, :trainable] = own[:, :trainable] * share + shared[:, :trainable] * (1 - share)
+    return own

@@ -1,0 +1,149 @@
+"""FedPer, FedRep and FedBN: FedAvg of a part of the model; the rest is each client's own and never leaves it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from jaxtyping import Float
+from torch import Tensor
+
+from coterie._util.settings import NonNegativeInt, OwnFunction
+from coterie.exchange.base import Inbox
+from coterie.methods.base import Info, Round
+from coterie.methods.ditto import personal_training
+from coterie.methods.fedavg import OneModel
+from coterie.methods.server import Averaging, Weights
+from coterie.models.layout import Layout
+from coterie.models.part import chosen
+
+
+def head(layout: Layout, layers: int) -> tuple[str, ...]:
+    """Return the names of the tensors of the last layers with trained parameters, running statistics included."""
+    found = list(layout.layers().values())
+    return tuple(name for names in found[len(found) - layers :] for name in names) if layers else ()
+
+
+@final
+@dataclass(frozen=True)
+class FedPer(OneModel):
+    r"""FedAvg whose last layers stay with the clients; all layers train together.
+
+    Any other method does so where the run's `shared` leaves out the head: `shared = ["!head"]`.
+
+    Args:
+        personal_layers: how many layers are personal ($K_P$), counted from the last one that has trained parameters;
+            0 is FedAvg.
+        weights: of the clients: "samples" ($n_k$) or "uniform".
+        aggregation: import path of a rule of yours that merges what came back, a function of
+            `functional.aggregation.Received`; the weighted mean when not given.
+    """
+
+    kind: ClassVar[str] = "fedper"
+    summary: ClassVar[str] = "FedAvg of all layers but the last ones, which each client keeps"
+    references: ClassVar[tuple[str, ...]] = (
+        "Arivazhagan, Aggarwal, Singh, Choudhary, Federated learning with personalization layers, 2019, "
+        "https://arxiv.org/abs/1912.00818",
+    )
+    personal_layers: NonNegativeInt = 1
+    weights: Weights = "samples"
+    aggregation: OwnFunction | None = None
+
+    @property
+    def averaging(self) -> Averaging:
+        """By samples, uniform, or by a rule of the user's."""
+        return Averaging(self.weights, rule=self.aggregation)
+
+    def home(self, layout: Layout) -> Sequence[str]:
+        """Keep the last layers."""
+        return head(layout, self.personal_layers)
+
+
+@final
+@dataclass(frozen=True)
+class FedRep(OneModel):
+    r"""FedAvg of a representation; each round a client first fits its own head to it, then it to the head.
+
+    The head ($h_i$) trains for `head_epochs` epochs with the body fixed, then the body ($\phi$) trains as the run says
+    with the head fixed. Running statistics of the body follow in both. The paper's theorem takes one step of the body
+    a round, its experiments epochs.
+
+    Args:
+        personal_layers: how many layers the head has, counted from the last one that has trained parameters; 0 is
+            FedAvg.
+        head_epochs: epochs of the head ($\tau_h$); those (or the steps) of the run when None.
+        weights: of the clients: "uniform" as in the paper, or "samples".
+        aggregation: import path of a rule of yours that merges what came back, a function of
+            `functional.aggregation.Received`; the weighted mean when not given.
+    """
+
+    kind: ClassVar[str] = "fedrep"
+    tracks: ClassVar[int] = 2
+    summary: ClassVar[str] = "a shared body and each client's own head, trained in turn"
+    references: ClassVar[tuple[str, ...]] = (
+        "Collins, Hassani, Mokhtari, Shakkottai, Exploiting shared representations for personalized federated "
+        "learning, 2021, https://arxiv.org/abs/2102.07078",
+    )
+    personal_layers: NonNegativeInt = 1
+    head_epochs: NonNegativeInt | None = 10
+    weights: Weights = "uniform"
+    aggregation: OwnFunction | None = None
+
+    @property
+    def averaging(self) -> Averaging:
+        """Uniform, by samples, or by a rule of the user's."""
+        return Averaging(self.weights, rule=self.aggregation)
+
+    def home(self, layout: Layout) -> Sequence[str]:
+        """Keep the head."""
+        return head(layout, self.personal_layers)
+
+    def train(self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox) -> tuple[Tensor, Info]:
+        """Train the head, then the body."""
+        layout, own = rnd.task.layout, self.home(rnd.task.layout)
+        if not own:
+            return rnd.task.train(start, rnd.rng, rnd.local)
+        last = chosen(layout, own, "the head")[: layout.trainable]
+        params, longer = start.clone(), personal_training(rnd.local, self.head_epochs, None)
+        parts = (longer, last, "batches.head"), (rnd.local, ~last, "batches")
+        reports = []
+        for track, (local, only, purpose) in enumerate(parts):
+            steps = rnd.task.stepwise(rnd.rng, local, purpose=purpose, only=only)
+            for step in range(steps.count):
+                steps.descend(params, steps.gradient(params, step), step, track)
+            reports.append(steps.report(params))
+        fitted, info = reports
+        lost = fitted["diverged"] | info["diverged"]
+        return params, {**info, "train_samples": fitted["train_samples"] + info["train_samples"], "diverged": lost}
+
+
+@final
+@dataclass(frozen=True)
+class FedBN(OneModel):
+    """FedAvg whose normalization layers stay with the clients: affine parameters and running statistics.
+
+    The paper's are batch normalizations; layer and group normalizations stay too. A model without any is FedAvg's.
+    With `buffers = "local"` alone, the affine parameters of any method are averaged and the statistics are not.
+
+    Args:
+        weights: of the clients: "samples" ($n_k$) or "uniform".
+        aggregation: import path of a rule of yours that merges what came back, a function of
+            `functional.aggregation.Received`; the weighted mean when not given.
+    """
+
+    kind: ClassVar[str] = "fedbn"
+    summary: ClassVar[str] = "FedAvg of all layers but the normalizations, which each client keeps"
+    references: ClassVar[tuple[str, ...]] = (
+        "Li, Jiang, Zhang, Kamp, Dou, FedBN: federated learning on non-IID features via local batch normalization, "
+        "2021, https://arxiv.org/abs/2102.07623",
+    )
+    weights: Weights = "samples"
+    aggregation: OwnFunction | None = None
+
+    @property
+    def averaging(self) -> Averaging:
+        """By samples, uniform, or by a rule of the user's."""
+        return Averaging(self.weights, rule=self.aggregation)
+
+    def home(self, layout: Layout) -> Sequence[str]:
+        """Keep the normalizations."""
+        return layout.normalizations()

@@ -1,0 +1,96 @@
+"""pFedMe: personal models near a shared one, which is trained on the Moreau envelopes of the clients' losses."""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from jaxtyping import Float
+from torch import Tensor
+
+from coterie._util.settings import OwnFunction, PositiveFloat, PositiveInt
+from coterie.engine.task import Task
+from coterie.exchange.base import Inbox
+from coterie.methods.base import Info, Round, State
+from coterie.methods.cost import Cost, Setting, moving
+from coterie.methods.ditto import Personal
+from coterie.methods.fedavg import OneModel
+from coterie.methods.server import Averaging, Weights
+from coterie.rng import Rng
+
+
+@final
+@dataclass(frozen=True)
+class PFedMe(OneModel):
+    r"""FedAvg on $F_i(w) = \min_\theta f_i(\theta) + \frac{\lambda}{2} \lVert \theta - w \rVert^2$.
+
+    On each batch a client first moves its personal model $\theta_i$ down
+    $f_i(\theta) + \frac{\lambda}{2} \lVert \theta - w_i \rVert^2$ in $K$ steps, with the optimizer and the learning
+    rate of the run; then $w_i \leftarrow w_i - \eta \lambda (w_i - \theta_i)$. Within a round $\theta_i$ goes on from
+    where it was (the paper leaves open where it starts; the authors' code does so). The server moves its model towards
+    the mean of the $w_i$. A client uses $\theta_i$.
+
+    With SGD the inner steps are stable while `lam` times the learning rate is below 2. A client that is not asked in a
+    round rests; in the paper all clients train, and the server averages those that it draws.
+
+    Args:
+        lam: $\lambda$: how strongly personal models are drawn to the shared one.
+        inner_steps: $K$.
+        eta: $\eta$: the step of the shared model at a client.
+        beta: $\beta$: the step of the server; 1 takes the mean.
+        weights: weights of the clients in the mean: "uniform" as in the paper, or "samples".
+        aggregation: import path of a rule of yours that merges what came back, a function of
+            `functional.aggregation.Received`; the weighted mean when not given.
+    """
+
+    kind: ClassVar[str] = "pfedme"
+    summary: ClassVar[str] = "personal models near a shared one, which follows them (Moreau envelopes)"
+    references: ClassVar[tuple[str, ...]] = (
+        "Dinh, Tran, Nguyen, Personalized federated learning with Moreau envelopes, 2020, "
+        "https://arxiv.org/abs/2006.08848",
+    )
+    lam: PositiveFloat = 15.0
+    inner_steps: PositiveInt = 5
+    eta: PositiveFloat = 0.005
+    beta: PositiveFloat = 1.0
+    weights: Weights = "uniform"
+    aggregation: OwnFunction | None = None
+
+    @property
+    def averaging(self) -> Averaging:
+        """Uniform, by samples, or by a rule of the user's, with the server's step."""
+        return Averaging(self.weights, lr=self.beta, rule=self.aggregation)
+
+    def memory(self, task: Task, rng: Rng) -> Personal:
+        """Everybody starts at the first model."""
+        return Personal(task.init(rng).clone())
+
+    def learn(
+        self, rnd: Round, memory: Personal, start: Float[Tensor, "clients params"], offer: Inbox
+    ) -> tuple[Float[Tensor, "clients params"], Personal, Info]:
+        """Approach the envelope's minimum on each batch, and follow it."""
+        steps, trainable = rnd.task.stepwise(rnd.rng, rnd.local), rnd.task.layout.trainable
+        shared, model = start.clone(), start.clone()
+        w, theta = shared[:, :trainable], model[:, :trainable]  # views
+        for step in range(steps.count):
+            for _ in range(self.inner_steps):
+                gradient = steps.gradient(model, step)
+                steps.descend(model, gradient.add_((theta - w).mul_(self.lam)), step)
+            away = (w - theta).mul_(self.eta * self.lam)
+            w.sub_(away.masked_fill_(~steps.active(step).to(away.device)[:, None], 0))
+        shared[:, trainable:] = model[:, trainable:]
+        return shared, Personal(model), steps.report(shared, model)
+
+    def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
+        """Each client has its own."""
+        return state.memory.model, {}
+
+    def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
+        """Fetch the shared model."""
+        return super().served(rnd, state)[0]
+
+    def cost(self, setting: Setting, round: int) -> Cost:
+        """Fetch the shared model, and send one."""
+        return moving(setting, 2)
+
+    def measuring(self, setting: Setting) -> Cost:
+        """Measure the personal model, which is here."""
+        return Cost()
