@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -41,10 +41,11 @@ def export(
       coterie export runs/hospitals/DAC/seed-0 --client north --format onnx --out north.onnx
     """
     from coterie.results.export import FORMATS
-    from coterie.simulation.models import load_models
+    from coterie.simulation.models import Which, load_models
 
     if format_ not in FORMATS:
         raise ConfigError(unknown("--format", format_, FORMATS))
+    require(which in get_args(Which), "--which", which, "evaluated, best_val or final")
     run = _run_folder(folder, method, seed)
     models = load_models(run, model=model)
     clients = [client] if client is not None else list(models.clients)
@@ -77,7 +78,9 @@ def _run_folder(folder: Path, method: str | None, seed: int | None) -> Path:
 
     if (folder / models.FILE).exists() or not folder.is_dir() or checkpoint.exists(folder):
         return folder
-    found = {(path.parent.parent.name, path.parent.name): path.parent for path in folder.glob(f"*/seed-*/{models.FILE}")}
+    found = {
+        (path.parent.parent.name, path.parent.name): path.parent for path in folder.glob(f"*/seed-*/{models.FILE}")
+    }
     if not found:
         return folder  # which says what is missing
     labels = sorted({label for label, _ in found})
@@ -89,7 +92,7 @@ def _run_folder(folder: Path, method: str | None, seed: int | None) -> Path:
         seeds = sorted({int(name.removeprefix("seed-")) for _, name in found})
         said = ", ".join(map(str, seeds[:8])) + ", ..." * (len(seeds) > 8)
         raise ConfigError(
-            f"{folder} has {len(kept) or 'no'} run{'s' * (len(kept) != 1)} of that; its finished methods are "
+            f"{folder} has {len(kept) or 'no'} finished run{'s' * (len(kept) > 1)} of that; its methods are "
             f"{', '.join(labels)}, its seeds {said}: choose with --method and --seed"
         )
     return next(iter(kept.values()))

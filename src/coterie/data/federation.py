@@ -31,14 +31,12 @@ _PIECE = 1 << 20  # bytes
 
 def read_parts(stored: Sequence[Sequence[Any]]) -> tuple[Part, ...]:
     """Return the parts of an input from the lists of their fields, as JSON has them."""
-    found = (Part(*fields) for fields in stored)
-    return tuple(Part(p.name, tuple(p.shape), p.whole, tuple(p.mean), tuple(p.std)) for p in found)
+    return tuple(Part(name, tuple(shape), whole, *map(tuple, scale)) for name, shape, whole, *scale in stored)
 
 
 def read_columns(stored: Sequence[Sequence[Any]]) -> tuple[TableColumn, ...]:
     """Return the columns of a table from the lists of their fields, as JSON has them."""
-    found = (TableColumn(*fields) for fields in stored)
-    return tuple(replace(c, categories=None if c.categories is None else tuple(c.categories)) for c in found)
+    return tuple(TableColumn(name, None if one is None else tuple(one), *more) for name, one, *more in stored)
 
 
 def checksum(values: Shaped[Tensor, "..."]) -> bytes:

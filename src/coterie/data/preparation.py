@@ -154,9 +154,9 @@ def unstacked(tensors: Mapping[str, Tensor]) -> tuple[Fitted, ...]:
     """Return what `stacked` made tensors of; nothing where there are none."""
     if f"{_STORED}.whole" not in tensors:
         return ()
-    columns = [tensors[f"{_STORED}.{name}"] for name in _PARTS]
+    fill, center, spread = (tensors[f"{_STORED}.{name}"] for name in _PARTS)
     whole = tensors[f"{_STORED}.whole"].tolist()
-    return tuple(Fitted(*rows, kind, ()) for *rows, kind in zip(*columns, whole, strict=True))
+    return tuple(Fitted(fill[row], center[row], spread[row], kind, ()) for row, kind in enumerate(whole))
 
 
 _STORED, _PARTS = "prepared", ("fill", "center", "spread")

@@ -42,7 +42,7 @@ def normalized(
         std: of each channel.
     """
     x = x.to(dtype).div_(255)
-    return x if mean is None else x.sub_(mean).div_(std)
+    return x if mean is None or std is None else x.sub_(mean).div_(std)
 
 
 def is_images(x: Shaped[Tensor, "*features"]) -> bool:

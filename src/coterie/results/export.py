@@ -59,16 +59,16 @@ def export(
     if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values() if tensor.is_floating_point()):
         warnings.warn(f"the model of {models.name_of(client)} has NaN or infinity: it diverged", stacklevel=2)
     known = {name: _text(value) for name, value in described(models, client, which, study).items()}
-    if format == "onnx":
-        program = _program(models, client, which)
+    program = _program(models, client, which) if format == "onnx" else None
+    if program is not None:
         program.model.metadata_props.update({f"coterie.{name}": value for name, value in known.items()})
     with replacing(path) as temporary:
-        if format == "safetensors":
-            save_file(tensors, temporary, metadata={"format": "pt", **known})
+        if program is not None:
+            program.save(temporary, external_data=False)
         elif format == "pt":
             torch.save(tensors, temporary)
         else:
-            program.save(temporary, external_data=False)
+            save_file(tensors, temporary, metadata={"format": "pt", **known})
     return path
 
 

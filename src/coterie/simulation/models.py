@@ -8,7 +8,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -116,7 +116,7 @@ class Recipe:
         """Return the recipe that `as_json` described."""
 
         def entries(name: str) -> tuple[Entry, ...]:
-            return tuple(replace(Entry(**one), shape=tuple(one["shape"])) for one in stored[name])
+            return tuple(Entry(**{**one, "shape": tuple(one["shape"])}) for one in stored[name])
 
         kept = {
             **stored,
@@ -418,9 +418,7 @@ run, <study>/<method>/seed-<n>
     """
     path = Path(folder)
     if not (path / FILE).exists():
-        raise ConfigError(
-            f"{folder} has no {FILE}; expected the folder of a finished run, <study>/<method>/seed-<n>"
-        )
+        raise ConfigError(f"{folder} has no {FILE}; expected the folder of a finished run, <study>/<method>/seed-<n>")
     _require_whole(path, FILE)
     with safe_open(str(path / FILE), framework="pt") as file:
         recipe = Recipe.from_json(json.loads((file.metadata() or {})["coterie"]))
