@@ -213,6 +213,26 @@ class Federation(Described):
             truth=None,
         )
 
+    def part(self, rows: Int[Tensor, " chosen"]) -> "Federation":
+        """Return some clients as a federation of their own: numbered from 0 in this order, with their test sets alone.
+
+        Args:
+            rows: of the clients; not all of them need to be there.
+        """
+        kept, test_of = self.test_of[rows].unique(return_inverse=True)
+        hosted = self.host(self.ids[rows])
+        truth = self.truth
+        if truth is not None:
+            truth = replace(truth, cluster=truth.cluster[rows], shift=tuple(truth.shift[row] for row in rows.tolist()))
+        return replace(
+            hosted,
+            tests=tuple(self.tests[number] for number in kept.tolist()),
+            test_of=test_of,
+            ids=torch.arange(len(rows)),
+            population=len(rows),
+            truth=truth,
+        )
+
     def fingerprint(self) -> str:
         """Hash all that results depend on: every client's samples and splits, the test sets, and what was done to them.
 

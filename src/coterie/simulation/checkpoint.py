@@ -59,8 +59,10 @@ def identity(
         model: what `own_name` says of the model.
     """
     kept = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _NOT_IDENTITY}
-    if settings.precision == "full":  # younger than checkpoints that are about, as is the next
+    if settings.precision == "full":  # younger than checkpoints that are about, as are the next
         del kept["precision"]
+    if settings.new_clients is None:
+        del kept["new_clients"], kept["new_client_rounds"]
     kept = {name: value for name, value in kept.items() if name not in ("loss", "metrics") or value}
     kept["local"] = settings.local.identity()
     if settings.local.needs_rounds:

@@ -314,7 +314,7 @@ class Loop:
         if "maxima" in wanted:
             values |= final_metrics.maxima(self.record.metrics)
         if "clusters" in wanted:
-            planted = torch.from_numpy(self.record.clusters)
+            planted = torch.from_numpy(self.record.clusters[self.record.known_as(self.task.ids)])
             if label is not None:
                 truth = planted if bool((planted >= 0).all()) else None
                 scores, reasons = final_metrics.explained_clusters(label.cpu(), truth, self.task.class_counts())

@@ -391,7 +391,7 @@ def models_of(loop: Loop, model: ModelSource, label: str, folder: Path | None = 
         form=objective.forms(y)[0],
         class_axis=objective.class_axis,
         class_names=federation.class_names,
-        ids=tuple(task.ids.tolist()),
+        ids=tuple(loop.record.known_as(task.ids).tolist()),
         names=federation.client_names,
         missing=missing,
     )
