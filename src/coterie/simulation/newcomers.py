@@ -103,7 +103,7 @@ def _row(federation: Federation, wanted: int | str) -> int:
     names = federation.client_names
     if isinstance(wanted, str) and wanted in names:
         return names.index(wanted)
-    if names and isinstance(wanted, str):
+    if names and isinstance(wanted, str) and not wanted.isdecimal():
         raise ConfigError(f"new_clients: {unknown('client', wanted, names)}")
     fits = not isinstance(wanted, str) or wanted.isdecimal()
     require(fits and 0 <= int(wanted) < len(federation), "new_clients", wanted, f"0 to {len(federation) - 1}")
