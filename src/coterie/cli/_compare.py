@@ -52,6 +52,7 @@ def compare(
     else:
         found, missing = comparing.on_common_seeds([comparing.read(folder) for folder in folders])
         shown = _tables.side_by_side(found)
+        missing = [*missing, *(line for folder in folders for line in _joined(folder))]
     if json_:
         typer.echo(json.dumps([comparing.as_json(one) for one in found], indent=1, ensure_ascii=False))
         return
@@ -104,6 +105,20 @@ def analyze(
     options = analyses.Options(points, _numbers("--clients", clients, int), _numbers("--betas", betas, float))
     for path in analyses.analyze(folder, what, options, data_dir=data_dir):
         typer.echo(f"Table: {path}")
+
+
+def _joined(folder: Path) -> list[str]:
+    """What a study says of clients that joined at the end; nothing where none did."""
+    from coterie.functional.metrics import REGISTRY
+    from coterie.results.summary import summarize, told_of_new_clients
+    from coterie.studies.run import stored
+
+    study, out = stored(folder)
+    if all(entry.settings.new_clients is None for entry in study.methods):
+        return []
+    content = summarize(out / study.name)
+    names = [row["metric"] for row in content["rows"]]
+    return [f"{study.name}: {line}" for line in told_of_new_clients(content, REGISTRY.main(names))] if names else []
 
 
 def _numbers(name: str, text: str, kind: type[Any]) -> list[Any]:

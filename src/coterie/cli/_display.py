@@ -20,7 +20,7 @@ from rich.text import Text
 from coterie._util.names import few
 from coterie.functional.metrics import ACCURACY, DIVERGED, REGISTRY, Metric, Metrics
 from coterie.results.coverage import notes
-from coterie.results.summary import MEANS
+from coterie.results.summary import MEANS, told_of_new_clients
 from coterie.simulation.run import Note
 from coterie.simulation.run import Progress as Step
 from coterie.studies.definition import StudyConfig
@@ -150,6 +150,8 @@ def results(study: Study, console: Console) -> None:
         gains = study.gains()
         if gains["rows"]:
             console.print(_gain_table(gains, known[gains["metric"]], labels))
+        for line in told_of_new_clients(study.summary, metric.name):
+            console.print(f"\n{line}", markup=False, highlight=False)
     for job, clients in study.diverged.items():
         lost = (
             f"{job}: {len(clients)} clients diverged (their loss became NaN or infinite): {few(study.names, clients)}"

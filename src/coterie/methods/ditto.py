@@ -76,6 +76,13 @@ class Ditto(OneModel):
         )
         return Personal(model), {"personal_train_samples": info["train_samples"]}
 
+    def adapt(
+        self, rnd: Round, params: Float[Tensor, "clients params"], received: Float[Tensor, "clients params"]
+    ) -> Float[Tensor, "clients params"]:
+        """Train the personal models, near the global one."""
+        local = personal_training(rnd.local, self.personal_epochs, self.personal_steps)
+        return rnd.task.train(params, rnd.rng, local, anchor=received, prox=self.lam, purpose="batches.personal")[0]
+
     def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
         """Each client has its own."""
         return state.memory.model, {}

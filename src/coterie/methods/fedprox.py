@@ -77,6 +77,12 @@ class FedProx(OneModel):
         """Train with the penalty."""
         return rnd.task.train(start, rnd.rng, rnd.local, anchor=start, prox=self.mu)
 
+    def adapt(
+        self, rnd: Round, params: Float[Tensor, "clients params"], received: Float[Tensor, "clients params"]
+    ) -> Float[Tensor, "clients params"]:
+        """Train with the penalty, near the model that was received."""
+        return rnd.task.train(params, rnd.rng, rnd.local, anchor=received, prox=self.mu)[0]
+
 
 def _register(context: ServerContext, shared: Enrolled, message: Message) -> tuple[Enrolled, Reply]:
     assert message.ids is not None

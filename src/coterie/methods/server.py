@@ -265,6 +265,18 @@ class ServerMethod(Method):
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
         return rnd.task.apply_buffer_policy(state.params, first(offer)), {"label": offer.peers[:, 0]}
 
+    def adapt(
+        self, rnd: Round, params: Float[Tensor, "clients params"], received: Float[Tensor, "clients params"]
+    ) -> Float[Tensor, "clients params"]:
+        """Return the models of clients that joined late after one more round, while the server's models stay.
+
+        Args:
+            rnd: the round, with these clients alone.
+            params: their models.
+            received: the models that they began with: each the server's that has the least loss on its data.
+        """
+        return rnd.task.train(params, rnd.rng, rnd.local)[0]
+
     def cost(self, setting: Setting, round: int) -> Cost:
         """Fetch what a measurement needs, and send a model."""
         return self.measuring(setting) + moving(setting, 1)

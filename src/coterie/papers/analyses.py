@@ -143,7 +143,7 @@ def beta_sensitivity(loop: Loop, options: Options) -> pd.DataFrame:
     """
     method = loop.method
     assert isinstance(method, FedGwc)
-    planted = torch.from_numpy(loop.record.clusters)
+    planted = torch.from_numpy(loop.record.clusters[loop.record.known_as(loop.task.ids)])
     truth = planted if bool((planted >= 0).all()) else None
     rows = []
     for beta in options.betas:

@@ -29,10 +29,11 @@ from coterie.methods import METHODS
 from coterie.methods.base import Method
 from coterie.results import coverage
 from coterie.results.coverage import Standing, State
-from coterie.simulation import checkpoint
+from coterie.simulation import checkpoint, newcomers
 from coterie.simulation.checkpoint import PROVENANCE
 from coterie.simulation.final_metrics import final_tests, with_value
 from coterie.simulation.record import EDGE_COLUMNS, EDGES, METRIC_COLUMNS, METRICS
+from coterie.simulation.settings import Settings
 
 CONFIG, FEDERATION, SUMMARY = "config.toml", "federation.json", "summary.json"
 CONFIDENCE = 0.95
@@ -555,6 +556,8 @@ def summary_of(
     content |= {one.__name__: one(chosen) for one in (participation, time_to_accuracy, undefined)}
     if declared := metrics.stored(metrics_of(runs).values()):
         content["metrics"] = declared
+    if joined := new_clients(chosen):
+        content["new_clients"] = joined
     scales = {float(run.config.get("scale", 1.0)) for run in runs} - {1.0}
     return {**content, "scale": min(scales)} if scales else content
 
@@ -750,6 +753,64 @@ def time_to_accuracy(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
         more = {"seeds": len(entries), "reached": len(times), "tta": float(np.mean(times)) if times else math.inf}
         rows.append({**row, **more, "reason": next((reason for _, _, reason in entries if reason), "")})
     return rows
+
+
+def new_clients(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
+    """Return the final tests of clients that were in no round and joined at the end; see `simulation.newcomers`.
+
+    A row for each method, metric and `model`: "joined" (after they trained), or "received" (with a server: before). It
+    has `mean` and `std` over seeds of the mean over these clients, the number of `seeds`, of `clients` in the first of
+    them, and of the `rounds` that each trained.
+    """
+    rows = []
+    for label, group in by_label(runs).items():
+        found: dict[tuple[str, str], list[float]] = {}
+        for run in group:
+            own = run.metrics.loc[(run.metrics["split"] == newcomers.SPLIT).to_numpy()]
+            joined = own["model"].astype(str).where((own["model"] == newcomers.RECEIVED).to_numpy(), "joined")
+            for (metric, model), table in own.groupby([own["metric"].astype(str), joined], sort=False):
+                found.setdefault((str(metric), str(model)), []).append(float(table["value"].mean()))
+        for (metric, model), values in found.items():
+            mean, deviation = over_seeds(np.array(values))
+            first = group[0].metrics
+            new = first.loc[(first["split"] == newcomers.SPLIT).to_numpy(), "client"].nunique()
+            rounds = int(group[0].config.get("new_client_rounds", _ROUNDS))
+            rows.append(
+                {
+                    "label": label, "metric": metric, "model": model, "mean": mean, "std": deviation,
+                    "seeds": len(values), "clients": int(new), "rounds": rounds,
+                }
+            )  # fmt: skip
+    return rows
+
+
+_ROUNDS = Settings.new_client_rounds
+
+
+def told_of_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
+    """Say what a summary has on clients that joined at the end, in a line; none where nobody did.
+
+    Args:
+        content: the summary.
+        metric: the one to name.
+    """
+    rows = [row for row in content.get("new_clients", ()) if row["metric"] == metric]
+    if not rows:
+        return []
+    known = metrics.REGISTRY.with_stored(content.get("metrics") or {})[metric]
+    received = {row["label"]: row["mean"] for row in rows if row["model"] == newcomers.RECEIVED}
+    parts = []
+    for row in rows:
+        if row["model"] == "joined":
+            spread = f" ± {known.show(row['std'], brief=True)}" if row["std"] is not None else ""
+            before = received.get(row["label"])
+            was = "" if before is None else f" ({known.show(before, brief=True)} as received)"
+            parts.append(f"{row['label']} {known.show(row['mean'], brief=True)}{spread}{was}")
+    many = f"{rows[0]['clients']} client{'s' * (rows[0]['clients'] > 1)}"
+    return [
+        f"New clients: {many} took part in no round, joined at the end and trained {rows[0]['rounds']} rounds; "
+        f"{known.heading('test')}: {', '.join(parts)}"
+    ]
 
 
 def _ratio(own: tuple[list[int], list[float]], base: tuple[list[int], list[float]]) -> tuple[float, float, str]:

@@ -98,6 +98,7 @@ class Loop:
             moments = task.fresh_moments(settings.local, method.tracks)
             self.state = dataclasses.replace(self.state, moments=moments)
         self.tracker = Tracker.start(self.state.params, settings.keeps_best(method.server))
+        self.evaluated: Tensor | None = None  # the models of the final evaluation
         self.next_round = -1  # the warm-up
         self.validation: dict[str, Tensor] = {}
         self.train_samples = 0
@@ -314,7 +315,7 @@ class Loop:
         if "maxima" in wanted:
             values |= final_metrics.maxima(self.record.metrics)
         if "clusters" in wanted:
-            planted = torch.from_numpy(self.record.clusters)
+            planted = torch.from_numpy(self.record.clusters[self.record.known_as(self.task.ids)])
             if label is not None:
                 truth = planted if bool((planted >= 0).all()) else None
                 scores, reasons = final_metrics.explained_clusters(label.cpu(), truth, self.task.class_counts())
@@ -338,4 +339,5 @@ class Loop:
         if whole:
             found = self._outcome(known.get(metrics.LABEL.name), measured["test"])
             self.record.add_metrics(last, self.task.ids, "test", model, found)
+        self.evaluated = params
         return params

@@ -55,10 +55,17 @@ class Record:
     Args:
         clusters: planted cluster of each member of the population; -1 where unknown.
         client_names: names of clients by id, where they have any. The tables hold ids.
+        ids: the id in the tables of each client of the run, where the run numbers them otherwise.
     """
 
-    def __init__(self, clusters: Int[Tensor, " population"], client_names: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self,
+        clusters: Int[Tensor, " population"],
+        client_names: Mapping[int, str] | None = None,
+        ids: Int[Tensor, " clients"] | None = None,
+    ) -> None:
         self.clusters = clusters.numpy()
+        self.ids = None if ids is None else ids.numpy()
         self.client_names = dict(client_names or {})
         self.names: list[str] = []
         self._metrics, self._edges = _Table(METRIC_COLUMNS), _Table(EDGE_COLUMNS)
@@ -76,11 +83,12 @@ class Record:
         Args:
             round: -1 for the warm-up.
             ids: the clients.
-            split: "train", "validation" or "test".
-            model: "current" (after the round) or "best" (the best on validation so far).
+            split: "train", "validation" or "test"; "new_clients" for the tests of those that joined at the end.
+            model: "current" (after the round) or "best" (the best on validation so far); of clients that joined also
+                "received" (that of the server, before they trained).
             values: metrics by name, a value a client; NaN where undefined.
         """
-        clients = ids.numpy()
+        clients = self.known_as(ids)
         for metric, value in sorted(values.items()):
             self._metrics.add(
                 len(clients),
@@ -92,6 +100,10 @@ class Record:
                 metric=self._name(metric),
                 value=value.detach().cpu().double().numpy(),
             )
+
+    def known_as(self, ids: Int[Tensor, " clients"]) -> np.ndarray:
+        """Return the ids in the tables of clients of the run."""
+        return ids.numpy() if self.ids is None else self.ids[ids.numpy()]
 
     def drop_metrics(self, round: int, split: str, model: str) -> None:
         """Remove the values of a split and a model in a round, which are measured again."""
@@ -120,8 +132,8 @@ class Record:
         self._edges.add(
             len(reader),
             round=round,
-            reader=reader.numpy(),
-            read=peers[asked].numpy(),
+            reader=self.known_as(reader),
+            read=self.known_as(peers[asked]),
             purpose=kinds[kind].numpy(),
             weight=torch.where(arrived, weight, 0).double().cpu().numpy(),
             bytes=size.cpu().numpy(),

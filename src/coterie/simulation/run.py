@@ -9,10 +9,11 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from coterie._util import pages
 from coterie._util.claims import claimed
@@ -36,6 +37,8 @@ from coterie.rng import Rng
 from coterie.simulation import _memory, checkpoint
 from coterie.simulation.final_metrics import final_tests, with_value
 from coterie.simulation.loop import Loop
+from coterie.simulation.models import Kind, Models, Which, models_of
+from coterie.simulation.newcomers import Parted, join, parted
 from coterie.simulation.record import Record
 from coterie.simulation.settings import DTYPES, Settings
 
@@ -92,6 +95,7 @@ class Run(Described):
         diverged: ids of the clients whose model became NaN or infinite.
         folder: where its files are; None when nothing was written.
         names: the names of the clients by id; empty where clients are numbers.
+        models: the models of the clients, to take home.
     """
 
     label: str
@@ -105,6 +109,23 @@ class Run(Described):
     diverged: tuple[int, ...]
     folder: Path | None = None
     names: Mapping[int, str] = field(default_factory=dict)
+    models: Models | None = None
+
+    def model(self, client: int | str, which: Which = "evaluated") -> nn.Module:
+        """Return the model that serves a client, by its name or number: a module of your own class; see `Models`."""
+        return self._models.model(client, which)
+
+    def predict(
+        self, client: int | str, x: Any, kind: Kind = "outputs", *, which: Which = "evaluated", batch_size: int = 256
+    ) -> Tensor | np.ndarray:
+        """Return what a client's model says of samples: outputs, probabilities or classes; see `Models.predict`."""
+        return self._models.predict(client, x, kind, which=which, batch_size=batch_size)
+
+    @property
+    def _models(self) -> Models:
+        if self.models is None:
+            raise ConfigError("this run has no models; expected one that simulate returned")
+        return self.models
 
     @property
     def metrics_by_name(self) -> pd.DataFrame:
@@ -185,12 +206,14 @@ def simulate(
         if folder is not None and not resume and checkpoint.exists(folder):
             raise RunExistsError(f"{folder} holds a run already; resume it, overwrite it, or choose another folder")
         began = checkpoint.engine(folder) if folder is not None and resume and settings.engine == "auto" else {}
+        parts = parted(federation, settings, method, seed)
+        taking = federation if parts is None else parts.taking
         with nullcontext() if notes is None else heard(lambda text: notes(Note(label or method.kind, seed, text))):
-            task = make_task(federation, method, model, dataclasses.replace(settings, **began))
-        wanted = _forecast(task, federation, method, settings, stored=folder is not None)
+            task = make_task(taking, method, model, dataclasses.replace(settings, **began))
+        wanted = _forecast(task, taking, method, settings, stored=folder is not None)
         _memory.check(wanted, settings.device, _memory.available(settings.device))
-        loop = _loop(task, federation, method, settings, seed, exchange)
-        identity = checkpoint.identity(method, settings, seed, federation, task, own_name(model))
+        loop = _loop(task, federation, method, settings, seed, exchange, parts)
+        identity = checkpoint.identity(method, settings, seed, taking, task, own_name(model))
         earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
         written, pause = time.perf_counter(), settings.checkpoint_seconds
         with pages.kept():
@@ -207,14 +230,18 @@ def simulate(
             if folder is not None:  # before the final evaluation, so that more rounds can follow
                 checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
             params = loop.final()
+            if parts is not None:
+                engine = {"engine": task.engine.name, "block": task.block}  # as compared with the others
+                join(loop, make_task(parts.whole, method, model, dataclasses.replace(settings, **engine)), parts)
         timing = _timing(loop, started, earlier)
+        models = models_of(loop, model, label or method.kind, folder)
         if folder is not None:
-            checkpoint.finish(folder, loop, identity, timing)
+            checkpoint.finish(folder, loop, identity, timing, models.files())
     metrics = loop.record.metrics
     lost = set(metrics.loc[metrics["metric"] == DIVERGED.name, "client"].tolist())
     return Run(
         label or method.kind, seed, method, settings, metrics, loop.record.edges, timing, params, tuple(sorted(lost)),
-        folder, federation.names,
+        folder, federation.names, models,
     )  # fmt: skip
 
 
@@ -236,18 +263,27 @@ def reopen(
     """
     if not checkpoint.exists(Path(folder)):
         raise CheckpointError(f"{folder} has no {checkpoint.FILE}; expected the folder of a run that has begun")
-    task = make_task(federation, method, model, dataclasses.replace(settings, **checkpoint.engine(Path(folder))))
-    loop = _loop(task, federation, method, settings, seed, None)
-    checkpoint.load(Path(folder), loop, checkpoint.identity(method, settings, seed, federation, task, own_name(model)))
+    parts = parted(federation, settings, method, seed)
+    taking = federation if parts is None else parts.taking
+    task = make_task(taking, method, model, dataclasses.replace(settings, **checkpoint.engine(Path(folder))))
+    loop = _loop(task, federation, method, settings, seed, None, parts)
+    checkpoint.load(Path(folder), loop, checkpoint.identity(method, settings, seed, taking, task, own_name(model)))
     return loop
 
 
 def _loop(
-    task: Task, federation: Federation, method: Method, settings: Settings, seed: int, exchange: Exchange | None
+    task: Task,
+    federation: Federation,
+    method: Method,
+    settings: Settings,
+    seed: int,
+    exchange: Exchange | None,
+    parts: Parted | None,
 ) -> Loop:
     truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
-    door = exchange or InMemory(federation.ids, federation.population)
-    return Loop(task, method, door, settings, Rng(seed), Record(truth, federation.names))
+    door = exchange or InMemory(task.ids, task.population)
+    record = Record(truth, federation.names, None if parts is None else parts.ids)
+    return Loop(task, method, door, settings, Rng(seed), record)
 
 
 def make_task(federation: Federation, method: Method, model: ModelSource, settings: Settings) -> Task:

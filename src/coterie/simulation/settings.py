@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import MinLen
 
 from coterie._util.settings import NONE, Configurable, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from coterie.engine.precision import Precision
@@ -38,6 +39,9 @@ class Settings(Configurable):
         patience: rounds without a better validation loss after which a client stops; None for never.
         stopped_broadcast: the model that a stopped client keeps publishing.
         evaluate: the model of each client in the final test: the best on its validation data, or the last.
+        new_clients: clients that take no part in the rounds and join after the last one, unseen until then: a share of
+            all below 1, a count from 1 on, or a list of their names or numbers; see `simulation.newcomers`.
+        new_client_rounds: rounds for which each of them then trains, while all others stay as they are.
         buffers: BatchNorm statistics after a merge: averaged like parameters, the client's own, or initial values.
         shared: what clients share: names of tensors or modules of the model, or patterns such as "features.*"; "!"
             before one takes it out, and where all have it the rest is shared. Everything when empty. What is not shared
@@ -78,6 +82,8 @@ class Settings(Configurable):
     patience: PositiveInt | None = None
     stopped_broadcast: Literal["best", "last"] = "best"
     evaluate: Literal["best_val", "final"] = "best_val"
+    new_clients: PositiveFloat | Annotated[Sequence[int | str], MinLen(1)] | None = None
+    new_client_rounds: NonNegativeInt = 5
     buffers: Literal["average", "local", "reset"] = "average"
     shared: Sequence[str] = ()
     similarity_on: Sequence[str] = ()

@@ -1,0 +1,255 @@
+"""Clients that join at the end: nobody saw them, nobody changes for them, and each is served as its method says."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import coterie
+from coterie.cli.app import app
+from coterie.errors import ConfigError
+from coterie.exchange.in_memory import InMemory
+from coterie.methods import METHODS
+from coterie.methods.base import Method
+from coterie.results.summary import summarize
+from coterie.simulation import newcomers
+from coterie.simulation.run import simulate
+from coterie.testing import tiny_federation, tiny_settings
+
+NEW, OTHERS = [1, 4], [0, 2, 3, 5, 6, 7]
+OPTIONS = {
+    "random": {"num_peers": 2}, "dac": {"num_peers": 2}, "oracle": {"num_peers": 2}, "ifca": {"clusters": 2, "start": "resample", "resample_share": 0.3},
+    "fesem": {"clusters": 2}, "panm-loss": {}, "pens": {"num_sampled": 3, "num_kept": 1},
+    "sosicfl": {"endpoints": 3, "regions": 2, "warmup_rounds": 1}, "fix-topology": {"num_peers": 2},
+}  # fmt: skip
+OPTIONS["sosicfl-plus"] = OPTIONS["sosicfl-all"] = OPTIONS["sosicfl"]
+
+
+def federation():
+    """Eight clients in two clusters, with names."""
+    names = tuple("abcdefgh")
+    return dataclasses.replace(tiny_federation(num_clients=8), client_names=names)
+
+
+def settings(**changes):
+    return tiny_settings(**{"rounds": 2, "engine": "loop", "new_clients": NEW, "new_client_rounds": 2, **changes})
+
+
+def run_of(kind, folder=None, data=None, **changes):
+    method = METHODS[kind](**OPTIONS.get(kind, {}))
+    model = torch.nn.Linear(4, 3) if kind != "sosicfl-all" else lambda: torch.nn.Linear(4, 3)
+    return simulate(data or federation(), method, model=model, settings=settings(**changes), seed=3, folder=folder)
+
+
+def joined(run, metric="accuracy", model=None):
+    """The value of each newcomer."""
+    rows = run.metrics[(run.metrics["split"] == "new_clients") & (run.metrics["metric"] == metric)]
+    rows = rows[rows["model"] == model] if model else rows[rows["model"] != "received"]
+    return rows.set_index("client")["value"]
+
+
+@pytest.mark.parametrize("kind", sorted(METHODS))
+def test_the_others_do_what_they_do_without_newcomers(kind):
+    """Every method: their tables are those of a federation that never had the newcomers."""
+    found = run_of(kind, evaluate="final")
+    data = federation().part(torch.tensor(OTHERS))
+    alone = run_of(kind, data=data, new_clients=None, evaluate="final")
+    ids = np.array(OTHERS)
+    table = alone.metrics.assign(client=ids[alone.metrics["client"]].astype(np.int32))
+    own = found.metrics[found.metrics["split"] != "new_clients"]
+    for name in ("round", "client", "cluster", "split", "model", "metric", "value"):
+        left, right = own[name].reset_index(drop=True), table[name].reset_index(drop=True)
+        if isinstance(left.dtype, pd.CategoricalDtype):
+            left, right = left.astype(str), right.astype(str)
+        pd.testing.assert_series_equal(left, right, check_exact=True)
+    assert found.edges["reader"].isin(OTHERS).all()
+    assert found.edges["read"].isin(OTHERS).all()
+    assert torch.equal(found.params, alone.params)
+    values = joined(found)
+    assert sorted(values.index) == NEW
+    assert bool(np.isfinite(joined(found, "loss")).all())
+
+
+def test_with_a_server_a_newcomer_receives_the_global_model_and_trains_it():
+    """Checked with the served module on the newcomer's test set, and by gradient descent by hand."""
+    data = federation()
+    local = coterie.LocalTraining(epochs=1, batch_size=100, optimizer="sgd", lr=0.1, momentum=0.0)
+    run = run_of("fedavg", evaluate="final", new_client_rounds=3, local=local)
+    models = dataclasses.replace(run.models)
+    place = data.test_of[NEW[0]]
+    x, y = data.tests[place].x, data.tests[place].y
+    state = models.row("a").double()
+    linear = torch.nn.Linear(4, 3).double()
+    with torch.no_grad():
+        linear.weight.copy_(state[:12].reshape(3, 4))
+        linear.bias.copy_(state[12:])
+    received = float((linear(x).argmax(1) == y).double().mean())
+    assert joined(run, model="received")[NEW[0]] == pytest.approx(received)
+    mine = data.x[NEW[0]][data.split[NEW[0]] == 0], data.y[NEW[0]][data.split[NEW[0]] == 0]
+    for _ in range(3):
+        linear.zero_grad()
+        torch.nn.functional.cross_entropy(linear(mine[0]), mine[1]).backward()
+        with torch.no_grad():
+            for tensor in linear.parameters():
+                tensor -= 0.1 * tensor.grad
+    loss = torch.nn.functional.cross_entropy(linear(x), y).item()
+    assert joined(run, "loss", "current")[NEW[0]] == pytest.approx(loss, rel=1e-6)
+
+
+def test_with_clusters_a_newcomer_takes_the_model_with_the_least_loss_on_its_data():
+    data = federation()
+    run = run_of("ifca", evaluate="final", rounds=4)
+    models = {tuple(run.models.row(name).tolist()) for name in "acdfgh"}
+    assert len(models) == 2
+    for client in NEW:
+        mine = data.split[client] == 0
+        x, y = data.x[client][mine], data.y[client][mine]
+        test = data.tests[data.test_of[client]]
+        best = []
+        for row in models:
+            weight, bias = torch.tensor(row[:12]).double().reshape(3, 4), torch.tensor(row[12:]).double()
+            loss = torch.nn.functional.cross_entropy(x @ weight.T + bias, y)
+            right = ((test.x @ weight.T + bias).argmax(1) == test.y).double().mean()
+            best.append((float(loss), float(right)))
+        assert joined(run, model="received")[client] == pytest.approx(min(best)[1], abs=1e-9)
+
+
+class Watched(InMemory):
+    """Notes whom the newcomers read."""
+
+    seen: list = []  # noqa: RUF012
+
+    def pull(self, message, peers):
+        Watched.seen.append((self.active.tolist(), peers.tolist()))
+        return super().pull(message, peers)
+
+
+@pytest.mark.parametrize("kind", ["random", "oracle"])
+def test_a_newcomer_reads_clients_of_the_run_only_and_of_its_cluster_where_the_method_knows(kind, monkeypatch):
+    monkeypatch.setattr(newcomers, "InMemory", Watched)
+    Watched.seen = []
+    run_of(kind)
+    read = {6: set(), 7: set()}  # numbered behind the six others
+    rounds = Watched.seen[-2:]  # before them Oracle learns the clusters
+    for active, peers in rounds:
+        assert active == list(range(8))
+        for client in read:
+            read[client] |= {peer for peer in peers[client] if peer >= 0}
+    assert all(peers and max(peers) < 6 for peers in read.values())
+    if kind == "oracle":  # odd clients are of one cluster: 3, 5 and 7 of the run, numbered 2, 3 and 5
+        assert read[6] <= {2, 3, 5}
+        assert read[7] <= {0, 1, 4}
+
+
+def test_what_a_client_alone_learns_does_not_depend_on_the_rounds_of_the_others():
+    """Local: a newcomer trains the warm-up and its rounds, whatever the others did before."""
+    first, second = (joined(run_of("local", rounds=rounds, evaluate="final"), "loss") for rounds in (1, 3))
+    assert first.tolist() == second.tolist()
+    longer = joined(run_of("local", evaluate="final", new_client_rounds=5), "loss")
+    assert (longer < first).all()
+
+
+def test_the_best_round_on_validation_data_is_tested_where_that_is_asked_for():
+    best, last = (run_of("random", evaluate=one, new_client_rounds=6) for one in ("best_val", "final"))
+    kinds = {str(kind) for run in (best, last) for kind in run.metrics.query("split == 'new_clients'")["model"]}
+    assert kinds == {"best", "current"}
+
+
+@pytest.mark.parametrize("kind", ["dac", "ditto"])
+def test_a_run_that_is_resumed_has_the_same_bytes(kind, tmp_path):
+    run_of(kind, tmp_path / "whole", rounds=4)
+
+    def stop(progress):
+        if progress.round == 2:
+            raise KeyboardInterrupt
+
+    method = METHODS[kind](**OPTIONS.get(kind, {}))
+    chosen = settings(rounds=4, checkpoint_seconds=0)
+    both = {"model": torch.nn.Linear(4, 3), "settings": chosen, "seed": 3, "folder": tmp_path / "parts"}
+    with pytest.raises(KeyboardInterrupt):
+        simulate(federation(), method, observer=stop, **both)
+    simulate(federation(), method, resume=True, **both)
+    for name in ("metrics.parquet", "edges.parquet", "checkpoint.safetensors", "models.safetensors"):
+        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"), [(NEW, NEW), (["b", "e"], NEW), ([4], [4]), (0.25, None), (2, None), (["7", "b"], [1, 7])]
+)
+def test_newcomers_are_a_share_a_number_or_named(wanted, found):
+    parts = [newcomers.parted(federation(), settings(new_clients=wanted), METHODS["local"](), seed) for seed in (3, 3)]
+    ids = [part.ids[part.newcomers].tolist() for part in parts]
+    assert ids[0] == ids[1]
+    assert ids[0] == found if found is not None else len(ids[0]) == 2
+    assert parts[0].taking.client_names == tuple("abcdefgh"[i] for i in sorted({*range(8)} - {*ids[0]}))
+
+
+def test_another_seed_draws_others():
+    wanted = settings(new_clients=0.5)
+    drawn = {tuple(newcomers.parted(federation(), wanted, METHODS["local"](), seed).ids.tolist()) for seed in range(8)}
+    assert len(drawn) > 4
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (["z"], "new_clients: unknown client 'z'"),
+        ([9], "new_clients is 9; expected 0 to 7"),
+        (7, "of 8 clients 1 would take part; expected two or more"),
+        (8, "new_clients is 8.0; expected 1 to 6 of the 8 clients"),
+        (2.5, "expected a share below 1, a whole number, or a list"),
+        (0.01, "expected 1 to 6 of the 8 clients"),
+    ],
+)
+def test_what_cannot_be_is_said(wanted, said):
+    with pytest.raises(ConfigError, match=said):
+        run_of("local", new_clients=wanted)
+
+
+def test_a_method_of_neither_kind_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Other(Method):
+        kind = "other"
+
+        def init(self, task, rng):
+            raise NotImplementedError
+
+        def round(self, rnd, state):
+            raise NotImplementedError
+
+    with pytest.raises(ConfigError, match="other is neither a PeerMethod nor a ServerMethod"):
+        newcomers.parted(federation(), settings(), Other(), 0)
+
+
+def test_a_study_shows_them_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "new.toml").write_text(
+        'name = "new"\nrounds = 1\nseeds = [0, 1]\nengine = "loop"\nnew_clients = 0.25\nnew_client_rounds = 1\n'
+        'data = { dataset = "digits", num_clients = 8, train = 20 }\nmodel = { kind = "linear" }\n'
+        '[[methods]]\nkind = "local"\n[[methods]]\nkind = "fedavg"\n'
+    )
+    study = coterie.run_study("new.toml")
+    values = []
+    for seed in (0, 1):
+        table = pd.read_parquet(study.folder / "fedavg" / f"seed-{seed}" / "metrics.parquet")
+        own = table[(table["split"] == "new_clients") & (table["metric"] == "accuracy") & (table["model"] == "best")]
+        assert own["client"].nunique() == 2
+        assert not table.loc[table["split"] == "test", "client"].isin(own["client"]).any()
+        values.append(own["value"].mean())
+    rows = summarize(study.folder)["new_clients"]
+    [row] = [r for r in rows if (r["label"], r["metric"], r["model"]) == ("fedavg", "accuracy", "joined")]
+    assert row["mean"] == pytest.approx(np.mean(values))
+    assert row["std"] == pytest.approx(np.std(values))
+    assert (row["clients"], row["rounds"], row["seeds"]) == (2, 1, 2)
+    assert json.loads((study.folder / "summary.json").read_text())["new_clients"] == rows
+    for words in (["show", "runs/new"], ["compare", "runs/new"]):
+        told = CliRunner().invoke(app, words)
+        text = " ".join(told.output.split())
+        assert "New clients: 2 clients took part in no round" in text
+        assert f"fedavg {100 * row['mean']:.1f} ±" in text
+    coterie.write_report(study.folder)
+    assert "New clients: 2 clients" in (study.folder / "report.html").read_text("utf-8")
