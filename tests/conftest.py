@@ -12,7 +12,7 @@ IN_CI = os.environ.get("COTERIE_CI") == "1"
 """Set by .ci/run, which installs every tool that tests use: there, what is absent is an error."""
 OPTIONAL = ("mlflow", "wandb", "hub")
 """Extras that requirements-dev.txt leaves out: tests that need one skip, in CI too."""
-MAY_SKIP = (*(f"the extra coterie[{name}] is not installed" for name in OPTIONAL), "no history: the clone is shallow")
+MAY_SKIP = (*(f"the extra {name} is not installed" for name in OPTIONAL), "no history: the clone is shallow")
 
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)

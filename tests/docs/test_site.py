@@ -18,7 +18,7 @@ def site(tmp_path_factory):
     """The built site; with --strict, a broken link, anchor or reference is an error."""
     missing = [tool for tool in TOOLS if importlib.util.find_spec(tool) is None]
     if missing:
-        pytest.skip(f"{', '.join(missing)} not installed; pip install '.[docs]'")
+        pytest.skip(f"{', '.join(missing)} not installed")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
