@@ -26,6 +26,8 @@ from coterie.methods.base import State as State
 from coterie.papers.figures import plot as plot
 from coterie.report.page import write_report as write_report
 from coterie.rng import Rng as Rng
+from coterie.simulation.models import Models as Models
+from coterie.simulation.models import load_models as load_models
 from coterie.simulation.run import Run as Run
 from coterie.simulation.run import simulate as simulate
 from coterie.simulation.settings import Settings as Settings

@@ -60,6 +60,10 @@ ELSEWHERE = {
     "methods/oneshot": "paper/test_clustered.py",
     "methods/sosicfl": "paper/test_sosicfl.py",
     "models/simplex_layers": "paper/test_sosicfl.py",
+    # taken home in whole runs
+    "cli/_export": "e2e/test_take_home.py",
+    "data/inputs": "unit/simulation/test_models.py",
+    "results/export": "e2e/test_take_home.py",
     # used by nearly every test
     "__main__": "e2e/test_cli.py",
     "errors": "unit/cli/test_app.py",

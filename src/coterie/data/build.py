@@ -308,6 +308,8 @@ def assemble(
         client_names=tuple(c.name for c in clients) if all(c.name for c in clients) else (),
         feature_names=sources[0].feature_names if len({source.feature_names for source in sources}) == 1 else (),
         parts=sources[0].parts,
+        fitted=tuple(fitted),
+        table=sources[0].table if len({source.table for source in sources}) == 1 else (),
     ).validate()
 
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,23 @@ from torch import Tensor
 from coterie._util.facts import Described, spread
 from coterie._util.files import replacing
 from coterie._util.names import called, few, short
+from coterie.data.preparation import Fitted, TableColumn, stacked, unstacked
 from coterie.data.source import Part, all_finite, said
 from coterie.errors import DataError
 
 PADDING, TRAIN, VALIDATION = -1, 0, 1
 SPLITS = {"train": TRAIN, "validation": VALIDATION}
 _PIECE = 1 << 20  # bytes
+
+
+def read_parts(stored: Sequence[Sequence[Any]]) -> tuple[Part, ...]:
+    """Return the parts of an input from the lists of their fields, as JSON has them."""
+    return tuple(Part(name, tuple(shape), whole, *map(tuple, scale)) for name, shape, whole, *scale in stored)
+
+
+def read_columns(stored: Sequence[Sequence[Any]]) -> tuple[TableColumn, ...]:
+    """Return the columns of a table from the lists of their fields, as JSON has them."""
+    return tuple(TableColumn(name, None if one is None else tuple(one), *more) for name, one, *more in stored)
 
 
 def checksum(values: Shaped[Tensor, "..."]) -> bytes:
@@ -94,6 +105,8 @@ class Federation(Described):
         feature_names: a name for each entry of an input, when known.
         parts: where an input is several tensors: what they are, in the order in which `x` holds them, one after
             another as numbers. Empty where `x` is the input.
+        fitted: what each row's client did to its inputs, which `x` holds as they came out; empty for nothing.
+        table: the columns of the table that inputs were read from; empty where they came otherwise.
     """
 
     x: Shaped[Tensor, "clients samples *features"]
@@ -114,6 +127,8 @@ class Federation(Described):
     client_names: tuple[str, ...] = ()
     feature_names: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
+    fitted: tuple[Fitted, ...] = ()
+    table: tuple[TableColumn, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -194,6 +209,7 @@ class Federation(Described):
             origin=None if self.origin is None else self.origin[rows],
             noise=None if self.noise is None else self.noise[rows],
             client_names=tuple(self.client_names[row] for row in rows.tolist()) if self.client_names else (),
+            fitted=tuple(self.fitted[row] for row in rows.tolist()) if self.fitted else (),
             truth=None,
         )
 
@@ -288,6 +304,7 @@ class Federation(Described):
             tensors["noise"] = self.noise
         if self.truth is not None:
             tensors["truth.cluster"] = self.truth.cluster
+        tensors |= stacked(self.fitted)
         for i, test in enumerate(self.tests):
             tensors |= {f"tests.{i}.x": test.x, f"tests.{i}.y": test.y}
         meta = {
@@ -299,7 +316,8 @@ class Federation(Described):
             "class_names": self.class_names,
             "client_names": self.client_names,
             "feature_names": self.feature_names,
-            "parts": [[part.name, part.shape, part.whole] for part in self.parts],
+            "parts": [list(astuple(part)) for part in self.parts],
+            **({"table": [list(astuple(column)) for column in self.table]} if self.table else {}),
             "tests": [test.name for test in self.tests],
             "test_noise": [test.noise for test in self.tests],
             "truth": None if self.truth is None else {"names": self.truth.names, "shift": self.truth.shift},
@@ -351,5 +369,7 @@ class Federation(Described):
             noise=tensors.get("noise"),
             client_names=tuple(meta.get("client_names", ())),
             feature_names=tuple(meta.get("feature_names", ())),
-            parts=tuple(Part(name, tuple(shape), whole) for name, shape, whole in meta.get("parts", ())),
+            parts=read_parts(meta.get("parts", ())),
+            fitted=unstacked(tensors),
+            table=read_columns(meta.get("table", ())),
         )

@@ -3,8 +3,9 @@
 A client sees no other client's rows, and not its own validation and test rows, when it decides what to fill in.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,23 @@ FILLS: Mapping[str, Callable[[Float[np.ndarray, " samples"]], float]] = {
     "most-frequent": _most_frequent,
 }
 """What can be filled in for an empty entry, from a client's values of the column."""
+
+
+@dataclass(frozen=True)
+class TableColumn:
+    """A column of a table, as it is read into entries of an input.
+
+    Args:
+        name: of the column.
+        categories: its values, in order, each with an entry of its own; None for numbers.
+        codes: whether it is one entry instead, the number of the category.
+        filled: whether a client's preparation says what an empty entry becomes.
+    """
+
+    name: str
+    categories: tuple[Any, ...] | None = None
+    codes: bool = False
+    filled: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,3 +134,29 @@ class Preparation:
             fill[place], center[place], spread[place] = found
         filled, centers, spreads = (torch.from_numpy(one) for one in (fill, center, spread))
         return Fitted(filled, centers, spreads, self.whole, tuple(empty))
+
+
+def stacked(fitted: Sequence[Fitted]) -> dict[str, Tensor]:
+    """Return what clients do to their inputs as tensors, a row for each client: "prepared.fill", ...; none of nothing.
+
+    Example:
+        >>> one = Fitted(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([2.0]), False, ())
+        >>> stacked([one, one])["prepared.spread"].tolist()
+        [[2.0], [2.0]]
+    """
+    if not fitted:
+        return {}
+    parts = {f"{_STORED}.{name}": torch.stack([getattr(one, name) for one in fitted]) for name in _PARTS}
+    return {**parts, f"{_STORED}.whole": torch.tensor([one.whole for one in fitted])}
+
+
+def unstacked(tensors: Mapping[str, Tensor]) -> tuple[Fitted, ...]:
+    """Return what `stacked` made tensors of; nothing where there are none."""
+    if f"{_STORED}.whole" not in tensors:
+        return ()
+    fill, center, spread = (tensors[f"{_STORED}.{name}"] for name in _PARTS)
+    whole = tensors[f"{_STORED}.whole"].tolist()
+    return tuple(Fitted(fill[row], center[row], spread[row], kind, ()) for row, kind in enumerate(whole))
+
+
+_STORED, _PARTS = "prepared", ("fill", "center", "spread")

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from coterie.data.preparation import Preparation
+from coterie.data.preparation import Preparation, TableColumn
 from coterie.errors import DataError, require
 
 LARGEST = 1 << 24
@@ -25,6 +25,24 @@ Constants = tuple[tuple[float, ...], tuple[float, ...]]
 def all_finite(values: Shaped[Tensor, "..."]) -> bool:
     """Whether no value is NaN or infinite; checks the extremes, which is much faster than every value."""
     return not values.numel() or all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values))
+
+
+def normalized(
+    x: Shaped[Tensor, "samples *features"],
+    dtype: torch.dtype,
+    mean: Float[Tensor, "channels *ones"] | None = None,
+    std: Float[Tensor, "channels *ones"] | None = None,
+) -> Float[Tensor, "samples *features"]:
+    """Return images of bytes as models take them: scaled to [0, 1], less the mean, divided by the deviation.
+
+    Args:
+        x: uint8 images.
+        dtype: of the result.
+        mean: of each channel, shaped like an image; None for "do not normalize".
+        std: of each channel.
+    """
+    x = x.to(dtype).div_(255)
+    return x if mean is None or std is None else x.sub_(mean).div_(std)
 
 
 def is_images(x: Shaped[Tensor, "*features"]) -> bool:
@@ -40,11 +58,16 @@ class Part:
         name: the argument of the module's `forward` that it is; empty for the next positional one.
         shape: of one sample.
         whole: whether the module takes it as whole numbers (int64), such as the codes of categories.
+        mean: per channel, for an image of bytes, which is scaled to [0, 1] and normalized when it is read; empty for
+            "do not normalize", and for other tensors.
+        std: per channel.
     """
 
     name: str
     shape: tuple[int, ...]
     whole: bool = False
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +104,7 @@ class Source:
         feature_names: a name for each entry of an input, when known.
         parts: what `x` holds one after another, where an input is several tensors.
         preparation: what each client still does to its inputs, fitted on its own training samples.
+        table: the columns of a table that the entries of an input were read from.
     """
 
     name: str
@@ -94,6 +118,7 @@ class Source:
     feature_names: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
     preparation: Preparation | None = None
+    table: tuple[TableColumn, ...] = ()
 
     @staticmethod
     def of(
@@ -154,8 +179,8 @@ class Source:
         entries = int(np.prod(pool.x.shape[1:]))
         if feature_names:
             require(len(feature_names) == entries, "feature_names", feature_names, f"{entries}, one for each entry")
-        elif not parts and len(_columns_of(x)) == entries:
-            feature_names = _columns_of(x)
+        elif not parts and len(columns_of(x)) == entries:
+            feature_names = columns_of(x)
         return Source(
             name, pool, kept, classes, names, clients="client" if columns else "", client_names=client_names,
             feature_names=tuple(feature_names), parts=parts,
@@ -347,19 +372,44 @@ def _inputs(
     tensors, parts = [], []
     for place, (key, value) in enumerate(named.items()):
         part = _input(value, f"x[{key!r}]")
-        whole = not part.is_floating_point()
+        whole, mean, std = not part.is_floating_point(), (), ()
         if part.dtype == torch.uint8 and part.ndim == 4:
             pixels = Samples(part, part[:, 0, 0, 0])
             mean, std = found.setdefault(place, Source("x", pixels, pixels, 0).constants(normalize))
             part, whole = part.float() / 255, False
             if mean:
                 part = (part - torch.tensor(mean).reshape(-1, 1, 1)) / torch.tensor(std).reshape(-1, 1, 1)
-        parts.append(Part(key if isinstance(key, str) else "", tuple(part.shape[1:]), whole))
+        parts.append(Part(key if isinstance(key, str) else "", tuple(part.shape[1:]), whole, mean, std))
         tensors.append(part.reshape(len(part), -1).float())
     lengths = [len(one) for one in tensors]
     if len(set(lengths)) > 1:
         raise DataError(f"the parts of x hold {lengths} samples; expected as many in each: an input is one of each")
     return torch.cat(tensors, 1), tuple(parts), found
+
+
+def packed(x: Any, parts: Sequence[Part]) -> Shaped[Tensor, "samples *features"]:
+    """Return inputs as those of a source with the same parts were read: whole where there are none.
+
+    Args:
+        x: an array; or a tuple or table of arrays, of which images of bytes are normalized as there.
+        parts: of the source.
+
+    Raises:
+        DataError: when the inputs are not these parts.
+    """
+    if not parts:
+        return _input(x, "x")
+    if isinstance(x, Mapping) and all(part.name for part in parts):
+        missing = [part.name for part in parts if part.name not in x]
+        if missing:
+            raise DataError(f"x has no {missing[0]!r}; expected {said(parts)}")
+        x = {part.name: x[part.name] for part in parts}
+    flat, found, _ = _inputs(x, "none", {place: (part.mean, part.std) for place, part in enumerate(parts)})
+    if not found:
+        return _input(flat, "x")
+    if [(one.shape, one.whole) for one in found] != [(one.shape, one.whole) for one in parts]:
+        raise DataError(f"x is {said(found)}; expected {said(parts)}")
+    return flat
 
 
 def said(parts: Sequence[Part]) -> str:
@@ -448,7 +498,7 @@ def numbered_clients(
     return columns, names
 
 
-def _columns_of(x: Any) -> tuple[str, ...]:
+def columns_of(x: Any) -> tuple[str, ...]:
     """The names of the columns of a table of pandas, polars or arrow."""
     names = getattr(x, "column_names", getattr(x, "columns", ()))
     return tuple(map(str, names)) if len(getattr(x, "shape", ())) == 2 else ()
@@ -476,7 +526,7 @@ def _tensor(value: Any, name: str) -> Tensor:
         return tensor if tensor.is_floating_point() or tensor.dtype in kept else tensor.long()
     array = _array(value, name)
     if array.dtype.kind not in "buif":
-        advice = ": coterie.from_table reads tables with text" if _columns_of(value) else ""
+        advice = ": coterie.from_table reads tables with text" if columns_of(value) else ""
         raise DataError(f"{name} has type {array.dtype}; expected numbers{advice}")
     if array.dtype == np.uint64 and array.size and int(array.max()) >= 1 << 63:
         raise DataError(f"{name} has whole numbers up to {int(array.max()):,}; expected at most {LARGEST:,}")

@@ -15,7 +15,7 @@ from annotated_types import Ge, MinLen
 from jaxtyping import Float
 
 from coterie._util.settings import Configurable
-from coterie.data.preparation import FILLS, Column, Preparation
+from coterie.data.preparation import FILLS, Column, Preparation, TableColumn
 from coterie.data.source import Part, Samples, Source, numbered_clients
 from coterie.errors import ConfigError, DataError, unknown
 
@@ -150,7 +150,42 @@ def read_table(table: Any, columns: Columns, *, test: Any = None, name: str = "t
         feature_names=tuple(entries),
         parts=(Part("", (width,)), Part("", (len(codes),), whole=True)) if flat and codes else (),
         preparation=Preparation(fitted, whole) if fitted else None,
+        table=tuple(one.column for one in (*flat, *codes)),
     ).check()
+
+
+def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray, "samples entries"]:
+    """Read rows as those of another table were read, whose categories keep their places; NaN where an entry is empty.
+
+    Args:
+        table: as `read_table` takes it; columns that are not asked for are left.
+        columns: what to read, in order.
+
+    Raises:
+        ConfigError: when a column is missing.
+        DataError: when a column cannot be used: a category that was not there, or an empty entry that nothing fills.
+    """
+    found, entries = _Table(_arrow(table), None, "the table"), []
+    for column in columns:
+        if column.categories is None:
+            kind = found.require(column.name).type
+            if _is_text(kind):
+                raise DataError(f"column {column.name!r} is text; expected numbers, as in training")
+            _require_numbers(kind, column.name)
+            values = found.numbers(column.name)[:, None]
+        else:
+            _, codes = _categories([found], column.name, column.categories)
+            places = np.arange(len(column.categories))
+            values = codes[0][:, None]
+            values = values if column.codes else np.where(np.isnan(values), np.nan, values == places)
+        empty = np.flatnonzero(np.isnan(values[:, 0]))
+        if len(empty) and not column.filled:
+            raise DataError(
+                f"column {column.name!r} is empty {found.where(int(empty[0]))}; it was full in training, so nothing "
+                "says what fills it: fill or drop it"
+            )
+        entries.append(values)
+    return np.concatenate(entries, axis=1)
 
 
 def _arrow(table: Any) -> pa.Table:
@@ -248,10 +283,18 @@ class _Read:
     impute: str | float | None
     numeric: bool = True
     codes: bool = False
+    categories: tuple[Any, ...] | None = None
 
     @property
     def width(self) -> int:
         return len(self.names)
+
+    @property
+    def column(self) -> TableColumn:
+        known = self.categories
+        if known is not None:  # such as numbers of numpy, which no file of text has
+            known = tuple(one.item() if isinstance(one, np.generic) else one for one in known)
+        return TableColumn(self.name, known, self.codes, self.impute is not None)
 
 
 def _read_column(tables: Sequence[_Table], name: str, columns: Columns) -> _Read:
@@ -285,14 +328,15 @@ def _read_column(tables: Sequence[_Table], name: str, columns: Columns) -> _Read
     values = [code[:, None] for code in codes]
     filled = _filled(tables, name, values, filled)
     if encode == "codes":
-        return _Read(name, values, (name,), filled, numeric=False, codes=True)
+        return _Read(name, values, (name,), filled, numeric=False, codes=True, categories=tuple(known))
     if len(known) > MOST:
         raise DataError(
             f"column {name!r} has {len(known):,} different values, too many for an entry each; leave it out of "
             f"features, or encode = {{ {name} = 'codes' }}"
         )
     spread = [np.where(np.isnan(code), np.nan, code == np.arange(len(known))) for code in values]
-    return _Read(name, spread, tuple(f"{name}={one}" for one in known), filled, numeric=False)
+    entries = tuple(f"{name}={one}" for one in known)
+    return _Read(name, spread, entries, filled, numeric=False, categories=tuple(known))
 
 
 def _filled(

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from coterie.data.source import is_images
+from coterie.data.source import is_images, normalized
 from coterie.engine._augment import CropFlip
 from coterie.engine.noise import Noise
 from coterie.engine.optim import LocalTraining
@@ -64,11 +64,7 @@ class RawSamples:
         x = self.x[places.to(self.device)]
         if not self.is_images:
             return x.to(self.dtype)
-        x = x.to(self.dtype).div_(255)
-        if self.mean:
-            mean, std = self._channels
-            x = x.sub_(mean).div_(std)
-        return x
+        return normalized(x, self.dtype, *(self._channels if self.mean else ()))
 
     def black(self) -> Float[Tensor, " channels"]:
         """Return the value of a black pixel as the model takes it, per channel."""

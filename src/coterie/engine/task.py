@@ -273,6 +273,11 @@ class Task:
         return True
 
     @property
+    def federation(self) -> Federation:
+        """The data of all clients that this process hosts, without truth."""
+        return self._shared.federation
+
+    @property
     def train_seconds(self) -> float:
         """Seconds spent in `train` so far, all views of this task together."""
         return self._shared.train_seconds

@@ -47,6 +47,7 @@ class Loss(Configurable):
         whole: whether the loss of a sample depends on the others of its batch: evaluations then take all samples of a
             set at once.
         metric: name of what `score` measures; None for nothing.
+        class_axis: the axis of the classes among those of the outputs, where an output is a class.
     """
 
     kind: ClassVar[str]
@@ -55,6 +56,7 @@ class Loss(Configurable):
     form: ClassVar[Form | None] = None
     whole: ClassVar[bool] = False
     metric: ClassVar[str | None] = None
+    class_axis: ClassVar[int] = -1
 
     def __call__(
         self, outputs: Float[Tensor, "samples *outputs"], targets: Shaped[Tensor, "samples *targets"]
@@ -131,6 +133,33 @@ class Loss(Configurable):
         if not bool(fit.all()):
             found = targets[~fit].flatten()[0].item()
             raise DataError(f"loss {self.kind!r}: a target is {found}; expected {expected}")
+
+
+def probabilities(
+    form: Form, outputs: Float[Tensor, "samples *outputs"], class_axis: int = -1
+) -> Float[Tensor, "samples *found"]:
+    """Return the probabilities that outputs stand for: of classes (they sum to 1), or of a yes to each label.
+
+    Args:
+        form: of the outputs, see `functional.scores`.
+        outputs: logits. One for each sample, where a sample has one of two classes, is that of the second.
+        class_axis: see `Loss`.
+
+    Raises:
+        ConfigError: where outputs are no logits of classes or labels.
+
+    Example:
+        >>> probabilities("class", torch.tensor([[0.0], [30.0]])).round(decimals=3).tolist()
+        [[0.5, 0.5], [0.0, 1.0]]
+    """
+    if form == "labels":
+        return outputs.sigmoid()
+    if form not in ("class", "positions"):
+        raise ConfigError(f"the outputs are {_FORMS[form]}, which have no probabilities; ask for the outputs")
+    if form == "class" and outputs.numel() == len(outputs):
+        yes = outputs.reshape(-1).sigmoid()
+        return torch.stack([1 - yes, yes], 1)
+    return outputs.softmax(class_axis)
 
 
 _FORMS: dict[Form, str] = {
@@ -373,6 +402,7 @@ class _Pixels(_Positions):
     """A class at each pixel; outputs have the classes first."""
 
     metric: ClassVar[str | None] = PIXEL_ACCURACY.name
+    class_axis: ClassVar[int] = 1
 
     def judged(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """See `Loss.judged`."""

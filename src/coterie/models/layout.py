@@ -241,6 +241,7 @@ class Layout:
             class attribute `input_buffers` (the key of a dropout layer, the position in a simplex of models).
         keys: the input buffers that are keys of random streams.
         train_module, eval_module: the module in training and in evaluation mode.
+        own: the module as it was given.
 
     Example:
         >>> layout = Layout(nn.Linear(3, 2))
@@ -249,11 +250,10 @@ class Layout:
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32, arguments: Inputs | None = None) -> None:
-        self.dtype, self.arguments = dtype, arguments or Inputs()
+        self.dtype, self.arguments, self.own = dtype, arguments or Inputs(), module
         self.train_module = rewrite(module).to(dtype).train()
-        self._hook: int | None = None
         if self.arguments != Inputs():
-            self._hook = self.train_module.register_forward_pre_hook(self.arguments, with_kwargs=True, prepend=True).id
+            self.train_module.register_forward_pre_hook(self.arguments, with_kwargs=True, prepend=True)
         owners = [(f"{path}." if path else "", part) for path, part in self.train_module.named_modules()]
         self.inputs = tuple(path + name for path, part in owners for name in getattr(part, "input_buffers", ()))
         self.keys = tuple(path + "key" for path, part in owners if isinstance(part, KeyedDropout))
@@ -326,16 +326,38 @@ class Layout:
         """Run the module on one client's batch with the given tensors; running statistics are replaced in `tensors`."""
         return functional_call(self.train_module if training else self.eval_module, tensors, (x,))
 
-    def module(self, row: Float[Tensor, " params"]) -> nn.Module:
-        """Return a new module with the tensors of a row, in evaluation mode; it takes what the user's own takes."""
-        module = copy.deepcopy(self.eval_module)
-        if self._hook is not None:
-            del module._forward_pre_hooks[self._hook], module._forward_pre_hooks_with_kwargs[self._hook]
-        named = dict(module.named_parameters()) | dict(module.named_buffers())
-        with torch.no_grad():
-            for name, value in self.views(row).items():
-                named[name].copy_(value)
-        return module
+    def module(self, row: Float[Tensor, " params"], *, dtype: torch.dtype | None = None) -> nn.Module:
+        """Return a copy of the module as it was given, with the tensors of a row, in evaluation mode on the CPU.
+
+        What no row has (frozen weights that are one for all, buffers of whole numbers) has this layout's values.
+
+        Args:
+            row: one model.
+            dtype: floating-point type of the copy; the module's own when None.
+        """
+        module = copy.deepcopy(self.own).cpu()
+        module = (module if dtype is None else module.to(dtype)).eval()
+        return filled(module, {**self.rest(), **self.views(row)})
+
+    def rest(self) -> dict[str, Tensor]:
+        """Return the tensors of the module that are in no row, without its input buffers."""
+        held = {**dict(self.eval_module.named_parameters()), **dict(self.eval_module.named_buffers())}
+        inside = {slot.name for slot in self.slots} | set(self.inputs)
+        return {name: tensor.detach() for name, tensor in held.items() if name not in inside}
+
+
+def filled(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Write tensors into a module by their names, each in the type that it has there, and return the module.
+
+    Counters of batches, which rows hold as floating-point numbers, are whole again.
+    """
+    with torch.no_grad():
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if name in tensors:
+                value = tensors[name]
+                whole = value.is_floating_point() and not tensor.is_floating_point()
+                tensor.copy_(value.round() if whole else value)
+    return module
 
 
 def initial(source: ModelFactory, layout: Layout, rng: Rng, client: int = EVERYONE, purpose: str = "init") -> Tensor:

@@ -213,6 +213,41 @@ def composed_last_layer(layout: Layout, updates: Float[Tensor, "clients params"]
     return torch.cat(parts, dim=1)
 
 
+def plain(layout: Layout, rows: Float[Tensor, "clients params"]) -> tuple[list[Slot], Float[Tensor, "clients plain"]]:
+    """Return models without endpoints, as the rows of the module that had none, and where its tensors lie in them.
+
+    The endpoints of each model are mixed evenly, which is no loss where they are equal, as `compose` makes them. Rows
+    of a model that has no endpoints come back as they are.
+
+    Args:
+        layout: of any model.
+        rows: the models.
+
+    Raises:
+        ModelError: when the head averages predictions of its endpoints: then there is no such module.
+    """
+    endpoints = {slot.name for slot in endpoint_slots(layout)}
+    if not endpoints:
+        return layout.slots, rows
+    heads = {path: part for path, part in layout.train_module.named_modules() if isinstance(part, SimplexHead)}
+    if any(head.ensemble for head in heads.values()):
+        raise ModelError("with test_samples above 1 a client is served by several models at once, not by one module")
+    slots, parts, position = [], [], 0
+    for slot in layout.slots:
+        name, shape, values = slot.name, slot.shape, rows[:, slot.start : slot.stop]
+        if name in endpoints:
+            path = _module_of(name)
+            gain = heads[path].gain if path in heads else 1.0
+            values, shape = gain * values.unflatten(1, (shape[0], -1)).mean(1), shape[1:]
+            if path not in heads:  # "0.parametrizations.weight.original" is the layer's weight
+                owner, _, tensor = path.partition("parametrizations.")
+                name = owner + tensor
+        slots.append(Slot(name, shape, position, position + values.shape[1]))
+        parts.append(values)
+        position += values.shape[1]
+    return slots, torch.cat(parts, dim=1)
+
+
 def alpha_inputs(layout: Layout, alpha: Float[Tensor, "*shape topics"]) -> dict[str, Tensor]:
     """Return the input buffers that mix endpoints by `alpha`; it may have leading axes for clients and steps."""
     return {name: alpha for name in layout.inputs if name.rpartition(".")[2] == "alpha"}

@@ -40,6 +40,7 @@ from coterie.net.wire import VERSION
 from coterie.rng import Rng
 from coterie.simulation import checkpoint
 from coterie.simulation.loop import Loop
+from coterie.simulation.models import models_of
 from coterie.simulation.record import Record
 from coterie.simulation.run import make_task
 from coterie.simulation.settings import Settings
@@ -288,7 +289,8 @@ class Node:
             return
         self._state = "done" if not self.plan.method.server else "running"
         self.loop.final()
-        checkpoint.finish(self.folder, self.loop, self._identity, self._timing())
+        models = models_of(self.loop, self.plan.model, self.plan.method.kind)
+        checkpoint.finish(self.folder, self.loop, self._identity, self._timing(), models.files())
         self._state = "done"
         self.log("done", received=self.post.traffic.received, bytes=self.post.traffic.bytes)
         self._linger()

@@ -9,6 +9,7 @@ import hashlib
 import json
 import sys
 import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,9 +105,23 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
     manifest.replace_files(folder, files, rotate={FILE: BEFORE})
 
 
-def finish(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None:
-    """Write the tables with the final evaluation, and mark the run as finished."""
-    manifest.replace_files(folder, _described(loop, run, timing, done=True))
+def finish(
+    folder: Path,
+    loop: "Loop",
+    run: str,
+    timing: dict[str, float],
+    models: Mapping[str, Callable[[Path], None]],
+) -> None:
+    """Write the tables with the final evaluation, and mark the run as finished; see `save`.
+
+    Args:
+        folder: the run's folder.
+        loop: the run after its final evaluation.
+        run: its identity.
+        timing: seconds in all.
+        models: the file by which its models are taken home, see `simulation.models`.
+    """
+    manifest.replace_files(folder, {**models, **_described(loop, run, timing, done=True)})
 
 
 def _described(loop: "Loop", run: str, timing: dict[str, float], *, done: bool) -> dict[str, bytes]:

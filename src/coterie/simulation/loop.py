@@ -97,6 +97,7 @@ class Loop:
             moments = task.fresh_moments(settings.local, method.tracks)
             self.state = dataclasses.replace(self.state, moments=moments)
         self.tracker = Tracker.start(self.state.params, settings.keeps_best(method.server))
+        self.evaluated: Tensor | None = None  # the models of the final evaluation
         self.next_round = -1  # the warm-up
         self.validation: dict[str, Tensor] = {}
         self.train_samples = 0
@@ -337,4 +338,5 @@ class Loop:
         if whole:
             found = self._outcome(known.get(metrics.LABEL.name), measured["test"])
             self.record.add_metrics(last, self.task.ids, "test", model, found)
+        self.evaluated = params
         return params

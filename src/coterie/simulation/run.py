@@ -9,10 +9,11 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from coterie._util import pages
 from coterie._util.claims import claimed
@@ -36,6 +37,7 @@ from coterie.rng import Rng
 from coterie.simulation import _memory, checkpoint
 from coterie.simulation.final_metrics import final_tests, with_value
 from coterie.simulation.loop import Loop
+from coterie.simulation.models import Kind, Models, Which, models_of
 from coterie.simulation.record import Record
 from coterie.simulation.settings import DTYPES, Settings
 
@@ -92,6 +94,7 @@ class Run(Described):
         diverged: ids of the clients whose model became NaN or infinite.
         folder: where its files are; None when nothing was written.
         names: the names of the clients by id; empty where clients are numbers.
+        models: the models of the clients, to take home.
     """
 
     label: str
@@ -105,6 +108,23 @@ class Run(Described):
     diverged: tuple[int, ...]
     folder: Path | None = None
     names: Mapping[int, str] = field(default_factory=dict)
+    models: Models | None = None
+
+    def model(self, client: int | str, which: Which = "evaluated") -> nn.Module:
+        """Return the model that serves a client, by its name or number: a module of your own class; see `Models`."""
+        return self._models.model(client, which)
+
+    def predict(
+        self, client: int | str, x: Any, kind: Kind = "outputs", *, which: Which = "evaluated", batch_size: int = 256
+    ) -> Tensor | np.ndarray:
+        """Return what a client's model says of samples: outputs, probabilities or classes; see `Models.predict`."""
+        return self._models.predict(client, x, kind, which=which, batch_size=batch_size)
+
+    @property
+    def _models(self) -> Models:
+        if self.models is None:
+            raise ConfigError("this run has no models; expected one that simulate returned")
+        return self.models
 
     @property
     def metrics_by_name(self) -> pd.DataFrame:
@@ -208,13 +228,14 @@ def simulate(
                 checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
             params = loop.final()
         timing = _timing(loop, started, earlier)
+        models = models_of(loop, model, label or method.kind, folder)
         if folder is not None:
-            checkpoint.finish(folder, loop, identity, timing)
+            checkpoint.finish(folder, loop, identity, timing, models.files())
     metrics = loop.record.metrics
     lost = set(metrics.loc[metrics["metric"] == DIVERGED.name, "client"].tolist())
     return Run(
         label or method.kind, seed, method, settings, metrics, loop.record.edges, timing, params, tuple(sorted(lost)),
-        folder, federation.names,
+        folder, federation.names, models,
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ from coterie.functional.metrics import DIVERGED
 from coterie.models.layout import ModelSource
 from coterie.results import summary
 from coterie.results.coverage import Standing
-from coterie.simulation import checkpoint
+from coterie.simulation import checkpoint, models
 from coterie.simulation.loop import Loop
 from coterie.simulation.run import Note, Observer, Progress, check, reopen, simulate
 from coterie.simulation.workers import fan_out
@@ -245,8 +245,8 @@ def run_study(
 
 
 def _whole(folder: Path) -> bool:
-    """Whether a run is finished and nothing is damaged; its checkpoint may have been deleted."""
-    kept = [name for name in (CONFIG, checkpoint.FILE) if name == CONFIG or (folder / name).exists()]
+    """Whether a run is finished and nothing is damaged; its checkpoint and its models may have been deleted."""
+    kept = [name for name in (CONFIG, checkpoint.FILE, models.FILE) if name == CONFIG or (folder / name).exists()]
     return checkpoint.finished(folder) and not any(manifest.fault(folder, name) for name in kept)
 
 

@@ -129,7 +129,8 @@ def test_several_tensors_are_packed_one_after_another_and_images_among_them_norm
     image[1] = 255
     x = {"image": image, "age": np.array([0.5, 1.5, 2.5]), "words": np.array([[1, 2], [3, 4], [5, 6]])}
     source = Source.of(x, [0, 1, 0], test=({key: value[:1] for key, value in x.items()}, [1]))
-    assert source.parts == (Part("image", (1, 2, 2)), Part("age", ()), Part("words", (2,), whole=True))
+    half = {"mean": (0.5,), "std": (0.5,)}
+    assert source.parts == (Part("image", (1, 2, 2), **half), Part("age", ()), Part("words", (2,), whole=True))
     assert source.train.x.tolist() == [
         [-1, -1, -1, -1, 0.5, 1, 2],
         [1, 1, 1, 1, 1.5, 3, 4],

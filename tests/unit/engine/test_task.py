@@ -166,7 +166,7 @@ def test_local_training_is_that_of_torch_optim(local):
     federation = tiny_federation()
     schedule = plan(local, t.counts("train"), t.ids, Rng(1).at(2), "batches")
     for client in (0, 5):
-        module = copy.deepcopy(t.layout.module(start[client])).train()
+        module = copy.deepcopy(t.layout.module(start[client], dtype=t.dtype)).train()
         if local.optimizer == "adam":
             optimizer = torch.optim.Adam(module.parameters(), lr=local.lr, weight_decay=local.arguments["weight_decay"])
         else:
@@ -312,7 +312,7 @@ def test_a_large_set_is_measured_whole(engine):
     found = t.measure(params, "train")
     for client in range(6):
         x, y = federation.x[client, :300], federation.y[client, :300]
-        outputs = t.layout.module(params[client])(x).detach()
+        outputs = t.layout.module(params[client], dtype=t.dtype)(x).detach()
         assert float(found["loss"][client]) == pytest.approx(float(functional.cross_entropy(outputs, y)), abs=1e-12)
         assert float(found["accuracy"][client]) == pytest.approx(float((outputs.argmax(1) == y).double().mean()))
 

@@ -40,7 +40,7 @@ def test_a_row_is_the_module_and_back():
     row = layout.flatten(module)
     assert layout.trainable == 12 + 4 + 8 + 8 + 2
     assert layout.size == layout.trainable + 4 + 4 + 1  # running mean, running variance, number of batches
-    again = layout.module(row)
+    again = layout.module(row, dtype=torch.float64)
     x = torch.randn(5, 3, dtype=torch.float64)
     assert torch.allclose(again(x), module.double().eval()(x), atol=1e-12)
     views = layout.views(row.expand(2, -1))

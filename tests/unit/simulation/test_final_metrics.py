@@ -62,7 +62,7 @@ def test_class_metrics_are_those_of_the_predictions(engine: str):
     federation = uneven()
     for client in range(6):
         test = federation.tests[int(federation.test_of[client])]
-        predicted = loop.task.layout.module(params[client])(test.x).argmax(1)
+        predicted = loop.task.layout.module(params[client], dtype=loop.task.dtype)(test.x).argmax(1)
         prior = loop.task.class_counts()[client]
         assert table.balanced_accuracy[client] == pytest.approx(balanced_accuracy_score(test.y, predicted))
         expected = accuracy_score(test.y, predicted, sample_weight=prior[test.y])
@@ -81,7 +81,7 @@ def test_a_class_without_test_samples_is_left_out_of_balanced_accuracy():
     table = loop.record.metrics.query("split == 'test' and metric == 'balanced_accuracy'").set_index("client")["value"]
     for client in range(6):
         test = federation.tests[int(federation.test_of[client])]
-        right = loop.task.layout.module(params[client])(test.x).argmax(1) == test.y
+        right = loop.task.layout.module(params[client], dtype=loop.task.dtype)(test.x).argmax(1) == test.y
         recalls = [float(right[test.y == label].double().mean()) for label in test.y.unique()]
         assert table[client] == pytest.approx(sum(recalls) / len(recalls))
     assert table[0] > 0
@@ -91,7 +91,7 @@ def pooled(loop, row: torch.Tensor) -> float:
     """Accuracy of one model on both test sets together."""
     federation = uneven()
     x, y = (torch.cat([getattr(test, name) for test in federation.tests]) for name in ("x", "y"))
-    return float((loop.task.layout.module(row)(x).argmax(1) == y).double().mean())
+    return float((loop.task.layout.module(row, dtype=loop.task.dtype)(x).argmax(1) == y).double().mean())
 
 
 @pytest.mark.option("Settings.extra_metrics", "global_accuracy")

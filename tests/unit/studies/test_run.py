@@ -72,7 +72,8 @@ def test_a_study_leaves_the_agreed_files(finished):
     for label in ("random", "Alone"):
         for seed in (0, 1):
             names = shown(folder / label / f"seed-{seed}")
-            assert names == {*FILES, "checkpoint-before.safetensors", "config.toml", "provenance.json", "B2SUMS"}
+            others = {"checkpoint-before.safetensors", "config.toml", "models.safetensors", "provenance.json", "B2SUMS"}
+            assert names == {*FILES, *others}
 
 
 def test_the_config_of_a_run_is_a_study_of_that_run_alone(finished):

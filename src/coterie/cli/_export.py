@@ -1,0 +1,134 @@
+"""The command that takes trained models home. `app` registers it with `add`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from coterie.errors import ConfigError, CoterieError, require, unknown
+
+
+def add(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command()(export)
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, a study, or a node.")],
+    client: Annotated[str | None, typer.Option("--client", "-c", help="Name or number of the client.")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="The models of all clients, into the folder --out.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The file; by default the client's name. With --all a folder.")
+    ] = None,
+    format_: Annotated[str, typer.Option("--format", "-f", help="safetensors, pt or onnx.")] = "safetensors",
+    which: Annotated[
+        str, typer.Option(help="evaluated (the model of the final test), best_val or final.")
+    ] = "evaluated",
+    method: Annotated[str | None, typer.Option("--method", "-m", help="Of a study: the label of the method.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of a study: the seed.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Import path of the module, where it was given from Python; for ONNX.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that are there.")] = False,
+) -> None:
+    """Write the trained model of a client to a file that needs nothing of Coterie: weights, or ONNX.
+
+    [bold]Examples[/bold]
+
+      coterie export runs/hospitals/DAC/seed-0 --client north
+      coterie export runs/hospitals --method DAC --seed 0 --all --out models
+      coterie export runs/hospitals/DAC/seed-0 --client north --format onnx --out north.onnx
+    """
+    from coterie.results.export import FORMATS
+    from coterie.simulation.models import Which, load_models
+
+    if format_ not in FORMATS:
+        raise ConfigError(unknown("--format", format_, FORMATS))
+    require(which in get_args(Which), "--which", which, "evaluated, best_val or final")
+    run = _run_folder(folder, method, seed)
+    models = load_models(run, model=model)
+    clients = [client] if client is not None else list(models.clients)
+    require(not (all_ and client is not None), "--all", True, "to be given without --client")
+    if len(clients) > 1 and not all_:
+        few = ", ".join(map(str, clients[:8])) + ", ..." * (len(clients) > 8)
+        raise ConfigError(f"this run has {len(clients)} clients: {few}; choose one with --client, or give --all")
+    _write(models, clients, _files(models, clients, out, all_, FORMATS[format_]), format_, which, run, force)
+
+
+def _write(
+    models: Any, clients: Sequence[str | int], files: Sequence[Path], format_: str, which: str, run: Path, force: bool
+) -> None:
+    """Write every file, or none where one of them is in the way."""
+    from coterie.results.export import export as write
+
+    there = [path for path in files if path.exists()]
+    if there and not force:
+        raise ConfigError(f"{there[0]} exists; choose another place with --out, or replace it with --force")
+    for path in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    for name, path in zip(clients, files, strict=True):
+        write(models, name, path, format=format_, which=which, study=_study(run), force=force)  # type: ignore[arg-type]
+        typer.echo(f"{models.name_of(name)}: {path}")
+
+
+def _run_folder(folder: Path, method: str | None, seed: int | None) -> Path:
+    """The folder of the one run that is meant."""
+    from coterie.simulation import checkpoint, models
+
+    if (folder / models.FILE).exists() or not folder.is_dir() or checkpoint.exists(folder):
+        return folder
+    found = {
+        (path.parent.parent.name, path.parent.name): path.parent for path in folder.glob(f"*/seed-*/{models.FILE}")
+    }
+    if not found:
+        return folder  # which says what is missing
+    labels = sorted({label for label, _ in found})
+    if method is not None and method not in labels:
+        raise ConfigError(unknown("method", method, labels))
+    kept = {key: path for key, path in found.items() if method in (None, key[0])}
+    kept = {key: path for key, path in kept.items() if seed is None or key[1] == f"seed-{seed}"}
+    if len(kept) != 1:
+        seeds = sorted({int(name.removeprefix("seed-")) for _, name in found})
+        said = ", ".join(map(str, seeds[:8])) + ", ..." * (len(seeds) > 8)
+        raise ConfigError(
+            f"{folder} has {len(kept) or 'no'} finished run{'s' * (len(kept) > 1)} of that; its methods are "
+            f"{', '.join(labels)}, its seeds {said}: choose with --method and --seed"
+        )
+    return next(iter(kept.values()))
+
+
+def _study(run: Path) -> str:
+    """The name of the study of a run; "" for one outside a study."""
+    from coterie.studies.run import stored
+
+    try:
+        return stored(run)[0].name
+    except CoterieError:
+        return ""
+
+
+def _files(models: Any, clients: Sequence[str | int], out: Path | None, all_: bool, ending: str) -> list[Path]:
+    """The file of each client: as it was asked for, or of the client's name."""
+    if out is not None and not all_:
+        return [out / f"{_file_name(clients[0])}{ending}" if out.is_dir() else out]
+    folder, taken = (out or Path("models")) if all_ else Path(), set()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out is {folder}, a file; expected a folder with --all")
+    files = []
+    for client in clients:
+        name = _file_name(client)
+        if name.casefold() in taken:  # two names that differ in signs that no file has, or in case
+            name = f"{name}-{models.recipe.ids[models.place(client)]}"
+        taken.add(name.casefold())
+        files.append(folder / f"{name}{ending}")
+    return files
+
+
+def _file_name(client: str | int) -> str:
+    """A name of a file for a client."""
+    text = str(client)
+    if text.isdecimal():
+        return f"client-{text}"
+    safe = "".join(sign if sign.isalnum() or sign in "._-" else "_" for sign in text).strip(".")
+    return safe.encode()[:120].decode(errors="ignore") or "client"

@@ -1,0 +1,131 @@
+"""Inputs: what a trained model takes, made of what its user has, as it was made of the training data.
+
+A federation holds inputs as they came out of their preparation; whoever uses a model later has rows of a table, images
+of bytes, several arrays. `InputForm` keeps what was done to inputs of one client, and does it again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from coterie.data.federation import Federation, read_columns, read_parts
+from coterie.data.preparation import Fitted, TableColumn
+from coterie.data.source import Part, columns_of, is_images, normalized, packed
+from coterie.data.tables import read_inputs
+from coterie.errors import DataError
+
+
+@dataclass(frozen=True)
+class InputForm:
+    """What an input is, the same for all clients.
+
+    Args:
+        features: the shape of one input.
+        images: whether inputs are images of bytes, which are normalized.
+        mean: per channel, of images; empty for "do not normalize".
+        std: per channel.
+        parts: what an input is made of, where it is several tensors.
+        table: the columns of the table that inputs were read from; empty where they came otherwise.
+        names: a name for each entry of an input, when known.
+    """
+
+    features: tuple[int, ...]
+    images: bool = False
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    parts: tuple[Part, ...] = ()
+    table: tuple[TableColumn, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(federation: Federation) -> "InputForm":
+        """Return the form of the inputs of a federation."""
+        x = federation.x
+        images = x.dtype == torch.uint8 and x.ndim == 5
+        kept = (federation.mean, federation.std) if images else ((), ())
+        return InputForm(
+            federation.features, images, *kept, federation.parts, federation.table, federation.feature_names
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `from_json` reads."""
+        return {**asdict(self), "parts": [astuple(p) for p in self.parts], "table": [astuple(c) for c in self.table]}
+
+    @staticmethod
+    def from_json(stored: Mapping[str, Any]) -> "InputForm":
+        """Return the form that `as_json` described."""
+        lists = {name: tuple(stored[name]) for name in ("features", "mean", "std", "names")}
+        parts, table = read_parts(stored["parts"]), read_columns(stored["table"])
+        return InputForm(**lists, images=stored["images"], parts=parts, table=table)
+
+    def read(self, x: Any, fitted: Fitted | None = None) -> Shaped[Tensor, "samples *features"]:
+        """Return inputs as a federation holds them, of what a user has.
+
+        Args:
+            x: for a model of a table, rows of such a table (pandas, polars, arrow, arrays by column, the path of a CSV
+                or parquet file), which are filled and scaled here; arrays as `from_arrays` takes them, which for a
+                model of a table are entries that are filled and scaled already.
+            fitted: what the client does to rows of a table.
+
+        Raises:
+            ConfigError: when a table lacks a column.
+            DataError: when the inputs are of another kind or shape than those of the training.
+        """
+        names = _names(x)
+        if self.table and names:
+            entries = torch.from_numpy(read_inputs(x, self.table))
+            if fitted is not None:
+                found = fitted(entries)
+            else:
+                found = entries.to(torch.int32 if all(column.codes for column in self.table) else torch.float32)
+        else:
+            if self.names and names and set(self.names) <= set(names):
+                x = x.select(list(self.names)) if hasattr(x, "select") else x[list(self.names)]
+            found = packed(x, self.parts)
+        return self._checked(found)
+
+    def _checked(self, x: Tensor) -> Tensor:
+        shape = " x ".join(map(str, self.features)) or "one number"
+        if tuple(x.shape[1:]) != self.features:
+            one = "; one sample is a batch too: x[None]" if tuple(x.shape) == self.features else ""
+            found = " x ".join(map(str, x.shape))
+            raise DataError(f"x is {found}; expected samples x {shape}{one}")
+        if self.images and x.dtype != torch.uint8:
+            kind = str(x.dtype).removeprefix("torch.")
+            raise DataError(
+                f"x is {kind}; expected uint8 images (0 to 255), as in training: they are normalized here, or give "
+                "normalized ones to the module itself"
+            )
+        if not self.images and len(x) and is_images(x[0]):
+            raise DataError("x is uint8 images; expected numbers, as in training: scale them as you did there")
+        if x.is_floating_point() and not bool(torch.isfinite(x).all()):
+            raise DataError("x has NaN or infinity; fill or drop those samples")
+        return x
+
+    def numbers(
+        self, x: Shaped[Tensor, "samples *features"], dtype: torch.dtype
+    ) -> Shaped[Tensor, "samples *features"]:
+        """Return inputs as numbers, images normalized.
+
+        Args:
+            x: as `read` returns them.
+            dtype: of the module.
+        """
+        if not self.images:
+            return x.to(dtype)
+        channels = (torch.tensor(each, dtype=dtype).reshape(-1, 1, 1) for each in (self.mean, self.std))
+        return normalized(x, dtype, *(channels if self.mean else ()))
+
+
+def _names(x: Any) -> tuple[str, ...]:
+    """The columns of a table; none of anything else. A file is a table."""
+    if isinstance(x, Mapping):
+        return tuple(map(str, x))
+    if isinstance(x, str) or hasattr(x, "__fspath__"):
+        return ("file",)
+    return () if isinstance(x, Tensor | np.ndarray) else columns_of(x)

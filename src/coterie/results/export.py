@@ -1,0 +1,160 @@
+"""Export: the model of a client as a file for other programs: weights by their names, or ONNX."""
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from safetensors.torch import save_file
+from torch import Tensor
+
+from coterie._util.files import replacing
+from coterie.errors import ConfigError, ModelError, RunExistsError
+from coterie.simulation.models import Models, Which
+
+Format = Literal["safetensors", "pt", "onnx"]
+FORMATS: Mapping[str, str] = {"safetensors": ".safetensors", "pt": ".pt", "onnx": ".onnx"}
+"""The ending of a file of each format."""
+
+
+def export(
+    models: Models,
+    client: int | str,
+    path: str | Path,
+    *,
+    format: Format = "safetensors",
+    which: Which = "evaluated",
+    study: str = "",
+    force: bool = False,
+) -> Path:
+    """Write the model of a client to one file, atomically.
+
+    Args:
+        models: of a run.
+        client: its name, or its number.
+        path: the file.
+        format: "safetensors": a state dict, with all that is known of it as metadata; "pt": a state dict alone, as
+            `torch.load(path, weights_only=True)` reads it; "onnx": the module in evaluation mode, which takes batches
+            of any size of prepared inputs.
+        which: which of the client's models, see `Models.model`.
+        study: the name of the study, for the metadata.
+        force: replace a file that is there.
+
+    Raises:
+        RunExistsError: when the file is there, and `force` is not set.
+        ConfigError: when the client or that model is not here, or packages are missing that ONNX needs.
+        ModelError: when the module is needed and is not here, or ONNX cannot express it.
+    """
+    path = Path(path)
+    if path.exists() and not force:
+        raise RunExistsError(f"{path} exists; choose another file with --out, or replace it with --force")
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder {path.parent}; make it, or choose another file")
+    tensors = models.state_dict(client, which)
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values() if tensor.is_floating_point()):
+        warnings.warn(f"the model of {models.name_of(client)} has NaN or infinity: it diverged", stacklevel=2)
+    known = {name: _text(value) for name, value in described(models, client, which, study).items()}
+    program = _program(models, client, which) if format == "onnx" else None
+    if program is not None:
+        program.model.metadata_props.update({f"coterie.{name}": value for name, value in known.items()})
+    with replacing(path) as temporary:
+        if program is not None:
+            program.save(temporary, external_data=False)
+        elif format == "pt":
+            torch.save(tensors, temporary)
+        else:
+            save_file(tensors, temporary, metadata={"format": "pt", **known})
+    return path
+
+
+def described(models: Models, client: int | str, which: Which, study: str = "") -> dict[str, Any]:
+    """Return all that is known of a model: whose it is, where it comes from, its inputs and its outputs.
+
+    Args:
+        models: of a run.
+        client: its name, or its number.
+        which: which of the client's models.
+        study: the name of the study.
+    """
+    recipe, row = models.recipe, models.place(client)
+    inputs, known = recipe.inputs, recipe.model
+    preparation = []
+    for column in inputs.table:
+        preparation.append({name: value for name, value in asdict(column).items() if value is not None})
+    fitted = models.fitted[row] if models.fitted else None
+    return {
+        "study": study,
+        "method": recipe.label,
+        "seed": recipe.seed,
+        "rounds": recipe.rounds,
+        "client": recipe.names[row] if recipe.names else recipe.ids[row],
+        "model": recipe.evaluated if which == "evaluated" else which,
+        "kind": recipe.module if known is None else known["kind"],
+        "options": {} if known is None else known["options"],
+        "module": recipe.module,
+        "features": inputs.features,
+        "feature_names": inputs.names,
+        "normalization": {"scale": 255, "mean": inputs.mean, "std": inputs.std} if inputs.images else None,
+        "parts": [asdict(part) for part in inputs.parts],
+        "columns": preparation,
+        "fill": _list(fitted and fitted.fill),
+        "subtract": _list(fitted and fitted.center),
+        "divide": _list(fitted and fitted.spread),
+        "outputs": recipe.form,
+        "class_names": recipe.class_names,
+        "coterie": recipe.version,
+    }
+
+
+def _list(values: Float[Tensor, " entries"] | None) -> list[float] | None:
+    return None if values is None else values.tolist()
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def require_onnx() -> None:
+    """Check that the packages are here that ONNX needs.
+
+    Raises:
+        ConfigError: with what to install.
+    """
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"ONNX needs the package{'s' * (len(missing) > 1)} {' and '.join(missing)}, the extra coterie[onnx]: "
+            f"pip install {' '.join(missing)}; --format safetensors needs nothing"
+        )
+
+
+def _program(models: Models, client: int | str, which: Which) -> torch.onnx.ONNXProgram:
+    """The module as a graph that takes batches of any size."""
+    require_onnx()
+    module, recipe = models.model(client, which), models.recipe
+    kind = torch.uint8 if recipe.inputs.images else torch.float32
+    args, named = models.arguments(torch.zeros(2, *recipe.inputs.features, dtype=kind), module)
+    batch = torch.export.Dim("batch")
+    places = ([{0: batch} for _ in args], {name: {0: batch} for name in named})
+    shapes: Any = {**named, **places[1]} if named and not args else tuple(places[0])
+    names = [*(f"input_{place}" if len(args) > 1 else "input" for place in range(len(args))), *named]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the exporter's own, which its user can do nothing about
+            program = torch.onnx.export(
+                module, args, kwargs=named, dynamo=True, dynamic_shapes=shapes, input_names=names,
+                output_names=["output"], verbose=False,
+            )  # fmt: skip
+    except Exception as error:  # what a module does to the tracer is its own affair: one line says that it failed
+        text = " ".join(str(error).split())
+        raise ModelError(
+            f"{recipe.module} cannot be written as ONNX ({type(error).__name__}: {text:.300}); --format safetensors "
+            "writes its weights"
+        ) from error
+    assert program is not None
+    return program

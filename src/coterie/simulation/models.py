@@ -1,0 +1,509 @@
+"""Models: those of a run's clients, to take home: the user's own modules, with trained weights and running statistics.
+
+A run that has ended leaves `models.safetensors` in its folder: how a row of the checkpoint becomes the module that its
+user gave, what inputs it takes and what its outputs mean. Models that the checkpoint does not hold are in it too.
+"""
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from coterie import __version__
+from coterie._util import manifest
+from coterie._util.facts import Described
+from coterie._util.names import called, few
+from coterie.data.inputs import InputForm
+from coterie.data.preparation import Fitted, stacked, unstacked
+from coterie.errors import CheckpointError, ConfigError, DataError, ModelError, require, unknown
+from coterie.functional.losses import probabilities
+from coterie.functional.scores import Form
+from coterie.models.layout import Inputs, ModelSource, NamedModel, Slot, filled, source, template
+from coterie.models.simplex_layers import plain
+from coterie.simulation import checkpoint
+from coterie.simulation.loop import Loop
+
+FILE = "models.safetensors"
+Which = Literal["evaluated", "best_val", "final"]
+Kind = Literal["outputs", "probabilities", "classes"]
+_ROWS, _ROW_OF, _FIXED = "rows", "row_of", "fixed."
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the module, and where its values are.
+
+    Args:
+        name: its name in the module's `state_dict`.
+        dtype: its type, such as "float32".
+        shape: its shape.
+        start: its first place in a row; -1 where it is in no row, but the same for all clients.
+        stop: the place behind its last.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int = -1
+    stop: int = -1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the rows of a run become modules, and what these take and say. Kept as JSON.
+
+    Args:
+        label: of the method.
+        method: its kind.
+        seed: of the run.
+        rounds: of the run.
+        evaluated: which models the final test was of: "best_val" or "final".
+        tensors: where the rows are: a file of the folder and the name of a tensor in it, for each that was kept.
+        model: kind and options of the model; None where it was given from Python.
+        module: the class of the module.
+        outputs: numbers for each sample that a network of Coterie's own is made for.
+        state: the entries of the module's `state_dict`, in order.
+        hidden: further buffers of the module that belong to a model, which no `state_dict` has.
+        whole: whether the module takes inputs as whole numbers.
+        inputs: what an input is.
+        form: what outputs are, see `functional.scores`.
+        class_axis: the axis of the classes among those of the outputs.
+        class_names: a name for each class, when known.
+        ids: the clients that are here.
+        names: a name for each of them; empty where clients are numbers.
+        missing: why there is no module; empty where there is one.
+        version: of Coterie, which wrote this.
+    """
+
+    label: str
+    method: str
+    seed: int
+    rounds: int
+    evaluated: Which
+    tensors: Mapping[str, tuple[str, str]]
+    model: Mapping[str, Any] | None
+    module: str
+    outputs: int
+    state: tuple[Entry, ...]
+    hidden: tuple[Entry, ...]
+    whole: bool
+    inputs: InputForm
+    form: Form
+    class_axis: int
+    class_names: tuple[str, ...]
+    ids: tuple[int, ...]
+    names: tuple[str, ...] = ()
+    missing: str = ""
+    version: str = __version__
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what `from_json` reads."""
+        return {**asdict(self), "inputs": self.inputs.as_json()}
+
+    @staticmethod
+    def from_json(stored: Mapping[str, Any]) -> "Recipe":
+        """Return the recipe that `as_json` described."""
+
+        def entries(name: str) -> tuple[Entry, ...]:
+            return tuple(Entry(**{**one, "shape": tuple(one["shape"])}) for one in stored[name])
+
+        kept = {
+            **stored,
+            "tensors": {which: (place[0], place[1]) for which, place in stored["tensors"].items()},
+            "state": entries("state"),
+            "hidden": entries("hidden"),
+            "inputs": InputForm.from_json(stored["inputs"]),
+            **{name: tuple(stored[name]) for name in ("class_names", "ids", "names")},
+        }
+        return Recipe(**kept)
+
+
+@dataclass(frozen=True, repr=False)
+class Models(Described):
+    """The models of a run's clients.
+
+    Args:
+        recipe: how rows become modules.
+        fixed: the tensors of the module that are the same for all clients, by their names.
+        fitted: what each client does to rows of a table; empty for nothing.
+        network: the model; None where it was given from Python, and is not here.
+        held: rows that are at hand.
+        folder: the run's folder, where others are; None where nothing was written.
+    """
+
+    recipe: Recipe
+    fixed: Mapping[str, Tensor]
+    fitted: tuple[Fitted, ...] = ()
+    network: ModelSource | None = None
+    held: Mapping[str, Float[Tensor, "clients params"]] = field(default_factory=dict)
+    folder: Path | None = None
+
+    @property
+    def clients(self) -> tuple[str | int, ...]:
+        """The clients whose models are here: their names, or numbers where they have none."""
+        return self.recipe.names or self.recipe.ids
+
+    def facts(self) -> tuple[str, dict[str, Any]]:
+        """Return a title, and what there is to know in a few words."""
+        recipe, names = self.recipe, dict(zip(self.recipe.ids, self.recipe.names, strict=False))
+        return f"Models of {recipe.label!r} with seed {recipe.seed}", {
+            "clients": f"{len(recipe.ids)} ({few(names, recipe.ids)})",
+            "module": recipe.module,
+            "evaluated": recipe.evaluated,
+            "folder": self.folder or "none: nothing was written",
+        }
+
+    def place(self, client: int | str) -> int:
+        """Return the row of a client.
+
+        Args:
+            client: its name, or its number.
+
+        Raises:
+            ConfigError: when there is no such client here.
+        """
+        ids, names = self.recipe.ids, self.recipe.names
+        if isinstance(client, str) and client in names:
+            return names.index(client)
+        number = int(client) if not isinstance(client, str) or client.isdecimal() else -1
+        if number in ids:
+            return ids.index(number)
+        if names:
+            raise ConfigError(unknown("client", str(client), names))
+        raise ConfigError(f"there is no client {client!r}; the clients are {few({}, ids)}")
+
+    def name_of(self, client: int | str) -> str:
+        """Return how people call a client."""
+        row = self.place(client)
+        return self.recipe.names[row] if self.recipe.names else called({}, self.recipe.ids[row])
+
+    # ------------------------------------------------------------------ models
+
+    def model(self, client: int | str, which: Which = "evaluated") -> nn.Module:
+        """Return the model that serves a client: a module of the class that was given, in evaluation mode.
+
+        It has trained weights, and the running statistics of its normalizations. It is a copy, and needs nothing of
+        Coterie.
+
+        Args:
+            client: its name, or its number.
+            which: "evaluated": the model of the final test, as `Settings.evaluate` chose it; "best_val": the best on
+                the client's validation data; "final": that after the last round.
+
+        Raises:
+            ConfigError: when the client or that model is not here.
+            ModelError: when the module was given from Python and is not here, or is another.
+        """
+        row = self.row(client, which)
+        module = copy.deepcopy(self._template()).cpu().eval()
+        return filled(module, {**self._named(row, self.recipe.state), **self._named(row, self.recipe.hidden)})
+
+    def state_dict(self, client: int | str, which: Which = "evaluated") -> dict[str, Tensor]:
+        """Return what `load_state_dict` of the user's own module takes: its keys, shapes and types; see `model`."""
+        return self._named(self.row(client, which), self.recipe.state)
+
+    def row(self, client: int | str, which: Which = "evaluated") -> Float[Tensor, " params"]:
+        """Return the model of a client as a row of the recipe's entries; see `model`."""
+        recipe, place = self.recipe, self.place(client)
+        require(which in get_args(Which), "which", which, "'evaluated', 'best_val' or 'final'")
+        if recipe.missing:
+            raise ModelError(recipe.missing)
+        wanted = recipe.evaluated if which == "evaluated" else which
+        if wanted in self.held:
+            return self.held[wanted][place].cpu()
+        if wanted not in recipe.tensors:
+            raise ConfigError(
+                f"which is {which!r}; this run kept only {', '.join(map(repr, recipe.tensors))}: evaluate = {wanted!r} "
+                "would keep it"
+            )
+        if self.folder is None:
+            raise ConfigError(
+                f"which is {which!r}; without a folder a run keeps only {', '.join(map(repr, self.held))}: give "
+                "simulate a folder"
+            )
+        return _stored_row(self.folder, *recipe.tensors[wanted], place, recipe.rounds)
+
+    def _named(self, row: Float[Tensor, " params"], entries: Sequence[Entry]) -> dict[str, Tensor]:
+        found = {}
+        for one in entries:
+            value = self.fixed[one.name] if one.start < 0 else row[one.start : one.stop].reshape(one.shape)
+            kind = getattr(torch, one.dtype)
+            whole = value.is_floating_point() and not kind.is_floating_point
+            found[one.name] = (value.round() if whole else value).to(kind).clone()
+        return found
+
+    def _template(self) -> nn.Module:
+        """The user's own module, with values of no meaning."""
+        recipe = self.recipe
+        if self.network is None:
+            raise ModelError(
+                f"this run has a module of your own, a {recipe.module}, which was given from Python; give it again: "
+                "load_models(folder, model=...), or on the command line its import path: --model package.module:Net"
+            )
+        own = template(source(self.network, recipe.inputs.features, recipe.outputs))
+        found = {name: tuple(tensor.shape) for name, tensor in own.state_dict().items() if isinstance(tensor, Tensor)}
+        wanted = {one.name: one.shape for one in recipe.state}
+        if found != wanted:
+            odd = next(name for name in {**wanted, **found} if found.get(name) != wanted.get(name))
+            raise ModelError(
+                f"the module is another than in this run: {odd!r} is {_said(found.get(odd))} in it, and "
+                f"{_said(wanted.get(odd))} in the run; give the module that was trained"
+            )
+        return own
+
+    # ------------------------------------------------------------------ use
+
+    def read(self, client: int | str, x: Any) -> Tensor:
+        """Return inputs as the federation held them, of what a user has; see `predict`."""
+        place = self.place(client)
+        found = self.recipe.inputs.read(x, self.fitted[place] if self.fitted else None)
+        if not len(found):
+            raise DataError("x has no samples; expected one or more")
+        return found
+
+    def arguments(self, x: Tensor, module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what the module's `forward` is called with.
+
+        Args:
+            x: inputs, as `read` returns them.
+            module: of any of the clients.
+        """
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+        numbers = self.recipe.inputs.numbers(x, dtype)
+        return Inputs(self.recipe.inputs.parts, self.recipe.whole)(nn.Identity(), (numbers,), {})
+
+    def predict(
+        self,
+        client: int | str,
+        x: Any,
+        kind: Kind = "outputs",
+        *,
+        which: Which = "evaluated",
+        batch_size: int = 256,
+    ) -> Tensor | np.ndarray:
+        """Return what a client's model says of samples.
+
+        Args:
+            client: its name, or its number.
+            x: the samples, as the user has them. For a model of a table: rows of such a table (pandas, polars, arrow, a
+                file), which are filled and scaled with this client's own numbers. Otherwise arrays or tensors as in
+                `from_arrays`, or as a federation holds them: images as bytes, which are normalized as in training; a
+                tuple or a table of arrays where an input is several tensors.
+            kind: "outputs" of the module as they are; "probabilities" of classes or labels; or "classes": the most
+                probable, by their names where they have any (of several labels: whether each is, 0 or 1).
+            which: which of the client's models, see `model`.
+            batch_size: samples at once.
+
+        Returns:
+            A tensor with a row for each sample; of "classes" an array.
+
+        Raises:
+            ConfigError: when there is no such client, the table lacks a column, or outputs have no probabilities.
+            DataError: when the samples are of another kind or shape than those of the training.
+        """
+        require(kind in get_args(Kind), "kind", kind, "'outputs', 'probabilities' or 'classes'")
+        require(batch_size >= 1, "batch_size", batch_size, "at least 1")
+        recipe = self.recipe
+        samples, module = self.read(client, x), self.model(client, which)
+        found = []
+        with torch.no_grad():
+            for part in samples.split(batch_size):
+                args, named = self.arguments(part, module)
+                found.append(module(*args, **named))
+        outputs = torch.cat(found)
+        if kind == "outputs":
+            return outputs
+        chances = probabilities(recipe.form, outputs, recipe.class_axis)
+        if kind == "probabilities":
+            return chances
+        if recipe.form == "labels":
+            return (chances > 0.5).to(torch.int64).numpy()
+        classes = chances.argmax(-1 if recipe.form == "class" else recipe.class_axis).numpy()
+        return np.array(recipe.class_names)[classes] if recipe.class_names else classes
+
+    # ------------------------------------------------------------------ files
+
+    def files(self) -> dict[str, Callable[[Path], None]]:
+        """Return the file that a run leaves, by name, as a function that writes it."""
+        tensors = {f"{_FIXED}{name}": tensor.cpu().clone() for name, tensor in self.fixed.items()}
+        tensors |= stacked(self.fitted)
+        kept = self.recipe.tensors.get(self.recipe.evaluated)
+        if kept is not None and kept[0] == FILE:
+            tensors[_ROWS], tensors[_ROW_OF] = _distinct(self.held[self.recipe.evaluated].cpu())
+        described = json.dumps(self.recipe.as_json(), sort_keys=True, ensure_ascii=False)
+        return {FILE: partial(_write, tensors, described)}
+
+
+def models_of(loop: Loop, model: ModelSource, label: str, folder: Path | None = None) -> Models:
+    """Return the models of a run after its final evaluation.
+
+    Args:
+        loop: the run.
+        model: what the clients trained.
+        label: of the method.
+        folder: of the run.
+    """
+    task, settings = loop.task, loop.settings
+    federation, layout, objective = task.federation, task.layout, task.objective
+    y = federation.y.flatten(0, 1)
+    outputs = objective.width(y, federation.classes)
+    own = template(source(model, federation.features, outputs))
+    evaluated: Which = settings.evaluate
+    held, slots, missing = {}, layout.slots, ""
+    try:
+        assert loop.evaluated is not None, "the final evaluation comes before"
+        slots, rows = plain(layout, loop.evaluated)
+        held = {evaluated: rows}
+    except ModelError as error:
+        missing = f"{loop.method.kind}: {error}"
+    tensors = {}
+    if slots is layout.slots and not missing:
+        tensors |= {"best_val": (checkpoint.FILE, "tracker.best")} if len(loop.tracker.best) else {}
+        tensors |= {} if loop.method.server else {"final": (checkpoint.FILE, "state.params")}
+    if not missing:
+        tensors.setdefault(evaluated, (FILE, _ROWS))
+    state, hidden, fixed = _entries(own, slots, layout.rest())
+    recipe = Recipe(
+        label=label,
+        method=loop.method.kind,
+        seed=loop.rng.seed,
+        rounds=loop.next_round,
+        evaluated=evaluated,
+        tensors=tensors,
+        model=_named(model),
+        module=f"{type(own).__module__}.{type(own).__qualname__}",
+        outputs=outputs,
+        state=state,
+        hidden=hidden,
+        whole=layout.arguments.whole,
+        inputs=InputForm.of(federation),
+        form=objective.forms(y)[0],
+        class_axis=objective.class_axis,
+        class_names=federation.class_names,
+        ids=tuple(task.ids.tolist()),
+        names=federation.client_names,
+        missing=missing,
+    )
+    return Models(recipe, fixed, federation.fitted, model, held, folder)
+
+
+def load_models(folder: str | Path, *, model: ModelSource | None = None) -> Models:
+    """Return the models of a finished run from its folder; no data are needed.
+
+    Args:
+        folder: of the run, `<study>/<method>/seed-<n>`, or of a node.
+        model: what was trained, where that was given from Python: the module, its class or a function that makes it, or
+            its import path.
+
+    Raises:
+        ConfigError: when the folder is not that of a finished run.
+        CheckpointError: when a file of it is damaged.
+
+    Example:
+        >>> load_models("runs/none/DAC/seed-0")
+        Traceback (most recent call last):
+        coterie.errors.ConfigError: runs/none/DAC/seed-0 has no models.safetensors; expected the folder of a finished \
+run, <study>/<method>/seed-<n>
+    """
+    path = Path(folder)
+    if not (path / FILE).exists():
+        raise ConfigError(f"{folder} has no {FILE}; expected the folder of a finished run, <study>/<method>/seed-<n>")
+    _require_whole(path, FILE)
+    with safe_open(str(path / FILE), framework="pt") as file:
+        recipe = Recipe.from_json(json.loads((file.metadata() or {})["coterie"]))
+        kept = [name for name in file.keys() if name not in (_ROWS, _ROW_OF)]  # noqa: SIM118 (no mapping)
+        tensors = {name: file.get_tensor(name) for name in kept}
+    fixed = {name.removeprefix(_FIXED): tensor for name, tensor in tensors.items() if name.startswith(_FIXED)}
+    network = model
+    if network is None and recipe.model is not None:
+        network = NamedModel(recipe.model["kind"], recipe.model["options"])
+    return Models(recipe, fixed, unstacked(tensors), network, folder=path)
+
+
+def _named(model: ModelSource) -> dict[str, Any] | None:
+    """Kind and options of a model by name, as JSON holds them; None for others."""
+    named = NamedModel(model) if isinstance(model, str) else model
+    if not isinstance(named, NamedModel):
+        return None
+    described = {"kind": named.kind, "options": dict(named.options)}
+    try:
+        return json.loads(json.dumps(described))
+    except TypeError:  # an option that only Python has
+        return None
+
+
+def _entries(
+    own: nn.Module, slots: Sequence[Slot], rest: Mapping[str, Tensor]
+) -> tuple[tuple[Entry, ...], tuple[Entry, ...], dict[str, Tensor]]:
+    """Return the entries of a module's state and its other buffers in rows, and the tensors that are in no row."""
+    places, fixed = {slot.name: slot for slot in slots}, {}
+    once = [*own.named_parameters(), *own.named_buffers()]  # tensors with two names have the first here
+    first = {id(tensor): name for name, tensor in once}
+    state = []
+    for key, tensor in own.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):  # what `get_extra_state` returns is the module's own affair
+            continue
+        name = first.get(id(tensor), key)
+        slot = places.get(name)
+        state.append(_entry(key, tensor, slot))
+        if slot is None:
+            fixed[key] = rest.get(name, tensor).detach().to(tensor.dtype)
+    known = {one.name for one in state}
+    hidden = [_entry(name, tensor, places[name]) for name, tensor in once if name in places and name not in known]
+    return tuple(state), tuple(hidden), fixed
+
+
+def _entry(name: str, tensor: Tensor, slot: Slot | None) -> Entry:
+    kind, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    return Entry(name, kind, shape) if slot is None else Entry(name, kind, shape, slot.start, slot.stop)
+
+
+def _said(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"of shape {shape}"
+
+
+def _distinct(rows: Float[Tensor, "clients params"]) -> tuple[Float[Tensor, "models params"], Int[Tensor, " clients"]]:
+    """Return the models that differ, and which of them each client has."""
+    seen: dict[bytes, int] = {}
+    firsts, index = [], []
+    for place, row in enumerate(rows):
+        key = hashlib.blake2b(row.contiguous().numpy().tobytes()).digest()
+        if key not in seen:
+            seen[key] = len(seen)
+            firsts.append(place)
+        index.append(seen[key])
+    return rows[torch.tensor(firsts)].contiguous(), torch.tensor(index)
+
+
+def _write(tensors: Mapping[str, Tensor], described: str, path: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"coterie": described})
+
+
+def _require_whole(folder: Path, name: str) -> None:
+    fault = manifest.fault(folder, name)
+    if fault:
+        raise CheckpointError(f"{folder}: {fault}; `coterie resume` writes it again")
+
+
+def _stored_row(folder: Path, name: str, tensor: str, place: int, rounds: int) -> Float[Tensor, " params"]:
+    """Read one row of a tensor of a file, which is of so many rounds."""
+    _require_whole(folder, name)
+    with safe_open(str(folder / name), framework="pt") as file:
+        found = rounds if name == FILE else json.loads((file.metadata() or {})["coterie"])["round"]
+        if found != rounds:
+            raise CheckpointError(
+                f"{folder} had ended after {rounds} rounds and was made longer; it is at {found}: resume it to its end"
+            )
+        row = int(file.get_tensor(_ROW_OF)[place]) if tensor == _ROWS else place
+        return file.get_slice(tensor)[row : row + 1][0]
