@@ -151,10 +151,15 @@ def seeds_needed(
     def enough(seeds: int) -> bool:
         return power(effect, seeds, level=level, overlap=overlap) >= wanted
 
-    if not math.isfinite(effect) or not enough(most):
+    if not math.isfinite(effect):
         return None
-    low, high = 1, most  # too few, enough
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+    standard = effect / (
+        stats.norm.isf(level / 2) + stats.norm.isf(1 - wanted)
+    )  # for a normal statistic: a first guess
+    left = standard**2 - overlap
+    seeds = min(max(2, round(1 / left)), most) if left * most > 1 else most
+    while seeds > 2 and enough(seeds - 1):
+        seeds -= 1
+    while seeds <= most and not enough(seeds):
+        seeds += 1
+    return seeds if seeds <= most else None

@@ -27,7 +27,7 @@ from coterie.functional import metrics
 from coterie.functional.metrics import Metrics
 from coterie.methods import METHODS
 from coterie.methods.base import Method
-from coterie.results import coverage
+from coterie.results import coverage, pairs
 from coterie.results.coverage import Standing, State
 from coterie.simulation import checkpoint
 from coterie.simulation.checkpoint import PROVENANCE
@@ -497,11 +497,12 @@ def summarize(study: str | Path, seeds: Iterable[int] | None = None) -> dict[str
         seeds: average over no others than these.
 
     Returns:
-        `study`, `seeds`, `left_out`, `rows` and `timing`. A row is the final test value of one metric of one method:
-        the mean over the clients of one planted cluster, over all clients ("all"), or the unweighted mean over clusters
-        ("clusters"); then mean and population standard deviation over seeds, the same `seeds` for every method (see
-        `compared`); a single seed has no deviation. `left_out` tells how each run stands that is not among them.
-        `participation`, `time_to_accuracy` and `undefined` are those of the functions below. `metrics` is there when
+        `study`, `seeds`, `left_out`, `rows`, `pairs` and `timing`. A row is the final test value of one metric of one
+        method: the mean over the clients of one planted cluster, over all clients ("all"), or the unweighted mean over
+        clusters ("clusters"); then mean and population standard deviation over seeds, the same `seeds` for every method
+        (see `compared`); a single seed has no deviation. `left_out` tells how each run stands that is not among them. A
+        pair has the fields of `pairs.Pair`; see `pairs_of`. `participation`, `time_to_accuracy` and `undefined` are
+        those of the functions below. `metrics` is there when
         methods declared some, and `scale` when the rounds were scaled.
 
     Raises:
@@ -551,12 +552,37 @@ def summary_of(
     ]
     name = runs[0].study if runs else Path(study).name
     content: dict[str, Any] = {"study": name, **covered(runs, problems, study, seeds=seeds)}
-    content |= {"rows": rows, "timing": timing}
+    content |= {"rows": rows, "pairs": pairs.as_json(pairs_of(chosen, names)), "timing": timing}
     content |= {one.__name__: one(chosen) for one in (participation, time_to_accuracy, undefined)}
     if declared := metrics.stored(metrics_of(runs).values()):
         content["metrics"] = declared
     scales = {float(run.config.get("scale", 1.0)) for run in runs} - {1.0}
     return {**content, "scale": min(scales)} if scales else content
+
+
+def pairs_of(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[pairs.Pair]:
+    """Compare the methods of a study in pairs: by the main metric in each cluster, by others over all clients.
+
+    Args:
+        runs: those that are `compared`.
+        names: of the planted clusters.
+    """
+    if not runs:
+        return []
+    known, main = metrics_of(runs), main_metric(runs)
+    planted: dict[int, pd.Series] = {}
+    for run in runs:
+        planted[run.seed] = run.clients.combine_first(planted[run.seed]) if run.seed in planted else run.clients
+    nowhere = {seed: clusters * 0 - 1 for seed, clusters in planted.items()}
+    out = []
+    for metric in dict.fromkeys([main, *(name for run in runs for name in run.results)]):
+        if known[metric].sign:
+            values: dict[str, dict[int, pd.Series]] = {}
+            for run in runs:
+                counted = with_value(run.final(metric), run.final(metrics.LOSS.name), run.known[metric])
+                values.setdefault(run.label, {})[run.seed] = counted
+            out += pairs.compare(values, planted if metric == main else nowhere, known[metric], names)
+    return out
 
 
 def over_seeds(values: Float[np.ndarray, " seeds"]) -> tuple[float, float | None]:
