@@ -265,26 +265,47 @@ def leaders(rows: Iterable[Mapping[str, Any]], pairs: Iterable[Pair], metric: Me
     return [order[0], *(label for label, pair in with_best.items() if pair is None or not pair.established)]
 
 
-def standing(leading: Sequence[str], pairs: Iterable[Pair], metric: Metric, cluster: str = "all") -> str:
+def standing(rows: Sequence[Mapping[str, Any]], pairs: Sequence[Pair], metric: Metric, cluster: str = "all") -> str:
     """Say in a sentence which method is best, or which cannot be told apart; empty where nothing is compared.
 
-    Args:
-        leading: what `leaders` returned.
-        pairs: of the study.
-        metric: what is compared.
-        cluster: over which clients.
+    The arguments are those of `leaders`.
     """
     own = [pair for pair in pairs if (pair.metric, pair.cluster) == (metric.name, cluster)]
-    if not own:
-        return ""
-    seeds = max(pair.seeds for pair in own)
+    leading = leaders(rows, pairs, metric, cluster)
+    seeds = max((pair.seeds for pair in own), default=0)
     if not leading:
         return "One seed settles nothing about other seeds: no method is shown as the best." if seeds == 1 else ""
+    told = [row["label"] for row in rows if row["method"] == KNOWS_THE_CLUSTERS]
+    without = f" {told[0]}, which knows the clusters, is not ranked." if told else ""
     if len(leading) == 1:
-        return f"{leading[0]} is the best: its difference from each other method is established."
+        return f"{leading[0]} is the best: its difference from each other method is established.{without}"
     *others, last = leading[1:]
     names = f"{', '.join(others)} and {last}" if others else last
-    return f"{leading[0]} has the best mean, but {names} cannot be told apart from it with {seeds} seeds."
+    return f"{leading[0]} has the best mean, but {names} cannot be told apart from it with {seeds} seeds.{without}"
+
+
+def shown(pair: Pair, metric: Metric) -> tuple[str, str | None]:
+    """Write the difference of a pair, signed, and its interval if there is one: as many decimals as this can tell.
+
+    Example:
+        >>> from coterie.functional.metrics import ACCURACY, LOSS
+        >>> numbers = dict(p=None, p_corrected=None, effect=None, gained=None, lost=None, seeds=8, clients=20)
+        >>> numbers |= dict(seeds_needed=None, established=False)
+        >>> shown(Pair("A", "B", "accuracy", "all", 0.021, 0.004, 0.038, **numbers), ACCURACY)
+        ('+2.1', '0.4 to 3.8')
+        >>> shown(Pair("A", "B", "loss", "all", 0.6441, 0.6065, 0.6817, **numbers), LOSS)
+        ('+0.644', '0.607 to 0.682')
+    """
+    if pair.difference is None:
+        return "–", None
+    known = pair.low is not None and pair.high is not None
+    width = (pair.high - pair.low) / 2 if known else abs(pair.difference)  # type: ignore[operator]
+    size = math.floor(math.log10(metric.scale * width)) if width > 0 else 0
+    decimals = min(9, max(1, -size) if metric.unit == "%" else max(0, 1 - size))
+    mean, low, high = (
+        None if one is None else metric.scale * one + 0.0 for one in (pair.difference, pair.low, pair.high)
+    )
+    return f"{mean:+.{decimals}f}", f"{low:.{decimals}f} to {high:.{decimals}f}" if known else None
 
 
 def verdict(pair: Pair, metric: Metric) -> str:
@@ -301,22 +322,19 @@ def verdict(pair: Pair, metric: Metric) -> str:
     a, b = pair.method_a, pair.method_b
     if pair.difference is None:
         return f"{a} and {b}: not known, since a client of one of them has no value in some seed (it diverged)"
-    shown = metric.show(pair.difference, brief=True, signed=True)
-    if pair.low is None or pair.high is None:
+    difference, interval = shown(pair, metric)
+    if interval is None:
         if pair.seeds == 1:
             many = f"; {100 * (pair.gained or 0.0):.0f} % of clients gained" if pair.clients > 1 else ""
-            return f"{a} over {b}: {shown} in one seed{many}; one seed settles nothing about others"
-        return f"{a} over {b}: {shown} in each of {pair.seeds} seeds; seeds that do not differ count as one"
-    low, high = metric.show(pair.low, brief=True), metric.show(pair.high, brief=True)
+            return f"{a} over {b}: {difference} in one seed{many}; one seed settles nothing about others"
+        return f"{a} over {b}: {difference} in each of {pair.seeds} seeds; seeds that do not differ count as one"
     if pair.established:
         worse = pair.difference < 0
-        if worse:
-            low, high = metric.show(-pair.high, brief=True), metric.show(-pair.low, brief=True)
-        size = metric.show(abs(pair.difference), brief=True)
-        return f"{a} is {'worse' if worse else 'better'} than {b} by {size} ({low} to {high})"
-    alone = pair.low > 0 or pair.high < 0
+        size, ends = shown(pair.turned() if worse else pair, metric)
+        return f"{a} is {'worse' if worse else 'better'} than {b} by {size[1:]} ({ends})"
+    alone = pair.low is not None and pair.high is not None and (pair.low > 0 or pair.high < 0)
     why = f", p = {pair.p_corrected:.2f} after correction" if alone and pair.p_corrected is not None else ""
-    return f"{a} over {b}: not established: {shown} ({low} to {high}){why}; {settles(pair)}"
+    return f"{a} over {b}: not established: {difference} ({interval}){why}; {settles(pair)}"
 
 
 def settles(pair: Pair) -> str:

@@ -501,8 +501,8 @@ def summarize(study: str | Path, seeds: Iterable[int] | None = None) -> dict[str
         method: the mean over the clients of one planted cluster, over all clients ("all"), or the unweighted mean over
         clusters ("clusters"); then mean and population standard deviation over seeds, the same `seeds` for every method
         (see `compared`); a single seed has no deviation. `left_out` tells how each run stands that is not among them. A
-        pair has the fields of `pairs.Pair`; see `pairs_of`. `participation`, `time_to_accuracy` and `undefined` are
-        those of the functions below. `metrics` is there when
+        pair has the fields of `pairs.Pair` (see `pairs_of`); `about` says what their intervals speak of.
+        `participation`, `time_to_accuracy` and `undefined` are those of the functions below. `metrics` is there when
         methods declared some, and `scale` when the rounds were scaled.
 
     Raises:
@@ -552,7 +552,9 @@ def summary_of(
     ]
     name = runs[0].study if runs else Path(study).name
     content: dict[str, Any] = {"study": name, **covered(runs, problems, study, seeds=seeds)}
-    content |= {"rows": rows, "pairs": pairs.as_json(pairs_of(chosen, names)), "timing": timing}
+    found = pairs.as_json(pairs_of(chosen, names))
+    about = {"about": pairs.about(chosen[0].config, client_names(chosen))} if found else {}
+    content |= {"rows": rows, "pairs": found, **about, "timing": timing}
     content |= {one.__name__: one(chosen) for one in (participation, time_to_accuracy, undefined)}
     if declared := metrics.stored(metrics_of(runs).values()):
         content["metrics"] = declared

@@ -139,16 +139,17 @@ def test_who_leads():
     ]
     leading = pairs.leaders(rows, found, ACCURACY, "all")
     assert set(leading) == {"A", "B"}
-    said = pairs.standing(leading, found, ACCURACY)
+    said = pairs.standing(rows[:-1], found, ACCURACY)
     assert said == f"{leading[0]} has the best mean, but {leading[1]} cannot be told apart from it with 5 seeds."
+    assert pairs.standing(rows, found, ACCURACY) == f"{said} Oracle, which knows the clusters, is not ranked."
     without = [row for row in rows if row["label"] != leading[1]]
     assert pairs.leaders(without, found, ACCURACY, "all") == [leading[0]]
-    assert pairs.standing(leading[:1], found, ACCURACY).startswith(f"{leading[0]} is the best")
+    assert pairs.standing(without, found, ACCURACY).startswith(f"{leading[0]} is the best")
     assert pairs.leaders(rows[:1], found, ACCURACY, "all") == []
     assert pairs.leaders(rows, [], ACCURACY, "all") == [], "a summary that was stored without pairs"
     single = [replace(pair, seeds=1, low=None, high=None, p=None, established=False) for pair in found]
     assert pairs.leaders(rows, single, ACCURACY, "all") == []
-    assert pairs.standing([], single, ACCURACY).startswith("One seed settles nothing")
+    assert pairs.standing(rows, single, ACCURACY).startswith("One seed settles nothing")
     diverged = [{**row, "mean": math.nan if row["label"] == "A" else row["mean"]} for row in rows]
     assert "A" not in pairs.leaders(diverged, found, ACCURACY, "all")
 
@@ -188,6 +189,21 @@ NUMBERS = {"p": 0.01, "p_corrected": 0.03, "effect": 1.0, "gained": 0.7, "lost":
 def test_verdicts_in_words(difference, low, high, more, said):
     numbers = {**NUMBERS, "seeds_needed": None, "established": False, **more}
     assert pairs.verdict(Pair("A", "B", "accuracy", "all", difference, low, high, **numbers), ACCURACY) == said
+
+
+@pytest.mark.parametrize(
+    ("metric", "difference", "low", "high", "expected"),
+    [
+        (ACCURACY, 0.0003, 0.0001, 0.0005, ("+0.03", "0.01 to 0.05")),
+        (ACCURACY, 0.12, 0.01, 0.23, ("+12.0", "1.0 to 23.0")),
+        (LOSS, 123.4, 100.4, 146.4, ("+123", "100 to 146")),
+        (ACCURACY, None, None, None, ("–", None)),
+        (LOSS, 0.0, None, None, ("+0.0", None)),
+    ],
+)
+def test_a_difference_has_as_many_decimals_as_its_interval_can_tell(metric, difference, low, high, expected):
+    numbers = {**NUMBERS, "seeds_needed": None, "established": False}
+    assert pairs.shown(Pair("A", "B", metric.name, "all", difference, low, high, **numbers), metric) == expected
 
 
 def test_what_intervals_are_about():
