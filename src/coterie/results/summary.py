@@ -18,13 +18,13 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 from jaxtyping import Float, Int
-from scipy import stats
 
 from coterie._util import manifest
 from coterie._util.claims import claimed
 from coterie.errors import DataError
 from coterie.functional import metrics
 from coterie.functional.metrics import Metrics
+from coterie.functional.paired import CONFIDENCE, holm, mean_difference
 from coterie.methods import METHODS
 from coterie.methods.base import Method
 from coterie.results import coverage, pairs
@@ -35,7 +35,6 @@ from coterie.simulation.final_metrics import final_tests, with_value
 from coterie.simulation.record import EDGE_COLUMNS, EDGES, METRIC_COLUMNS, METRICS
 
 CONFIG, FEDERATION, SUMMARY = "config.toml", "federation.json", "summary.json"
-CONFIDENCE = 0.95
 STUDY_WAIT = 60.0
 """Seconds to wait for another process that writes the files of the same study: it takes milliseconds."""
 MEANS = {"all": "mean over clients", "clusters": "mean over clusters"}
@@ -639,7 +638,9 @@ def gains(study: str | Path) -> dict[str, Any]:
         `confidence`, and a row for each other method: `label`, `seeds` (the number of those that are `compared`), and
         for each of `mean` (over clients), `worst_tenth` (mean over the tenth of the clients that gained least, rounded
         up to whole clients) and `lost` (share of clients with a gain below zero) the mean over the seeds with the ends
-        of Student's interval, `<name>_low` and `<name>_high`; None with a single seed.
+        of Student's interval, `<name>_low` and `<name>_high`; None with a single seed, or where all seeds gave the
+        same. `mean_established` and `worst_tenth_established` say whether it differs from 0, by Student's t test and
+        with Holm's correction for the number of rows.
 
     Raises:
         DataError: when the folder holds no run.
@@ -654,12 +655,18 @@ def gains_of(runs: Sequence[StoredRun], problems: Sequence[Problem] = ()) -> dic
     metric = main_metric(runs)
     baseline = next((run.label for run in runs if run.kind == "local"), None)
     out: dict[str, Any] = {"baseline": baseline, "metric": metric, "confidence": CONFIDENCE, "rows": []}
+    tests: dict[str, list[float]] = {}
     for label, per_seed in client_gains(done, baseline, metric).items():
         reduced = [_reduce_gains(values.to_numpy()) for values in per_seed.values()]
         row: dict[str, Any] = {"label": label, "seeds": len(reduced)}
         for name in ("mean", "worst_tenth", "lost"):
             row |= interval(name, np.array([one[name] for one in reduced]))
+        for name in ("mean", "worst_tenth"):
+            tests.setdefault(name, []).append(float(mean_difference(np.array([one[name] for one in reduced])).p))
         out["rows"].append(row)
+    for name, found in tests.items():
+        for row, p in zip(out["rows"], holm(np.array(found)), strict=True):
+            row[f"{name}_established"] = bool(p <= 1 - CONFIDENCE)
     return out
 
 
@@ -680,12 +687,10 @@ def _reduce_gains(values: np.ndarray) -> dict[str, float]:
 
 
 def interval(name: str, values: np.ndarray) -> dict[str, float | None]:
-    """Mean over seeds, with the ends of Student's confidence interval (None with fewer than two seeds)."""
-    mean, count = float(values.mean()), len(values)
-    if count < 2:
-        return {name: mean, f"{name}_low": None, f"{name}_high": None}
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1) * values.std(ddof=1) / math.sqrt(count))
-    return {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half}
+    """Mean over seeds, with the ends of Student's interval; None for one seed, or where all gave the same."""
+    found = mean_difference(values)
+    ends = (None if np.isnan(end) else float(end) for end in (found.low, found.high))
+    return dict(zip((name, f"{name}_low", f"{name}_high"), (float(found.mean), *ends), strict=True))
 
 
 def json_ready(value: Any) -> Any:
