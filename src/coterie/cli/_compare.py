@@ -49,6 +49,14 @@ def compare(
     equal_bytes: Annotated[
         bool, typer.Option("--equal-bytes", help="Rank the methods at equal bytes per client.")
     ] = False,
+    at_bytes: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="MB", help="As --equal-bytes, when each client has used so many megabytes."),
+    ] = None,
+    tuned: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The trials that `coterie tune` wrote, to compare the effort of tuning."),
+    ] = None,
     format_: Annotated[
         Format | None, typer.Option("--format", help="Print tables for a paper or a page, with intervals.")
     ] = None,
@@ -70,6 +78,7 @@ def compare(
     """  # fmt: skip
     from coterie.cli import _tables
     from coterie.papers import compare as comparing
+    from coterie.results import conditions
     from coterie.results.equal_bytes import at_equal_bytes
 
     notes: list[str] = []
@@ -79,13 +88,16 @@ def compare(
         shown = [table for one in found for table in _tables.against_paper(one)]
         notes = [note for one in found for note in (one.reference, *one.notes)]
         missing = [note for one in found for note in one.missing]
-    elif equal_bytes:
-        found = [at_equal_bytes(folder) for folder in folders]
+    elif equal_bytes or at_bytes is not None:
+        found = [at_equal_bytes(folder, None if at_bytes is None else 1e6 * at_bytes) for folder in folders]
         shown = [_tables.equal_bytes(one) for one in found]
         missing = [note for one in found for note in one.notes()]
     else:
         results, missing = comparing.on_common_seeds([comparing.read(folder) for folder in folders])
-        found = comparing.in_pairs(results, metric=metric, baseline=baseline, cluster=cluster, share=test_share)
+        tried = conditions.tried(tuned) if tuned is not None else None
+        found = comparing.in_pairs(
+            results, metric=metric, baseline=baseline, cluster=cluster, share=test_share, tried=tried
+        )
         shown = _tables.side_by_side(results, metric) if format_ is None else []
         for one in found:
             shown += _tables.of_study(one, whole=format_ is not None)

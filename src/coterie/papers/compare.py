@@ -18,7 +18,7 @@ from coterie.functional import metrics
 from coterie.functional.metrics import REGISTRY, Metric, Metrics
 from coterie.papers import numbers
 from coterie.papers.numbers import PublishedNumber
-from coterie.results import coverage, pairs, summary
+from coterie.results import conditions, coverage, pairs, summary
 from coterie.results.coverage import common, ranges
 from coterie.results.equal_bytes import EqualBytes
 from coterie.results.pairs import Pair
@@ -44,6 +44,7 @@ class Result:
         archived: whether the runs are not there, and all is as summary.json has it.
         pairs: of its methods; none of a sweep, or of a summary that was stored before there were any.
         about: what the intervals of these speak of; empty where it is not known.
+        spent: what each method spent; see `summary.spent`.
     """
 
     folder: Path
@@ -55,6 +56,7 @@ class Result:
     archived: bool = False
     pairs: Sequence[Pair] = ()
     about: str = ""
+    spent: Sequence[Mapping[str, Any]] = ()
 
     @property
     def experiment(self) -> str | None:
@@ -207,7 +209,16 @@ def _result(path: Path, study: StudyConfig, content: Mapping[str, Any], *, archi
     found = [] if study.sweep else pairs.read(summary.json_ready(dict(content)))
     about = str(content.get("about", ""))
     return Result(
-        path, study, content["rows"], known, content.get("seeds"), content.get("left_out", ()), archived, found, about
+        path,
+        study,
+        content["rows"],
+        known,
+        content.get("seeds"),
+        content.get("left_out", ()),
+        archived,
+        found,
+        about,
+        content.get("spent", ()),
     )
 
 
@@ -258,6 +269,7 @@ def in_pairs(
     baseline: str | None = None,
     cluster: str = "all",
     share: float = 0.0,
+    tried: Mapping[str, int] | None = None,
 ) -> list[InPairs]:
     """Compare the methods of each study in pairs.
 
@@ -267,6 +279,7 @@ def in_pairs(
         baseline: with this method alone.
         cluster: over which clients: "all", "clusters", or the name of a planted cluster.
         share: see `results.pairs.chosen`.
+        tried: how many settings were tried for each method in tuning, where that is known.
 
     Raises:
         ConfigError: when no study has the metric, the method or the cluster, or no value of the metric is better.
@@ -288,7 +301,10 @@ def in_pairs(
                 f"of the metric {metric!r} neither higher nor lower is better; methods cannot be compared"
             )
         own = pairs.chosen(one.pairs, metric=entry.name, cluster=cluster, baseline=baseline, share=share)
-        out.append(InPairs(one, entry, own, _verdicts(one, entry, own, cluster, share, _name(one, results))))
+        said = _verdicts(one, entry, own, cluster, share, _name(one, results))
+        labels = list(dict.fromkeys(label for pair in own for label in (pair.method_a, pair.method_b)))
+        line = conditions.unequal(one.spent, [label for label in one.labels if label in labels], tried)
+        out.append(InPairs(one, entry, own, [*said, *([line] if line else [])]))
     return out
 
 

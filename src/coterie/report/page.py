@@ -82,7 +82,12 @@ def render(data: Mapping[str, Any], first: str, *, connect: str = "'none'") -> s
         "library": asset("vendor/echarts.min.js"),
         "script": "\n".join(asset(name) for name in SCRIPTS),
     }
-    return re.sub(r"\[\[(\w+)\]\]", lambda match: slots[match[1]], asset("report.html"))
+    return filled("report.html", slots)
+
+
+def filled(name: str, slots: Mapping[str, str]) -> str:
+    """Return a file of the page with each [[name]] in it replaced."""
+    return re.sub(r"\[\[(\w+)\]\]", lambda match: slots[match[1]], asset(name))
 
 
 @cache

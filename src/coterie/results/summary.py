@@ -29,6 +29,7 @@ from coterie.methods import METHODS
 from coterie.methods.base import Method
 from coterie.results import coverage, pairs
 from coterie.results.coverage import Standing, State
+from coterie.results.traffic import traffic
 from coterie.simulation import checkpoint
 from coterie.simulation.checkpoint import PROVENANCE
 from coterie.simulation.final_metrics import final_tests, with_value
@@ -501,8 +502,8 @@ def summarize(study: str | Path, seeds: Iterable[int] | None = None) -> dict[str
         clusters ("clusters"); then mean and population standard deviation over seeds, the same `seeds` for every method
         (see `compared`); a single seed has no deviation. `left_out` tells how each run stands that is not among them. A
         pair has the fields of `pairs.Pair` (see `pairs_of`); `about` says what their intervals speak of.
-        `participation`, `time_to_accuracy` and `undefined` are those of the functions below. `metrics` is there when
-        methods declared some, and `scale` when the rounds were scaled.
+        `participation`, `spent`, `time_to_accuracy` and `undefined` are those of the functions below. `metrics` is
+        there when methods declared some, and `scale` when the rounds were scaled.
 
     Raises:
         DataError: when the folder holds no run, or several studies.
@@ -554,7 +555,7 @@ def summary_of(
     found = pairs.as_json(pairs_of(chosen, names))
     about = {"about": pairs.about(chosen[0].config, client_names(chosen))} if found else {}
     content |= {"rows": rows, "pairs": found, **about, "timing": timing}
-    content |= {one.__name__: one(chosen) for one in (participation, time_to_accuracy, undefined)}
+    content |= {one.__name__: one(chosen) for one in (participation, spent, time_to_accuracy, undefined)}
     if declared := metrics.stored(metrics_of(runs).values()):
         content["metrics"] = declared
     scales = {float(run.config.get("scale", 1.0)) for run in runs} - {1.0}
@@ -748,6 +749,22 @@ def curve(table: pd.DataFrame, metric: str) -> tuple[list[int], list[float]]:
 def participation(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     """Return the total participation of each run: `label`, `seed`, `client_rounds`."""
     return [{"label": run.label, "seed": run.seed, "client_rounds": client_rounds(run.metrics)} for run in runs]
+
+
+def spent(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
+    """Return what each method spent, mean over runs.
+
+    Returns:
+        A row for each method: `label`, `bytes` (of a client, received and sent to a server) and `client_rounds` (of
+        training, over all clients).
+    """
+    rows = []
+    for label, group in by_label(runs).items():
+        used = [sum(part.sum() for part in traffic(run.metrics, run.edges, max(1, run.rounds))) for run in group]
+        per_client = np.mean([total / len(run.clients) for total, run in zip(used, group, strict=True)])
+        trained = np.mean([client_rounds(run.metrics) for run in group])
+        rows.append({"label": label, "bytes": float(per_client), "client_rounds": float(trained)})
+    return rows
 
 
 def time_to_accuracy(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
