@@ -286,7 +286,8 @@ def test_the_citation_names_the_version_of_the_package():
 def test_the_contents_name_every_page():
     """Every page is in the navigation of mkdocs.yml, and every page named there exists."""
     listed = re.findall(r"- ([\w./-]+\.md)", (ROOT / "mkdocs.yml").read_text())
-    assert sorted(listed) == sorted(title(path) for path in PAGES if path not in FRONT)
+    notebooks = [path.with_suffix(".md") for path in DOCS.rglob("*.ipynb")]  # scripts/site_notebooks.py writes them
+    assert sorted(listed) == sorted(title(path) for path in [*PAGES, *notebooks] if path not in FRONT)
 
 
 def test_the_generated_pages_are_up_to_date():
