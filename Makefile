@@ -2,13 +2,15 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-all mutants docs site golden bench clean
+.PHONY: help setup demo check test test-all mutants docs site dist golden bench clean
 
 BIN := .venv/bin
 STAMP := .venv/.ready
 # The first Python of a supported version that runs and can make an environment.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 && echo $$p && break; done)
+# An index with another build of PyTorch, such as the small one for CPUs: docs/how-to/install.md.
+TORCH_INDEX ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 help: ## show this list
@@ -20,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.11, 3.12 or 3.13 found; install one, or say make PYTHON=/path/to/python" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null && $(PYTHON) -m venv .venv || { \
 		$(PYTHON) -m venv --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt $(TORCH_INDEX:%=--extra-index-url %) torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e . -r requirements-dev.txt
 	@touch $@
 
@@ -52,6 +54,12 @@ docs: setup ## write the generated pages of docs/reference
 
 site: setup ## build the documentation into site/; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: setup ## build dist/*.whl and dist/*.tar.gz, check them, try the wheel in a fresh environment
+	rm -rf dist
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --quiet
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python scripts/try_wheel.py dist
 
 golden: setup ## rewrite the stored runs of tests/golden; a change needs a reason in the changelog
 	COTERIE_GOLDEN=rewrite OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n0 tests/golden

@@ -1,9 +1,10 @@
 """What several test files share, and the one place that decides what a test without its tool or data comes to."""
 
 import os
+import shutil
 from collections.abc import Generator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -11,7 +12,7 @@ IN_CI = os.environ.get("COTERIE_CI") == "1"
 """Set by .ci/run, which installs every tool that tests use: there, what is absent is an error."""
 OPTIONAL = ("mlflow", "wandb", "hub")
 """Extras that requirements-dev.txt leaves out: tests that need one skip, in CI too."""
-MAY_SKIP = (*(f"the extra coterie[{name}] is not installed" for name in OPTIONAL), "no history: the clone is shallow")
+MAY_SKIP = (*(f"the extra {name} is not installed" for name in OPTIONAL), "no history: the clone is shallow")
 
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
@@ -55,3 +56,20 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("COTERIE_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Generator[Any]:
+    """A headless Chromium, driven by its own driver, that records its console and every request."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    program, driver = shutil.which("chromium") or shutil.which("chromium-browser"), shutil.which("chromedriver")
+    if not (program and driver):
+        pytest.skip("needs Debian's packages chromium and chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,1400"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    opened = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield opened
+    opened.quit()

@@ -112,8 +112,9 @@ def check(words):
     """A command of another program names what this repository has."""
     if words[0] == "pip":
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-        assert words[1] == "install"
-        assert set(re.findall(r"\[(\w+)\]", " ".join(words))) <= set(extras), words
+        assert words[1] in ("install", "download"), words
+        named = re.findall(r"\[([\w,]+)\]", " ".join(words))
+        assert {name for group in named for name in group.split(",")} <= set(extras), words
     elif words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
     elif words[0] == "python":
@@ -122,7 +123,7 @@ def check(words):
     elif words[0] == "export":
         assert words[1:] == ["PYTHONPATH=."], words
     else:
-        assert words[0] in ("coterie", "tensorboard", "sudo"), f"these tests know no program {words[0]!r}"
+        assert words[0] in ("coterie", "tensorboard", "sudo", "git", "cd"), f"these tests know no program {words[0]!r}"
 
 
 def test_the_parser_of_the_tests_refuses_what_the_program_refuses():
@@ -285,7 +286,8 @@ def test_the_citation_names_the_version_of_the_package():
 def test_the_contents_name_every_page():
     """Every page is in the navigation of mkdocs.yml, and every page named there exists."""
     listed = re.findall(r"- ([\w./-]+\.md)", (ROOT / "mkdocs.yml").read_text())
-    assert sorted(listed) == sorted(title(path) for path in PAGES if path not in FRONT)
+    notebooks = [path.with_suffix(".md") for path in DOCS.rglob("*.ipynb")]  # scripts/site_notebooks.py writes them
+    assert sorted(listed) == sorted(title(path) for path in [*PAGES, *notebooks] if path not in FRONT)
 
 
 def test_the_generated_pages_are_up_to_date():

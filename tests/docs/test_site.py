@@ -1,4 +1,4 @@
-"""The documentation as pages: they build without a warning, and load nothing from elsewhere."""
+"""The documentation as pages: they build without a warning, load nothing from elsewhere, and are searched from disk."""
 
 import importlib.util
 import os
@@ -18,7 +18,7 @@ def site(tmp_path_factory):
     """The built site; with --strict, a broken link, anchor or reference is an error."""
     missing = [tool for tool in TOOLS if importlib.util.find_spec(tool) is None]
     if missing:
-        pytest.skip(f"{', '.join(missing)} not installed; pip install '.[docs]'")
+        pytest.skip(f"{', '.join(missing)} not installed")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -47,3 +47,21 @@ def test_no_page_loads_anything_from_another_machine(site):
     found = {page.name: loads.findall(page.read_text(encoding="utf-8")) for page in site.rglob("*.html")}
     assert len(found) > 20
     assert {name: urls for name, urls in found.items() if urls} == {}
+
+
+def test_the_search_works_where_the_pages_are_opened_from_disk(site, browser):
+    """What a reader would do: open a page of a folder, and type. Browsers start no worker there."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser.get((site / "how-to/tune.html").as_uri())
+    assert browser.execute_script("return location.protocol") == "file:"
+    search = "const box = document.querySelector('input.md-search__input'); box.focus(); box.value = arguments[0];"
+    browser.execute_script(search + "box.dispatchEvent(new Event('input', {bubbles: true}))", "organizer roster")
+    found = WebDriverWait(browser, 30, poll_frequency=0.05).until(
+        lambda page: page.execute_script(
+            "return [...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
+        )
+    )
+    assert (site / "how-to/deploy-in-three-hospitals.html").as_uri() in {address.partition("#")[0] for address in found}
+    browser.get(found[0])
+    assert "roster" in browser.find_element("tag name", "article").text

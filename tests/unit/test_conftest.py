@@ -139,7 +139,7 @@ SKIPPING = {
     "no package": "import pytest\nit = pytest.importorskip('no_such_package')\ndef test_it():\n    pass\n",
     "in the test": "import pytest\ndef test_it():\n    pytest.skip('torchvision is not installed')\n",
 }
-EXTRA = "import pytest\ndef test_it():\n    pytest.skip('the extra coterie[mlflow] is not installed')\n"
+EXTRA = "import pytest\ndef test_it():\n    pytest.skip('the extra mlflow is not installed')\n"
 XFAIL = "import pytest\n@pytest.mark.xfail(reason='known')\ndef test_it():\n    assert False\n"
 
 

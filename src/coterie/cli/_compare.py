@@ -1,6 +1,7 @@
 """The commands compare, analyze and tune. `app` registers them with `add`."""
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,13 @@ from rich.table import Table
 from coterie.errors import ConfigError
 
 
+class Format(StrEnum):
+    """How tables for papers and pages are written."""
+
+    latex = "latex"
+    markdown = "markdown"
+
+
 def add(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     for command in (compare, analyze, tune):
@@ -20,22 +28,57 @@ def add(app: typer.Typer) -> None:
 
 def compare(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of studies that have run.")],
+    metric: Annotated[str | None, typer.Option(help="The metric; by default accuracy, else the loss.")] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(metavar="METHOD", help="Compare pairs with this method alone: fewer pairs, a smaller correction."),
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option(help="Pairs over the clients of a planted cluster, over all, or over clusters.")
+    ] = "all",
+    test_share: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=0.9,
+            metavar="SHARE",
+            help="The share each seed tests on, where all split the same samples; intervals are then about new ones.",
+        ),
+    ] = 0.0,
     paper: Annotated[bool, typer.Option("--paper", help="Compare with published numbers.")] = False,
     equal_bytes: Annotated[
         bool, typer.Option("--equal-bytes", help="Rank the methods at equal bytes per client.")
     ] = False,
+    at_bytes: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="MB", help="As --equal-bytes, when each client has used so many megabytes."),
+    ] = None,
+    tuned: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The trials that `coterie tune` wrote, to compare the effort of tuning."),
+    ] = None,
+    format_: Annotated[
+        Format | None, typer.Option("--format", help="Print tables for a paper or a page, with intervals.")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print it as JSON, for programs.")] = False,
 ) -> None:
-    """Compare studies with each other, with published numbers, or their methods at equal bytes per client.
+    """Compare the methods of a study in pairs, studies with each other or with published numbers.
+
+    A difference is established where it is unlikely to be chance: paired by seed and client, with Student's interval
+    over the seeds, and corrected for the number of pairs.
 
     [bold]Examples[/bold]
 
-      coterie compare runs/similarity/synthetic --paper
+      coterie compare runs/rotated-digits
+      coterie compare runs/rotated-digits --baseline Local --metric loss
+      coterie compare runs/rotated-digits --format latex
       coterie compare runs/rotated-digits runs/my-study
       coterie compare runs/rotated-digits --equal-bytes
-    """
+      coterie compare runs/similarity/synthetic --paper
+    """  # fmt: skip
     from coterie.cli import _tables
     from coterie.papers import compare as comparing
+    from coterie.results import conditions
     from coterie.results.equal_bytes import at_equal_bytes
 
     notes: list[str] = []
@@ -45,16 +88,29 @@ def compare(
         shown = [table for one in found for table in _tables.against_paper(one)]
         notes = [note for one in found for note in (one.reference, *one.notes)]
         missing = [note for one in found for note in one.missing]
-    elif equal_bytes:
-        found = [at_equal_bytes(folder) for folder in folders]
+    elif equal_bytes or at_bytes is not None:
+        found = [at_equal_bytes(folder, None if at_bytes is None else 1e6 * at_bytes) for folder in folders]
         shown = [_tables.equal_bytes(one) for one in found]
         missing = [note for one in found for note in one.notes()]
     else:
-        found, missing = comparing.on_common_seeds([comparing.read(folder) for folder in folders])
-        shown = _tables.side_by_side(found)
+        results, missing = comparing.on_common_seeds([comparing.read(folder) for folder in folders])
         missing = [*missing, *(line for folder in folders for line in _joined(folder))]
+        tried = conditions.tried(tuned) if tuned is not None else None
+        found = comparing.in_pairs(
+            results, metric=metric, baseline=baseline, cluster=cluster, share=test_share, tried=tried
+        )
+        shown = _tables.side_by_side(results, metric) if format_ is None else []
+        for one in found:
+            shown += _tables.of_study(one, whole=format_ is not None)
+            notes += [note for note in one.verdicts if format_ is None]
     if json_:
         typer.echo(json.dumps([comparing.as_json(one) for one in found], indent=1, ensure_ascii=False))
+        return
+    if format_ is not None:
+        for note in missing:
+            typer.echo(f"note: {note}", err=True)
+        write = {"latex": _tables.latex, "markdown": _tables.markdown}[format_.value]
+        typer.echo("\n".join(write(table) for table in shown), nl=False)
         return
     console = Console()
     for note in missing:
@@ -70,8 +126,9 @@ def _print(console: Console, shown: Any) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for place, head in enumerate(shown.head):
         table.add_column(head, justify="left" if place == 0 else "right", overflow="fold")
-    for row in shown.rows:
-        table.add_row(*(escape(cell) for cell in row))
+    for i, row in enumerate(shown.rows):
+        cells = [escape(cell) for cell in row]
+        table.add_row(*(f"[bold]{cell}[/bold]" if (i, j) in shown.strong else cell for j, cell in enumerate(cells)))
     console.print(table)
     if shown.foot:
         console.print(shown.foot, markup=False, highlight=False)

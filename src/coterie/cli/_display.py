@@ -19,8 +19,11 @@ from rich.text import Text
 
 from coterie._util.names import few
 from coterie.functional.metrics import ACCURACY, DIVERGED, REGISTRY, Metric, Metrics
+from coterie.results import pairs
 from coterie.results.coverage import notes
+from coterie.results.pairs import Pair
 from coterie.results.summary import MEANS, told_of_new_clients
+from coterie.results.tables import SAME, SAME_OF_ROW, STAR
 from coterie.simulation.run import Note
 from coterie.simulation.run import Progress as Step
 from coterie.studies.definition import StudyConfig
@@ -146,7 +149,10 @@ def results(study: Study, console: Console) -> None:
         metric = known[known.main(names)]
         labels = [entry.label for entry in study.config.methods]
         rows = study.rows[study.rows["metric"] == metric.name]
-        console.print(_table_of(rows, metric, labels, console.width))
+        compared = pairs.read(study.summary)
+        console.print(_table_of(rows, metric, labels, console.width, compared))
+        if said := pairs.standing(study.summary["rows"], compared, metric):
+            console.print(said, markup=False, highlight=False)
         gains = study.gains()
         if gains["rows"]:
             console.print(_gain_table(gains, known[gains["metric"]], labels))
@@ -171,31 +177,32 @@ def number(metric: Metric, value: float, *, signed: bool = False) -> str:
     return metric.show(value, brief=True, signed=signed) if np.isfinite(value) else DIVERGED.title
 
 
-def _table_of(rows: Any, metric: Metric, labels: Sequence[str], width: int) -> Group:
-    """Methods x clusters, or clusters x methods where the clusters do not fit the width."""
+def _table_of(rows: Any, metric: Metric, labels: Sequence[str], width: int, compared: Sequence[Pair] = ()) -> Group:
+    """Methods x clusters, or clusters x methods where the clusters do not fit the width.
+
+    Bold is what is established as best; where several cannot be told apart, each has a star.
+    """
     clusters = list(dict.fromkeys(rows["cluster"]))
     labels = list(dict.fromkeys([*(label for label in labels if label in set(rows["label"])), *rows["label"]]))
     count = dict(zip(rows["label"], rows["seeds"], strict=True))
     seeds = int(rows["seeds"].max())
     cells = {(r.label, r.cluster): (r.mean, r.std) for r in rows.itertuples()}
-    best = {
-        cluster: max(
-            (metric.sign * cells[label, cluster][0] for label in labels if (label, cluster) in cells), default=None
-        )
-        for cluster in clusters
-        if metric.sign
-    }
+    entries = rows.to_dict("records")
+    leading = {cluster: pairs.leaders(entries, compared, metric, cluster) for cluster in clusters}
+    starred = any(len(first) > 1 for first in leading.values())
 
     def cell(label: str, cluster: str) -> str:
         if (label, cluster) not in cells:
             return "-"
         mean, std = cells[label, cluster]
         text = number(metric, mean) + (f" ±{number(metric, std)}" if count[label] > 1 else "")
-        return f"[bold]{text}[/bold]" if metric.sign * mean == best.get(cluster) else text
+        if leading[cluster] == [label]:
+            return f"[bold]{text}[/bold]" + " " * starred
+        return text + (STAR if label in leading[cluster] else " ") * starred
 
     title = metric.heading("test")
     title = title[0].upper() + title[1:] + (f": mean ± std over {seeds} seeds" if seeds > 1 else ": one seed")
-    across = max(map(len, labels)) + 3 + 11 * len(clusters) <= width or len(labels) > len(clusters)
+    across = max(map(len, labels)) + 3 + (11 + starred) * len(clusters) <= width or len(labels) > len(clusters)
     table = Table(box=None, pad_edge=False, header_style="dim")
     heads, lines = (clusters, labels) if across else (labels, clusters)
     table.add_column("", overflow="fold")
@@ -208,21 +215,31 @@ def _table_of(rows: Any, metric: Metric, labels: Sequence[str], width: int) -> G
     for line in lines:
         values = [str(count[line]), *(cell(line, head) for head in heads)] if across else [cell(h, line) for h in heads]
         table.add_row(MEANS.get(line, line), *values)
-    return Group(Text(title, style="italic"), table)  # a title of the table itself would wrap at the table's width
+    # a title of the table itself would wrap at the table's width
+    return Group(Text(title, style="italic"), table, *([Text(SAME if across else SAME_OF_ROW)] if starred else []))
 
 
 def _gain_table(gains: dict[str, Any], metric: Metric, labels: Sequence[str]) -> Group:
     by_label = {row["label"]: row for row in gains["rows"]}
     title = f"\nGain over {gains['baseline']} of each client, {metric.heading()}: above 0 is better"
+    if any(row.get("mean_low") is not None for row in gains["rows"]):
+        title += f", {round(100 * gains['confidence'])} % intervals"
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("")
     for head in ("n", "mean", "worst tenth", "share that lost"):
         table.add_column(head, justify="right")
     for label in dict.fromkeys([*(label for label in labels if label in by_label), *by_label]):
         row = by_label[label]
-        mean, worst = (number(metric, row[name], signed=True) for name in ("mean", "worst_tenth"))
+        mean, worst = (_between(metric, row, name) for name in ("mean", "worst_tenth"))
         table.add_row(label, str(row["seeds"]), mean, worst, f"{100 * row['lost']:.0f} %")
     return Group(Text(title, style="italic"), table)
+
+
+def _between(metric: Metric, row: Mapping[str, Any], name: str) -> str:
+    """A gain with the ends of its interval, where it has one."""
+    text = number(metric, row[name], signed=True)
+    low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
+    return text if low is None or high is None else f"{text} ({number(metric, low)} to {number(metric, high)})"
 
 
 def rounds(study: Study, console: Console) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from coterie._util import extras
 from coterie.errors import ConfigError, TransportError
 
 net = typer.Typer(
@@ -30,7 +31,7 @@ def register(app: typer.Typer) -> None:
 def _need() -> None:
     for package in ("cryptography", "zenoh"):
         if importlib.util.find_spec(package) is None:
-            raise ConfigError(f"{package} is not installed; real peers need the extra: pip install 'coterie[net]'")
+            raise ConfigError(f"{package} is not installed; real peers need it: {extras.install('net')}")
 
 
 @net.command()

@@ -19,24 +19,31 @@ def add(app: typer.Typer) -> None:
 
 def report(
     runs: Folders,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write; with one RUN only.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="The file to write: of one RUN its report, of several the page with all."),
+    ] = None,
 ) -> None:
-    """Write the report of stored runs: one page that opens from disk.
+    """Write the report of stored runs: a page that opens from disk; of several studies also one page with all.
 
     [bold]Examples[/bold]
 
       coterie report runs/rotated-digits
       coterie report runs/rotated-digits --out page.html
+      coterie report runs/rotated-digits runs/cooler --out both.html
     """
-    from coterie.errors import require
     from coterie.report.page import write_with_notes
+    from coterie.report.studies import write_studies
 
-    require(out is None or len(runs) == 1, "--out", str(out), "to be given with one RUN only")
+    paths = []
     for folder in runs:
-        path, notes = write_with_notes(folder, out)
+        path, notes = write_with_notes(folder, out if len(runs) == 1 else None)
         for note in notes:
             typer.echo(f"note: {note}", err=True)
         typer.echo(f"Report: {path}")
+        paths.append(path)
+    if len(runs) > 1:
+        typer.echo(f"Studies: {write_studies(runs, paths, out)}")
 
 
 def watch(

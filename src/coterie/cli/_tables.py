@@ -2,37 +2,16 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from coterie.functional.metrics import REGISTRY, STD_OVER_CLUSTERS, Metric
-from coterie.papers.compare import Comparison, Line, Ordering, Result, ranked
+from coterie.papers.compare import Comparison, InPairs, Line, Ordering, Result, ranked
 from coterie.results.equal_bytes import EqualBytes
+from coterie.results.pairs import leaders
 from coterie.results.summary import MEANS
+from coterie.results.tables import BEST, SAME, STAR, TextTable, latex, markdown, means, of_pairs
 
-
-@dataclass(frozen=True)
-class TextTable:
-    """A table of text.
-
-    Args:
-        title: what it shows.
-        head: names of the columns.
-        rows: the cells.
-        foot: one line below it; empty for none.
-    """
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    foot: str = ""
-
-
-def markdown(table: TextTable) -> str:
-    """Return a table as a Markdown table, numbers to the right."""
-    lines = [table.head, ["---", *["---:"] * (len(table.head) - 1)], *table.rows]
-    text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-    return f"{text}\n\n{table.foot}\n" if table.foot else f"{text}\n"
+__all__ = ["TextTable", "against_paper", "equal_bytes", "latex", "markdown", "of_study", "side_by_side"]
 
 
 def against_paper(comparison: Comparison) -> list[TextTable]:
@@ -111,27 +90,53 @@ def _ordering(one: Ordering, comparison: Comparison) -> tuple[str, ...]:
     return one.better, one.worse, paper, ours, "yes" if one.kept else "no"
 
 
-def side_by_side(results: Sequence[Result]) -> list[TextTable]:
-    """Return the methods of several studies beside each other, means over clients: a table for each metric."""
+def side_by_side(results: Sequence[Result], metric: str | None = None) -> list[TextTable]:
+    """Return the methods of several studies beside each other, means over clients: a table for each metric.
+
+    Args:
+        results: the studies.
+        metric: this one alone.
+    """
     known = results[0].known
-    main = known[results[0].metric]
-    further = [one for one in known.values() if one.shown == "further" and one != main]
+    main = known[metric or results[0].metric]
+    further = [one for one in known.values() if one.shown == "further" and one != main and metric is None]
     there = {row["metric"] for result in results for row in result.rows}
     return [_side_by_side(results, one) for one in (main, *further) if one.name in there]
 
 
 def _side_by_side(results: Sequence[Result], metric: Metric) -> TextTable:
     labels = list(dict.fromkeys(label for result in results for label in result.labels))
-    rows = []
-    for label in labels:
+    leading = [leaders(result.rows, result.pairs, metric, "all") for result in results]
+    rows, strong = [], set()
+    for i, label in enumerate(labels):
         cells = [_cell(metric, result.value(label, "all", metric.name)) for result in results]
+        for j, first in enumerate(leading):
+            if label in first and len(first) > 1:
+                cells[j] = (cells[j][0] + STAR, cells[j][1])
+            elif label in first:
+                strong.add((i, 2 * j + 1))
         rows.append((label, *(part for cell in cells for part in cell)))
     names = [result.study.name for result in results]
     unique = names if len(set(names)) == len(names) else [str(result.folder) for result in results]
     heads = [head for name in unique for head in (name, "n")]
     title = metric.heading("test") + (f", {metric.better} is better" if metric.better else "")
     over = "" if metric.over == "run" else ", mean over clients"
-    return TextTable(title[0].upper() + title[1:] + over, ("method", *heads), rows)
+    marks = [SAME] * any(len(first) > 1 for first in leading) + [BEST] * bool(strong)
+    return TextTable(title[0].upper() + title[1:] + over, ("method", *heads), rows, " ".join(marks), strong)
+
+
+def of_study(one: InPairs, *, whole: bool) -> list[TextTable]:
+    """Return the pairs of a study's methods.
+
+    Args:
+        one: the study.
+        whole: with a table before it of the means of its methods, by clusters, with their intervals.
+    """
+    tables = []
+    if whole:
+        title = f"{one.result.study.name}: {one.metric.heading('test')}, 95 % intervals over n seeds in brackets"
+        tables = [means(one.result.rows, one.result.pairs, one.metric, title, MEANS)]
+    return [*tables, *([of_pairs(one.pairs, one.metric)] if one.pairs else [])]
 
 
 def _cell(metric: Metric, row: Mapping[str, Any] | None) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from coterie._util import extras
 from coterie._util.importing import imported
 from coterie._util.settings import parse
 from coterie.data.federation import Federation
@@ -263,5 +264,5 @@ def _missing(name: str, root: Path | None) -> ConfigError | DataError:
     where = f"{root} has no folder {name}" if root is not None else "there is no data folder"
     return DataError(
         f"dataset {name!r} is not here: {where}; give --data-dir (or COTERIE_DATA) the folder that holds "
-        f"{name}/train-*.parquet, or pip install coterie[hub] and set data.download = true"
+        f"{name}/train-*.parquet, or {extras.install('hub')} and set data.download = true"
     )

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from coterie._util import extras
 from coterie._util.files import cache_folder, replacing
 from coterie.data.source import Constants, Samples, Source
 from coterie.errors import ConfigError, DataError, unknown
@@ -85,7 +86,7 @@ def download(repository: str, name: str, label: str | None = None, standard: Con
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
         raise DataError(
-            f"dataset {name!r} would come from the Hub ({repository}), which needs: pip install coterie[hub]; "
+            f"dataset {name!r} would come from the Hub ({repository}), which needs: {extras.install('hub')}; "
             f"or give --data-dir the folder that holds {name}/train-*.parquet"
         ) from error
     splits = datasets.load_dataset(repository)

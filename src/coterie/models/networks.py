@@ -1,6 +1,6 @@
 """Reference networks of the server-based papers; `layout.NETS` lists all networks.
 
-SqueezeNet, MobileNetV2 and ResNet-18 are torchvision's, an extra: `pip install coterie[vision]`.
+SqueezeNet, MobileNetV2 and ResNet-18 are torchvision's, which the extra `vision` installs.
 """
 
 import importlib
@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import init
 
+from coterie._util import extras
 from coterie.errors import ModelError
 
 
@@ -80,8 +81,8 @@ def from_torchvision(name: str, features: tuple[int, ...], outputs: int) -> nn.M
         models = importlib.import_module("torchvision.models")
     except (ImportError, RuntimeError) as error:
         raise ModelError(
-            f"{name} needs torchvision, which cannot be imported ({error}); install coterie[vision], with the "
-            "torchvision that was built for your PyTorch (see https://pytorch.org/get-started)"
+            f"{name} needs torchvision, which cannot be imported ({error}); {extras.install('vision')}, the one that "
+            "was built for your PyTorch (see https://pytorch.org/get-started)"
         ) from error
     return getattr(models, name)(num_classes=outputs)
 

@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from coterie.errors import ConfigError, DataError
+from coterie.errors import ConfigError, DataError, unknown
 from coterie.functional import metrics
-from coterie.functional.metrics import REGISTRY, Metrics
+from coterie.functional.metrics import REGISTRY, Metric, Metrics
 from coterie.papers import numbers
 from coterie.papers.numbers import PublishedNumber
-from coterie.results import coverage, summary
+from coterie.results import conditions, coverage, pairs, summary
 from coterie.results.coverage import common, ranges
 from coterie.results.equal_bytes import EqualBytes
+from coterie.results.pairs import Pair
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
 from coterie.studies.sweep import SUMMARY, joined, read_sweep
@@ -41,6 +42,9 @@ class Result:
         seeds: the seeds that the rows are means over; None where a stored summary does not tell.
         left_out: how each run stands that is not among them.
         archived: whether the runs are not there, and all is as summary.json has it.
+        pairs: of its methods; none of a sweep, or of a summary that was stored before there were any.
+        about: what the intervals of these speak of; empty where it is not known.
+        spent: what each method spent; see `summary.spent`.
     """
 
     folder: Path
@@ -50,6 +54,9 @@ class Result:
     seeds: Sequence[int] | None = None
     left_out: Sequence[Mapping[str, Any]] = ()
     archived: bool = False
+    pairs: Sequence[Pair] = ()
+    about: str = ""
+    spent: Sequence[Mapping[str, Any]] = ()
 
     @property
     def experiment(self) -> str | None:
@@ -199,7 +206,20 @@ def read(folder: str | Path) -> Result:
 
 def _result(path: Path, study: StudyConfig, content: Mapping[str, Any], *, archived: bool) -> Result:
     known = REGISTRY.with_stored(content.get("metrics") or {})
-    return Result(path, study, content["rows"], known, content.get("seeds"), content.get("left_out", ()), archived)
+    found = [] if study.sweep else pairs.read(summary.json_ready(dict(content)))
+    about = str(content.get("about", ""))
+    return Result(
+        path,
+        study,
+        content["rows"],
+        known,
+        content.get("seeds"),
+        content.get("left_out", ()),
+        archived,
+        found,
+        about,
+        content.get("spent", ()),
+    )
 
 
 def on_common_seeds(results: Sequence[Result]) -> tuple[list[Result], list[str]]:
@@ -223,6 +243,91 @@ def on_common_seeds(results: Sequence[Result]) -> tuple[list[Result], list[str]]
         for one in results
     ]
     return out, [*notes, f"Means are over the seeds that all studies have: {ranges(shared)}; they have: {own}."]
+
+
+@dataclass(frozen=True)
+class InPairs:
+    """The methods of a study, compared in pairs.
+
+    Args:
+        result: the study.
+        metric: by which they are compared.
+        pairs: those that were asked for, corrected for their number.
+        verdicts: what they establish, in words.
+    """
+
+    result: Result
+    metric: Metric
+    pairs: Sequence[Pair]
+    verdicts: Sequence[str]
+
+
+def in_pairs(
+    results: Sequence[Result],
+    *,
+    metric: str | None = None,
+    baseline: str | None = None,
+    cluster: str = "all",
+    share: float = 0.0,
+    tried: Mapping[str, int] | None = None,
+) -> list[InPairs]:
+    """Compare the methods of each study in pairs.
+
+    Args:
+        results: the studies, as `on_common_seeds` returned them.
+        metric: by which; by default by the study's main metric.
+        baseline: with this method alone.
+        cluster: over which clients: "all", "clusters", or the name of a planted cluster.
+        share: see `results.pairs.chosen`.
+        tried: how many settings were tried for each method in tuning, where that is known.
+
+    Raises:
+        ConfigError: when no study has the metric, the method or the cluster, or no value of the metric is better.
+    """
+    rows = [row for one in results for row in one.rows]
+    for kind, name, key in (
+        ("metric", metric, "metric"),
+        ("method", baseline, "label"),
+        ("cluster", cluster, "cluster"),
+    ):
+        there = {str(row[key]) for row in rows}
+        if name is not None and rows and name not in there:
+            raise ConfigError(unknown(kind, name, there))
+    out = []
+    for one in results:
+        entry = one.known[metric or one.metric]
+        if metric is not None and not entry.sign:
+            raise ConfigError(
+                f"of the metric {metric!r} neither higher nor lower is better; methods cannot be compared"
+            )
+        own = pairs.chosen(one.pairs, metric=entry.name, cluster=cluster, baseline=baseline, share=share)
+        said = _verdicts(one, entry, own, cluster, share, _name(one, results))
+        labels = list(dict.fromkeys(label for pair in own for label in (pair.method_a, pair.method_b)))
+        line = conditions.unequal(one.spent, [label for label in one.labels if label in labels], tried)
+        out.append(InPairs(one, entry, own, [*said, *([line] if line else [])]))
+    return out
+
+
+def _verdicts(
+    one: Result, metric: Metric, own: Sequence[Pair], cluster: str, share: float, name: str
+) -> list[str]:  # fmt: skip
+    """What is established in a study, a line a pair, then what that speaks of."""
+    if not own:
+        if one.study.sweep or len({row["label"] for row in one.rows if row["metric"] == metric.name}) < 2:
+            return []
+        if not one.pairs:
+            return [f"{name}: its summary was stored without pairs, so nothing is said of what is established."]
+        return [f"{name}: pairs are compared by {one.metric} in each cluster, by other metrics over all clients."]
+    last = [
+        pairs.standing(one.rows, one.pairs, metric, cluster),
+        one.about if any(p.p is not None for p in own) else "",
+    ]
+    if share:
+        last[1] = (
+            f"Seeds split the same samples: intervals are about new samples too, corrected for training data that "
+            f"seeds share ({100 * share:g} % tested; Nadeau and Bengio, 2003)."
+        )
+    return [*(pairs.verdict(pair, metric) for pair in own), *filter(None, last)]
 
 
 def _name(one: Result, results: Sequence[Result]) -> str:
@@ -339,13 +444,16 @@ def _best(means: Mapping[str, Line], methods: Sequence[str], sign: int) -> tuple
     return sign * max(sign * line.paper for line in lines), sign * max(sign * line.ours for line in lines)
 
 
-def as_json(value: Comparison | EqualBytes | Result) -> dict[str, Any]:
+def as_json(value: Comparison | EqualBytes | InPairs | Result) -> dict[str, Any]:
     """Return plain values, for JSON."""
+    if isinstance(value, InPairs):
+        return {**as_json(value.result), "pairs": pairs.as_json(value.pairs), "verdicts": list(value.verdicts)}
     if isinstance(value, Result):
         return summary.json_ready(
             {
                 "study": value.study.name, "folder": str(value.folder), "archived": value.archived,
                 "seeds": value.seeds, "left_out": list(value.left_out), "rows": list(value.rows),
+                "pairs": pairs.as_json(value.pairs),
             }
         )  # fmt: skip
     return summary.json_ready(asdict(value))

@@ -18,10 +18,12 @@ from coterie._util.files import write_atomically
 from coterie._util.names import few
 from coterie.functional.metrics import Metric
 from coterie.report.data import blank, payload
+from coterie.results import pairs
 from coterie.results.summary import MEANS, Problem, StoredRun, find_runs, metrics_of
+from coterie.results.tables import STAR
 
 SHARE = Metric("lost", unit="%", scale=100.0, digits=2)
-SCRIPTS = ("core.js", "curves.js", "reads.js", "graph.js", "clients.js", "cost.js", "data.js", "main.js")
+SCRIPTS = ("core.js", "pairs.js", "curves.js", "reads.js", "graph.js", "clients.js", "cost.js", "data.js", "main.js")
 
 
 def write_report(study: str | Path, out: str | Path | None = None) -> Path:
@@ -80,7 +82,12 @@ def render(data: Mapping[str, Any], first: str, *, connect: str = "'none'") -> s
         "library": asset("vendor/echarts.min.js"),
         "script": "\n".join(asset(name) for name in SCRIPTS),
     }
-    return re.sub(r"\[\[(\w+)\]\]", lambda match: slots[match[1]], asset("report.html"))
+    return filled("report.html", slots)
+
+
+def filled(name: str, slots: Mapping[str, str]) -> str:
+    """Return a file of the page with each [[name]] in it replaced."""
+    return re.sub(r"\[\[(\w+)\]\]", lambda match: slots[match[1]], asset(name))
 
 
 @cache
@@ -152,17 +159,28 @@ def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
         "Data": _said(settings.get("dataset")),
         "Shift": "; ".join(_shift(one) for one in settings.get("shift") or []),
         "Clients": ", ".join(many),
-        "Planted clusters": clusters or "none known",
+        "Planted clusters": clusters,
         "Model": _said(model.get("kind")),
         "Compared": ", ".join(f"{method['label']} ({method['kind']})" for method in data["methods"]),
         "Training": _training(config, local),
         "Evaluated": _evaluated(config),
-        "Averaged": "per client on the test set of its own cluster; then over the clients of a cluster, over all "
-        "clients, or over clusters with equal weight; then mean ± population standard deviation over the n seeds that "
-        "all methods finished",
+        "Averaged": _averaged(bool(clusters)),
+        "Compared in pairs": "paired by seed and client, with Student's interval over the seeds, corrected for the "
+        "number of pairs by Holm's rule"
+        if data["pairs"]["families"]
+        else "",
     }
     rows = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in entries.items() if text)
     return f'<dl class="words">{rows}</dl>'
+
+
+def _averaged(clusters: bool) -> str:
+    first = (
+        "per client on the test set of its own cluster; then over the clients of a cluster, over all clients, or over "
+    )
+    first += "clusters with equal weight" if clusters else ""
+    last = "then mean ± population standard deviation over the n seeds that all methods finished"
+    return f"{first if clusters else 'per client on its own test set; then over all clients'}; {last}"
 
 
 def _planted(cluster: Mapping[str, Any]) -> str:
@@ -220,14 +238,10 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
     count = {row["label"]: row["seeds"] for row in rows}
     names = {"all": "whole run"} if whole else MEANS
     head = "".join(f'<th scope="col">{escape(names.get(column) or column)}</th>' for column in columns)
-    best = {}
-    for column in columns:
-        fair = [
-            row for row in rows if row["cluster"] == column and row["method"] != "oracle" and row["mean"] is not None
-        ]
-        best[column] = max((metric.sign * row["mean"] for row in fair if metric.sign), default=None)
+    compared = {one["cluster"]: one for one in data["pairs"]["families"] if one["metric"] == metric.name}
+    leading = {column: compared[column]["leaders"] if column in compared else [] for column in columns}
     body = []
-    for label, kind in kinds.items():
+    for label in kinds:
         line = [f'<th scope="row">{escape(label)}</th><td>{count[label]}</td>']
         for column in columns:
             row = found.get((label, column))
@@ -237,17 +251,25 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
             text = metric.show(row["mean"])
             if row["seeds"] > 1:
                 text += f" <small>± {metric.show(row['std'])}</small>"
-            top = kind != "oracle" and row["mean"] is not None and metric.sign * row["mean"] == best[column]
-            line.append(cell(row["mean"], text, "best" if top else ""))
+            if label in leading[column] and len(leading[column]) > 1:
+                text += f'<abbr title="cannot be told apart from the best of its column">{STAR}</abbr>'
+            line.append(cell(row["mean"], text, "best" if leading[column] == [label] else ""))
         body.append(f'<tr data-label="{escape(label)}">{"".join(line)}</tr>')
     title = metric.heading("test")
-    order = f", {metric.better} is better; best in bold, without Oracle (which knows the clusters)"
-    caption = f"{title[0].upper()}{title[1:]}{order if metric.better else ''}."
+    order = f", {metric.better} is better" if metric.better else ""
+    if any(len(first) == 1 for first in leading.values()):
+        order += "; in bold what is established as the best of its column"
+    if any(len(first) > 1 for first in leading.values()):
+        order += f"; {STAR} cannot be told apart from the best of its column"
+    if pairs.KNOWS_THE_CLUSTERS in kinds.values() and any(leading.values()):
+        order += "; Oracle, which knows the clusters, is not ranked"
+    caption = f"{title[0].upper()}{title[1:]}{order}."
+    said = compared["all"]["standing"] if "all" in compared else ""
     return (
         f'<div class="scroll"><table class="results" data-metric="{escape(metric.name)}">'
         f"<caption>{escape(caption)}</caption>"
         f'<thead><tr><th scope="col">Method</th><th scope="col">n</th>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
+        f"<tbody>{''.join(body)}</tbody></table></div>" + (f'<p class="standing">{escape(said)}</p>' if said else "")
     )
 
 
@@ -267,14 +289,15 @@ def gain_table(data: Mapping[str, Any], metric: Metric) -> str:
                 if name == "lost":
                     low, high = max(low, 0.0), min(high, 1.0)
                 text += f" <small>[{kind.show(low, signed=signed)}, {kind.show(high, signed=signed)}]</small>"
-            bad = row[name] > 0 if name == "lost" else row[name] < 0
-            line.append(cell(row[name], text, "" if row[name] == 0 else "worse" if bad else "better"))
+            sure = name != "lost" and row[f"{name}_established"]
+            line.append(cell(row[name], text, "" if not sure else "worse" if row[name] < 0 else "better"))
         body.append(f'<tr data-label="{escape(row["label"])}">{"".join(line)}</tr>')
     points = f"percentage points of test {metric.title}"
     unit = points if metric.unit == "%" else f"{metric.heading('test')}, signed so that + is better"
     caption = (
         f"Gain of each client over the same client under {gains['baseline']} with the same seed, in {unit}; in "
-        f"brackets Student's t interval over the n seeds ({round(100 * gains['confidence'])} % confidence)."
+        f"brackets Student's t interval over the n seeds ({round(100 * gains['confidence'])} % confidence). In color "
+        "what is established as a gain or a loss, corrected for the number of methods."
     )
     return (
         f'<div class="scroll"><table class="gains" data-metric="{escape(metric.name)}">'

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from coterie._util import extras
 from coterie._util.names import few
 from coterie.errors import ConfigError
 from coterie.functional.metrics import LOSS, Metric, stored
@@ -111,7 +112,7 @@ def opener(tracker: str, folder: str | Path) -> Opener:
             return _KINDS[tracker](Path(folder), name, settings)
         except ImportError as error:
             raise ConfigError(
-                f"{tracker} is not installed ({error.name or error} is missing); pip install 'coterie[{tracker}]'"
+                f"{tracker} is not installed ({error.name or error} is missing); {extras.install(tracker)}"
             ) from error
 
     return open_writer

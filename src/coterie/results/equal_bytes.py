@@ -52,7 +52,7 @@ class EqualBytes:
         model: on test data what the final evaluation takes: "best", each client's best model by validation loss, or
             "current", the newest (`evaluate = "final"`), or "either", where methods differ in that. On validation data
             "current", since there the score of a best model would be that by which it was chosen.
-        budget: bytes per client: the total of the communicating method that uses the fewest.
+        budget: bytes per client: what was asked for, else the total of the communicating method that uses the fewest.
         rows: best first.
         seeds: the seeds that the means are over; see `summary.compared`.
         left_out: how each run stands that is not among them.
@@ -93,7 +93,7 @@ class EqualBytes:
         return [*coverage.notes(content), *([self.caveat] if self.caveat else [])]
 
 
-def at_equal_bytes(folder: str | Path) -> EqualBytes:
+def at_equal_bytes(folder: str | Path, budget: float | None = None) -> EqualBytes:
     """Rank the methods of a stored study when each of their clients has used the same number of bytes.
 
     Bytes are those of all messages received and of those sent to a server (messages sent to peers are counted as
@@ -101,14 +101,20 @@ def at_equal_bytes(folder: str | Path) -> EqualBytes:
     validation loss, and scored on test data. A method that has not used more in its whole run has its final result;
     of another, the model is chosen among the rounds by then that were tested (a warm-up is not).
 
+    Args:
+        folder: of the study.
+        budget: bytes of a client; by default the total of the communicating method that uses the fewest.
+
     Raises:
         DataError: when there is no run, or several studies.
     """
     runs, problems = summary.find_runs([folder])
-    return of_runs(runs, problems, folder)
+    return of_runs(runs, problems, folder, budget)
 
 
-def of_runs(runs: Sequence[StoredRun], problems: Sequence[Problem], folder: str | Path) -> EqualBytes:
+def of_runs(
+    runs: Sequence[StoredRun], problems: Sequence[Problem], folder: str | Path, budget: float | None = None
+) -> EqualBytes:
     """As `at_equal_bytes`, of runs that were read already, and of the folders that could not be read."""
     whole = summary.summary_of(runs, folder, problems)
     chosen = summary.compared(runs, problems)
@@ -117,7 +123,8 @@ def of_runs(runs: Sequence[StoredRun], problems: Sequence[Problem], folder: str 
     best = {tested and _takes_best(run) for run in chosen}
     groups = summary.by_label(chosen)
     spent = [np.mean([bytes_per_client(run)[-1] for run in group]) for group in groups.values()]
-    budget = float(min((one for one in spent if one > 0), default=0.0))
+    if budget is None:
+        budget = float(min((one for one in spent if one > 0), default=0.0))
     rows = []
     for label, group in groups.items():
         points = [_at(run, metric, budget, tested=tested) for run in group]

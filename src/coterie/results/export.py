@@ -13,6 +13,7 @@ from jaxtyping import Float
 from safetensors.torch import save_file
 from torch import Tensor
 
+from coterie._util import extras
 from coterie._util.files import replacing
 from coterie.errors import ConfigError, ModelError, RunExistsError
 from coterie.simulation.models import Models, Which
@@ -128,8 +129,8 @@ def require_onnx() -> None:
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"ONNX needs the package{'s' * (len(missing) > 1)} {' and '.join(missing)}, the extra coterie[onnx]: "
-            f"pip install {' '.join(missing)}; --format safetensors needs nothing"
+            f"ONNX needs the package{'s' * (len(missing) > 1)} {' and '.join(missing)}: {extras.install('onnx')}; "
+            "--format safetensors needs nothing"
         )
 
 

@@ -18,17 +18,18 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 from jaxtyping import Float, Int
-from scipy import stats
 
 from coterie._util import manifest
 from coterie._util.claims import claimed
 from coterie.errors import DataError
 from coterie.functional import metrics
 from coterie.functional.metrics import Metrics
+from coterie.functional.paired import CONFIDENCE, holm, mean_difference
 from coterie.methods import METHODS
 from coterie.methods.base import Method
-from coterie.results import coverage
+from coterie.results import coverage, pairs
 from coterie.results.coverage import Standing, State
+from coterie.results.traffic import traffic
 from coterie.simulation import checkpoint, newcomers
 from coterie.simulation.checkpoint import PROVENANCE
 from coterie.simulation.final_metrics import final_tests, with_value
@@ -36,7 +37,6 @@ from coterie.simulation.record import EDGE_COLUMNS, EDGES, METRIC_COLUMNS, METRI
 from coterie.simulation.settings import Settings
 
 CONFIG, FEDERATION, SUMMARY = "config.toml", "federation.json", "summary.json"
-CONFIDENCE = 0.95
 STUDY_WAIT = 60.0
 """Seconds to wait for another process that writes the files of the same study: it takes milliseconds."""
 MEANS = {"all": "mean over clients", "clusters": "mean over clusters"}
@@ -498,12 +498,13 @@ def summarize(study: str | Path, seeds: Iterable[int] | None = None) -> dict[str
         seeds: average over no others than these.
 
     Returns:
-        `study`, `seeds`, `left_out`, `rows` and `timing`. A row is the final test value of one metric of one method:
-        the mean over the clients of one planted cluster, over all clients ("all"), or the unweighted mean over clusters
-        ("clusters"); then mean and population standard deviation over seeds, the same `seeds` for every method (see
-        `compared`); a single seed has no deviation. `left_out` tells how each run stands that is not among them.
-        `participation`, `time_to_accuracy` and `undefined` are those of the functions below. `metrics` is there when
-        methods declared some, and `scale` when the rounds were scaled.
+        `study`, `seeds`, `left_out`, `rows`, `pairs` and `timing`. A row is the final test value of one metric of one
+        method: the mean over the clients of one planted cluster, over all clients ("all"), or the unweighted mean over
+        clusters ("clusters"); then mean and population standard deviation over seeds, the same `seeds` for every method
+        (see `compared`); a single seed has no deviation. `left_out` tells how each run stands that is not among them. A
+        pair has the fields of `pairs.Pair` (see `pairs_of`); `about` says what their intervals speak of.
+        `participation`, `spent`, `time_to_accuracy` and `undefined` are those of the functions below. `metrics` is
+        there when methods declared some, and `scale` when the rounds were scaled.
 
     Raises:
         DataError: when the folder holds no run, or several studies.
@@ -552,14 +553,41 @@ def summary_of(
     ]
     name = runs[0].study if runs else Path(study).name
     content: dict[str, Any] = {"study": name, **covered(runs, problems, study, seeds=seeds)}
-    content |= {"rows": rows, "timing": timing}
-    content |= {one.__name__: one(chosen) for one in (participation, time_to_accuracy, undefined)}
+    found = pairs.as_json(pairs_of(chosen, names))
+    about = {"about": pairs.about(chosen[0].config, client_names(chosen))} if found else {}
+    content |= {"rows": rows, "pairs": found, **about, "timing": timing}
+    content |= {one.__name__: one(chosen) for one in (participation, spent, time_to_accuracy, undefined)}
     if declared := metrics.stored(metrics_of(runs).values()):
         content["metrics"] = declared
     if joined := new_clients(chosen):
         content["new_clients"] = joined
     scales = {float(run.config.get("scale", 1.0)) for run in runs} - {1.0}
     return {**content, "scale": min(scales)} if scales else content
+
+
+def pairs_of(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[pairs.Pair]:
+    """Compare the methods of a study in pairs: by the main metric in each cluster, by others over all clients.
+
+    Args:
+        runs: those that are `compared`.
+        names: of the planted clusters.
+    """
+    if not runs:
+        return []
+    known, main = metrics_of(runs), main_metric(runs)
+    planted: dict[int, pd.Series] = {}
+    for run in runs:
+        planted[run.seed] = run.clients.combine_first(planted[run.seed]) if run.seed in planted else run.clients
+    nowhere = {seed: clusters * 0 - 1 for seed, clusters in planted.items()}
+    out = []
+    for metric in dict.fromkeys([main, *(name for run in runs for name in run.results)]):
+        if known[metric].sign:
+            values: dict[str, dict[int, pd.Series]] = {}
+            for run in runs:
+                counted = with_value(run.final(metric), run.final(metrics.LOSS.name), run.known[metric])
+                values.setdefault(run.label, {})[run.seed] = counted
+            out += pairs.compare(values, planted if metric == main else nowhere, known[metric], names)
+    return out
 
 
 def over_seeds(values: Float[np.ndarray, " seeds"]) -> tuple[float, float | None]:
@@ -614,7 +642,9 @@ def gains(study: str | Path) -> dict[str, Any]:
         `confidence`, and a row for each other method: `label`, `seeds` (the number of those that are `compared`), and
         for each of `mean` (over clients), `worst_tenth` (mean over the tenth of the clients that gained least, rounded
         up to whole clients) and `lost` (share of clients with a gain below zero) the mean over the seeds with the ends
-        of Student's interval, `<name>_low` and `<name>_high`; None with a single seed.
+        of Student's interval, `<name>_low` and `<name>_high`; None with a single seed, or where all seeds gave the
+        same. `mean_established` and `worst_tenth_established` say whether it differs from 0, by Student's t test and
+        with Holm's correction for the number of rows.
 
     Raises:
         DataError: when the folder holds no run.
@@ -629,12 +659,18 @@ def gains_of(runs: Sequence[StoredRun], problems: Sequence[Problem] = ()) -> dic
     metric = main_metric(runs)
     baseline = next((run.label for run in runs if run.kind == "local"), None)
     out: dict[str, Any] = {"baseline": baseline, "metric": metric, "confidence": CONFIDENCE, "rows": []}
+    tests: dict[str, list[float]] = {}
     for label, per_seed in client_gains(done, baseline, metric).items():
         reduced = [_reduce_gains(values.to_numpy()) for values in per_seed.values()]
         row: dict[str, Any] = {"label": label, "seeds": len(reduced)}
         for name in ("mean", "worst_tenth", "lost"):
             row |= interval(name, np.array([one[name] for one in reduced]))
+        for name in ("mean", "worst_tenth"):
+            tests.setdefault(name, []).append(float(mean_difference(np.array([one[name] for one in reduced])).p))
         out["rows"].append(row)
+    for name, found in tests.items():
+        for row, p in zip(out["rows"], holm(np.array(found)), strict=True):
+            row[f"{name}_established"] = bool(p <= 1 - CONFIDENCE)
     return out
 
 
@@ -655,12 +691,10 @@ def _reduce_gains(values: np.ndarray) -> dict[str, float]:
 
 
 def interval(name: str, values: np.ndarray) -> dict[str, float | None]:
-    """Mean over seeds, with the ends of Student's confidence interval (None with fewer than two seeds)."""
-    mean, count = float(values.mean()), len(values)
-    if count < 2:
-        return {name: mean, f"{name}_low": None, f"{name}_high": None}
-    half = float(stats.t.ppf((1 + CONFIDENCE) / 2, count - 1) * values.std(ddof=1) / math.sqrt(count))
-    return {name: mean, f"{name}_low": mean - half, f"{name}_high": mean + half}
+    """Mean over seeds, with the ends of Student's interval; None for one seed, or where all gave the same."""
+    found = mean_difference(values)
+    ends = (None if np.isnan(end) else float(end) for end in (found.low, found.high))
+    return dict(zip((name, f"{name}_low", f"{name}_high"), (float(found.mean), *ends), strict=True))
 
 
 def json_ready(value: Any) -> Any:
@@ -718,6 +752,22 @@ def curve(table: pd.DataFrame, metric: str) -> tuple[list[int], list[float]]:
 def participation(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     """Return the total participation of each run: `label`, `seed`, `client_rounds`."""
     return [{"label": run.label, "seed": run.seed, "client_rounds": client_rounds(run.metrics)} for run in runs]
+
+
+def spent(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
+    """Return what each method spent, mean over runs.
+
+    Returns:
+        A row for each method: `label`, `bytes` (of a client, received and sent to a server) and `client_rounds` (of
+        training, over all clients).
+    """
+    rows = []
+    for label, group in by_label(runs).items():
+        used = [sum(part.sum() for part in traffic(run.metrics, run.edges, max(1, run.rounds))) for run in group]
+        per_client = np.mean([total / len(run.clients) for total, run in zip(used, group, strict=True)])
+        trained = np.mean([client_rounds(run.metrics) for run in group])
+        rows.append({"label": label, "bytes": float(per_client), "client_rounds": float(trained)})
+    return rows
 
 
 def time_to_accuracy(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ import pandas as pd
 
 from coterie._util import manifest
 from coterie._util.claims import LOCK, claimed, in_use
+from coterie._util.facts import Described
 from coterie.data.build import build_federation
 from coterie.data.federation import Federation
 from coterie.engine import ENGINES
@@ -56,8 +57,8 @@ class Job:
         return f"{self.label}, seed {self.seed}"
 
 
-@dataclass(frozen=True)
-class Study:
+@dataclass(frozen=True, repr=False)
+class Study(Described):
     """A study that has run.
 
     Args:
@@ -78,6 +79,16 @@ class Study:
     server: bool = False
     elsewhere: Mapping[Job, str] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
+
+    def facts(self) -> tuple[str, dict[str, Any]]:
+        """Return a title, and what there is to know in a few words."""
+        left_out = len(self.summary.get("left_out", ()))
+        return f"Study {self.config.name!r}", {
+            "methods": ", ".join(method.label for method in self.config.methods),
+            "seeds": ", ".join(map(str, self.summary["seeds"])) or "none that all methods have",
+            "runs": f"{len(self.summary['timing'])} finished" + f", {left_out} left out" * bool(left_out),
+            "folder": self.folder,
+        }
 
     @property
     def rows(self) -> pd.DataFrame:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from coterie.cli import _display
 from coterie.functional.metrics import ACCURACY, LOSS
+from coterie.results.pairs import Pair
 from coterie.simulation.run import Note, Progress
 from coterie.studies import config
 from coterie.studies.run import run_study
@@ -139,17 +140,50 @@ def test_quiet_says_nothing(clock):
     assert lines(text) == []
 
 
-@pytest.mark.parametrize(("metric", "best"), [(ACCURACY, "B"), (LOSS, "A")])
-def test_the_best_of_a_column_is_bold_and_of_losses_that_is_the_least(metric, best):
+def column(metric, established, seeds=5):
+    """The mean of two methods and of Oracle, 0.25, 0.5 and 0.9 (of a loss 0.1): which are bold, and what is printed."""
+    means = {"A": 0.25, "B": 0.5, "Oracle": 0.9 if metric is ACCURACY else 0.1}
     rows = pd.DataFrame(
-        [("A", "all", 0.25, 0.0, 1), ("B", "all", 0.5, 0.0, 1)], columns=["label", "cluster", "mean", "std", "seeds"]
+        [(label.lower(), label, "all", metric.name, mean, 0.1, seeds) for label, mean in means.items()],
+        columns=["method", "label", "cluster", "metric", "mean", "std", "seeds"],
     )
+    found = Pair("B", "A", metric.name, "all", 0.25, 0.1, 0.4, 0.01, 0.01, 1.0, 0.9, 0.1, seeds, 20, 7, established)
     text = io.StringIO()
-    Console(file=text, force_terminal=True, color_system="standard", width=80).print(
-        _display._table_of(rows, metric, ["A", "B"], 80)
-    )
-    bold = {line.split()[0]: "\x1b[1m" in line for line in lines(text) if line[:1] in ("A", "B")}
-    assert bold == {"A": best == "A", "B": best == "B"}
+    console = Console(file=text, force_terminal=True, color_system="standard", width=80)
+    console.print(_display._table_of(rows, metric, list(means), 80, [found]))
+    return {line.split()[0]: "\x1b[1m" in line for line in lines(text) if line[:1] in "ABO"}, text.getvalue()
+
+
+@pytest.mark.parametrize(("metric", "best"), [(ACCURACY, "B"), (LOSS, "A")])
+def test_what_is_established_as_the_best_of_a_column_is_bold(metric, best):
+    """Of losses that is the least; Oracle, which is better than both, is not ranked."""
+    bold, text = column(metric, established=True)
+    assert bold == {"A": best == "A", "B": best == "B", "Oracle": False}
+    assert "*" not in text
+
+
+@pytest.mark.parametrize("metric", [ACCURACY, LOSS])
+def test_what_cannot_be_told_apart_has_stars_and_is_not_bold(metric):
+    bold, text = column(metric, established=False)
+    assert not any(bold.values())
+    starred = {line.split()[0] for line in text.splitlines() if line.rstrip().endswith("*")}
+    assert starred == {"A", "B"}
+    assert "* cannot be told apart from the best of its column." in text
+
+
+def test_of_one_seed_nothing_is_best():
+    bold, text = column(ACCURACY, established=False, seeds=1)
+    assert not any(bold.values())
+    assert "*" not in text
+
+
+def test_a_gain_has_its_interval():
+    row = {"label": "DAC", "lost": 0.25, "seeds": 3, "mean": 0.125, "mean_low": 0.1, "mean_high": 0.15}
+    row |= {"worst_tenth": -0.05, "worst_tenth_low": -0.1, "worst_tenth_high": 0.0}
+    text = io.StringIO()
+    gains = {"baseline": "Local", "metric": "accuracy", "confidence": 0.95, "rows": [row]}
+    Console(file=text, width=80).print(_display._gain_table(gains, ACCURACY, ["Local", "DAC"]))
+    assert "+12.5 (10.0 to 15.0)  -5.0 (-10.0 to 0.0)" in text.getvalue()
 
 
 def test_the_share_of_clients_that_lost_is_in_percent():

@@ -126,7 +126,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(tmp_path, monkeypatch):
 
 def test_a_known_dataset_that_is_not_here_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.delenv("COTERIE_DATA", raising=False)
-    expected = r"there is no data folder; give --data-dir .*mnist/train-\*.parquet, or pip install coterie\[hub\]"
+    expected = r"there is no data folder; give --data-dir .*mnist/train-\*.parquet, or pip install 'datasets>="
     with pytest.raises(DataError, match=expected):
         load("mnist")
     with pytest.raises(DataError, match="has no folder mnist"):

@@ -251,11 +251,11 @@ def test_a_folder_comes_before_the_hub(folder, tmp_path, monkeypatch):
 def test_without_the_extra_the_hub_says_what_to_install(monkeypatch):
     monkeypatch.delenv("COTERIE_DATA", raising=False)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"needs: pip install coterie\[hub\]; or give --data-dir"):
+    with pytest.raises(DataError, match=r"needs: pip install 'datasets>=.*'; or give --data-dir"):
         load("mnist", download=True)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="the extra coterie[hub] is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="the extra hub is not installed")
 def test_the_real_library_reads_the_same_as_the_folder(folder, cache, monkeypatch):
     """The Hub's library, pointed at the same files, gives the same source; no network."""
     datasets = importlib.import_module("datasets")

@@ -106,7 +106,10 @@ def test_a_missing_torchvision_is_explained(monkeypatch: pytest.MonkeyPatch):
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(networks.importlib, "import_module", missing)
-    with pytest.raises(ModelError, match=r"resnet18 needs torchvision, .* install coterie\[vision\]"):
+    with pytest.raises(
+        ModelError,
+        match=r"resnet18 needs torchvision, .* pip install 'torchvision>=.*', the one that was built for your PyTorch",
+    ):
         build("resnet-18", (3, 32, 32), 10)
     with pytest.raises(ModelError, match="color images of at least 3x32x32; found 1x28x28"):
         build("resnet-18", (1, 28, 28), 10)
@@ -125,7 +128,7 @@ def test_a_torchvision_built_for_another_pytorch_is_explained(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
     found = r"cannot be imported \(operator torchvision::nms does not exist\); "
-    fix = r"install coterie\[vision\], with the torchvision that was built for your PyTorch"
+    fix = r"pip install 'torchvision>=.*', the one that was built for your PyTorch"
     for _ in range(2):
         with pytest.raises(ModelError, match=found + fix) as caught:
             build(kind, (3, 32, 32), 10)

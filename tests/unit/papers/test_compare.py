@@ -204,3 +204,86 @@ def test_the_command_prints_tables_and_json(tmp_path):
 def test_a_markdown_table_has_one_line_a_row():
     sheet = _tables.TextTable("t", ("a", "b"), [("x|y", "1")], "foot")
     assert _tables.markdown(sheet) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 |\n\nfoot\n"
+
+
+@pytest.fixture
+def five(tmp_path, write_run, final_rows):
+    """A study of five seeds: DAC is far better than Local, and like Random; of two clusters."""
+    rng = np.random.default_rng(0)
+    for seed in range(5):
+        level = 0.05 * rng.standard_normal(4)
+        for label, mean in (("DAC", 0.8), ("Random", 0.795), ("Local", 0.6)):
+            values = mean + level + 0.02 * rng.standard_normal(4)
+            rows = final_rows(list(values), [0, 0, 1, 1]) + final_rows(list(1 - values), [0, 0, 1, 1], metric="loss")
+            folder = tmp_path / "five" / label / f"seed-{seed}"
+            write_run(folder, kind=label.lower(), label=label, seed=seed, metrics=rows, study="five")
+    return of_methods(tmp_path / "five", "DAC", "Random", "Local", seeds=range(5))
+
+
+def told(*arguments):
+    """What a command prints, where it ends with status 0."""
+    done = CliRunner().invoke(app, [str(one) for one in arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_the_command_says_what_is_established_in_words(five):
+    shown = told("compare", five)
+    text = " ".join(shown.split())
+    assert "DAC is better than Local by " in text
+    assert " seeds would settle a difference of this size" in text
+    assert "cannot be told apart from it with 5 seeds." in text
+    assert "* cannot be told apart from the best of its column." in text
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "\x1b" not in shown
+
+
+def test_fewer_pairs_by_a_metric_and_a_baseline(five):
+    (content,) = json.loads(told("compare", five, "--json"))
+    whole = {frozenset((pair["method_a"], pair["method_b"])): pair for pair in content["pairs"]}
+    assert len(whole) == 3
+    assert len(content["verdicts"]) == 5
+    (content,) = json.loads(told("compare", five, "--baseline", "Local", "--metric", "loss", "--json"))
+    assert [(pair["method_a"], pair["method_b"], pair["metric"]) for pair in content["pairs"]] == [
+        ("DAC", "Local", "loss"), ("Random", "Local", "loss"),
+    ]  # fmt: skip
+    for pair in content["pairs"]:
+        other = whole[frozenset((pair["method_a"], pair["method_b"]))]
+        assert pair["p"] == pytest.approx(other["p"])
+        assert pair["p_corrected"] <= other["p_corrected"]
+    (content,) = json.loads(told("compare", five, "--cluster", "1", "--test-share", "0.2", "--json"))
+    (wide,) = [pair for pair in content["pairs"] if {pair["method_a"], pair["method_b"]} == {"DAC", "Local"}]
+    assert wide["cluster"] == "1"
+    assert "Nadeau and Bengio" in content["verdicts"][-1]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--metric", "acuracy", "unknown metric 'acuracy'; did you mean 'accuracy'?"),
+        ("--baseline", "Lokal", "unknown method 'Lokal'; did you mean 'Local'?"),
+        ("--cluster", "7", "unknown cluster '7'"),
+    ],
+)
+def test_what_is_not_in_the_study_is_refused_with_what_is(five, option, value, said):
+    done = CliRunner().invoke(app, ["compare", str(five), option, value])
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception).startswith(said)
+
+
+def test_tables_for_papers(five):
+    """Means with intervals by cluster, then the pairs; bold and stars as in the terminal."""
+    text = told("compare", five, "--format", "latex")
+    assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 2
+    assert r"\textbf{" in text
+    assert text.count("% * cannot be told apart") == 1
+    assert "mean over clients" in text
+    text = told("compare", five, "--format", "markdown", "--baseline", "Local")
+    assert text.count("| --- |") == 2
+    assert "| DAC over Local | **+" in text
+
+
+def test_a_summary_that_was_stored_without_pairs_is_said_to_be(tmp_path):
+    text = " ".join(told("compare", write_study(tmp_path / "mine", Oracle=9.5, Alone=35.0, Random=100.0)).split())
+    assert "was stored without pairs" in text
+    assert "\x1b" not in text

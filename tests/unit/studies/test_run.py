@@ -76,6 +76,14 @@ def test_a_study_leaves_the_agreed_files(finished):
             assert names == {*FILES, *others}
 
 
+def test_a_study_is_shown_in_a_few_words(finished):
+    """In a notebook too, where everything that it holds would fill the screen."""
+    lines = [line.split(None, 1) for line in str(finished).splitlines()]
+    shown = {"Study": "'tiny'", "methods": "random, Alone", "seeds": "0, 1", "runs": "4 finished"}
+    assert dict(lines[:-1]) == shown
+    assert lines[-1] == ["folder", str(finished.folder)]
+
+
 def test_the_config_of_a_run_is_a_study_of_that_run_alone(finished):
     study = config.load(finished.folder / "Alone" / "seed-1" / "config.toml")
     assert ([entry.label for entry in study.methods], study.seeds) == (["Alone"], (1,))

@@ -17,15 +17,17 @@ page.views.push({
     const of = (what, method, place) => (what === "final" ? values : gains)[method * clients + place];
     const methods = data.methods.map((m, i) => i).filter((m) => Number.isFinite(values[m * clients]));
     const baseline = data.clients.baseline;
+    const planted = data.clusters.length > 0;
     const rows = ids.map((client, place) => ({
       client, place,
-      cells: [data.names ? clientName(data, client) : client, ...(data.names ? [client] : []), clusterName(data, data.cluster[client]), ...methods.map((m) => of("final", m, place)),
+      cells: [data.names ? clientName(data, client) : client, ...(data.names ? [client] : []), ...(planted ? [clusterName(data, data.cluster[client])] : []), ...methods.map((m) => of("final", m, place)),
         ...methods.filter((m) => data.methods[m].label !== baseline).map((m) => of("gain", m, place))],
     }));
     function pick(row, scroll = true) {
       state.client = row.place;
       for (const other of rows) other.element.setAttribute("aria-selected", String(other === row));
       drawClient(detail, data, row.client, row.place, clients);
+      history.replaceState(null, "", `#client=${row.client}`);
       if (scroll) detail.scrollIntoView({ block: "nearest" });
     }
 
@@ -47,7 +49,7 @@ page.views.push({
         const own = ids.map((_, place) => of("final", m, place));
         return `${data.methods[m].label}: from ${show(Math.min(...own), metric)} to ${show(Math.max(...own), metric)}`;
       }).join("; ")}`,
-      caption: "Each point is a client (mean over seeds), each bar the mean over clients; color and shape by planted cluster. Click a point to see the client.",
+      caption: `Each point is a client (mean over seeds), each bar the mean over clients${planted ? "; color and shape by planted cluster" : ""}. Click a point to see the client.`,
       click: (event) => { if (event.data && event.data.client !== undefined) pick(rows[event.data.place]); },
       option: () => ({
         xAxis: axis("", { type: "value", min: -0.5, max: shownMethods().length - 0.5, splitLine: { show: false }, axisTick: { show: false },
@@ -56,7 +58,7 @@ page.views.push({
         yAxis: axis(state.what === "final" ? `test ${metric.title}` : "gain", { type: "value", scale: true, nameGap: 44, axisLine: { show: false }, axisTick: { show: false },
           axisLabel: { color: css("--muted"), formatter: tick(metric) } }),
         tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => (e.data.client === undefined ? "" :
-          `${escapeText(clientName(data, e.data.client))} (${escapeText(clusterName(data, data.cluster[e.data.client]))})<br><b>${show(e.data.value[1], metric, state.what === "gain")}</b>`) },
+          `${escapeText(withCluster(data, e.data.client))}<br><b>${show(e.data.value[1], metric, state.what === "gain")}</b>`) },
         grid: { ...base().grid, bottom: turned() ? 90 : 48 },
         series: [...(data.clusters.length ? data.clusters : [{ id: -1, name: "clients" }]).map((cluster) => ({
           name: cluster.name, type: "scatter", symbol: markOf(cluster.id), symbolSize: clients > 300 ? 5 : 8,
@@ -70,10 +72,15 @@ page.views.push({
       }),
     });
     root.append(h("h2", {}, `Table: test ${metric.heading}`), h("div", { class: "tall" }, sortable([
-      { name: "Client", text: Boolean(data.names) }, ...(data.names ? [{ name: "Id" }] : []), { name: "Cluster", text: true },
+      { name: "Client", text: Boolean(data.names) }, ...(data.names ? [{ name: "Id" }] : []), ...(planted ? [{ name: "Cluster", text: true }] : []),
       ...methods.map((m) => ({ name: data.methods[m].label, show: (v) => show(v, metric) })),
       ...methods.filter((m) => data.methods[m].label !== baseline).map((m) => ({ name: `${data.methods[m].label} − ${baseline ?? "Local"}`, show: (v) => show(v, metric, true) })),
     ].slice(0, rows[0].cells.length), rows, { onpick: pick, label: "Clients; choose a row to see the client" })), detail);
+    page.picks.client = (asked) => {
+      const row = rows.find((one) => String(one.client) === asked) ?? rows.find((one) => data.names?.[one.client] === asked);
+      if (row) pick(row);
+      return Boolean(row);
+    };
     if (state.client !== null && rows[state.client]) pick(rows[state.client], false);
   },
 });
@@ -88,7 +95,7 @@ function drawClient(root, data, client, at, clients) {
   const metric = metricOf(data, data.metric);
   root.replaceChildren(h("h2", { title: clientName(data, client) }, named(data, client) ? brief(clientName(data, client), 80) : `Client ${client}`), h("p", {}, [
     named(data, client) ? `client ${client}` : null,
-    clusterName(data, data.cluster[client]),
+    data.clusters.length ? clusterName(data, data.cluster[client]) : null,
     data.data?.shift?.[at] && data.data.shift[at] !== clusterName(data, data.cluster[client]) ? data.data.shift[at] : null,
     data.data?.train ? `${data.data.train[at]} training and ${data.data.validation[at]} validation samples` : null,
   ].filter(Boolean).join("; ")));
@@ -127,7 +134,7 @@ function drawClient(root, data, client, at, clients) {
         grid: { left: 110, right: 24, top: 10, bottom: 40 },
         xAxis: axis("times used", { type: "value", minInterval: 1 }),
         yAxis: axis("", { type: "category", inverse: true, data: own.map(([p]) => brief(clientName(data, p), 16)), splitLine: { show: false } }),
-        tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => `${escapeText(clientName(data, own[e.dataIndex][0]))} (${escapeText(clusterName(data, data.cluster[own[e.dataIndex][0]]))}): ${e.value}` },
+        tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => `${escapeText(withCluster(data, own[e.dataIndex][0]))}: ${e.value}` },
         series: [{ type: "bar", data: own.map(([p, t]) => ({ value: t, itemStyle: { color: clusterColor(data.cluster[p]) } })), barMaxWidth: 18 }],
       }),
     });

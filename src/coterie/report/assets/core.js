@@ -2,7 +2,7 @@
 /* The parts that every view uses: unpacking, elements, colors, tabs, charts. No view builds HTML from text: names come
    from outside and are only ever set as text. */
 
-const page = { data: null, views: [], redraw: new Map(), charts: new Map(), unpacked: new WeakMap(), kept: {} };
+const page = { data: null, views: [], redraw: new Map(), charts: new Map(), unpacked: new WeakMap(), kept: {}, picks: {} };
 
 /* What the reader chose in a view; kept when the view is drawn again with newer data. */
 function kept(view, defaults) {
@@ -84,7 +84,7 @@ function brief(text, most = 20) {
 /* The clients that arrays of one entry a client are of: all, or a sample of a large population. */
 const shownClients = (data) => data.clients.shown ?? data.cluster.map((_, i) => i);
 const sampleNote = (data) => (data.clients.shown
-  ? h("p", { class: "note" }, `Of ${data.cluster.length} clients a sample of ${data.clients.shown.length} is shown, in equal steps through the planted clusters; the parquet files hold all.`) : null);
+  ? h("p", { class: "note" }, `Of ${data.cluster.length} clients a sample of ${data.clients.shown.length} is shown, in equal steps${data.clusters.length ? " through the planted clusters" : ""}; the parquet files hold all.`) : null);
 
 async function unpack(packed) {
   if (page.unpacked.has(packed)) return page.unpacked.get(packed);

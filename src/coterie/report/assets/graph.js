@@ -23,7 +23,7 @@ function drawGraph(root, data, methods) {
   const order = data.cluster.map((c, i) => [c, i]).sort((a, b) => a[0] - b[0] || a[1] - b[1]).map(([, i]) => i);
   const angle = new Float64Array(clients);
   order.forEach((client, place) => { angle[client] = (2 * Math.PI * place) / clients; });
-  const state = kept("graph", { method: 0, peers: Math.min(3, page.unpacked.get(methods[0].peers).shape[1]), color: "truth", layout: "circle" });
+  const state = kept("graph", { method: 0, peers: Math.min(3, page.unpacked.get(methods[0].peers).shape[1]), color: data.clusters.length ? "truth" : "communities", layout: "circle" });
   state.method = Math.min(state.method, methods.length - 1);
   const box = h("div");
   const label = (one) => data.methods[one.method].label;
@@ -63,14 +63,14 @@ function drawGraph(root, data, methods) {
     const drawnIds = few ? [...new Set(lines.flatMap((l) => [l.from, l.to]))] : ids;
     const radius = Math.max(5, Math.min(16, 520 / clients));
     const inside = lines.filter((l) => data.cluster[l.from] === data.cluster[l.to]).length;
-    const text = `${label(one)}: ${few ? `${drawnIds.length} of ` : ""}${clients} clients, ${lines.length} lines to the ${state.peers} most used peers, ${inside} of them within a planted cluster`;
+    const text = `${label(one)}: ${few ? `${drawnIds.length} of ` : ""}${clients} clients, ${lines.length} lines to the ${state.peers} most used peers${data.clusters.length ? `, ${inside} of them within a planted cluster` : ""}`;
     box.firstChild?.querySelector("[role=img]")?.setAttribute("aria-label", text);
     return {
       tooltip: {
         ...tooltipStyle(),
         formatter: (e) => (e.dataType === "edge"
           ? `${who(e.data.source)} used the model of ${who(e.data.target)} ${e.data.count} times`
-          : `${who(e.data.id)}<br>${escapeText(clusterName(data, data.cluster[e.data.id]))}<br>found group ${groupsOf(one)[e.data.id]}<br>a most used peer of ${inDegree[e.data.id]} clients`),
+          : `${who(e.data.id)}${data.clusters.length ? `<br>${escapeText(clusterName(data, data.cluster[e.data.id]))}` : ""}<br>found group ${groupsOf(one)[e.data.id]}<br>a most used peer of ${inDegree[e.data.id]} clients`),
       },
       series: [{
         type: "graph", layout: state.layout === "circle" ? "none" : "force", roam: true, left: 40, right: 40, top: 30, bottom: 30,
@@ -95,9 +95,9 @@ function drawGraph(root, data, methods) {
   let drawn = null;
   const redraw = () => { if (drawn) drawn.draw(); };
   const most = page.unpacked.get(methods[0].peers).shape[1];
-  const colors = [["truth", "planted cluster"], ["communities", "communities of reads"]];
-  if (data.labels.length) colors.push(["found", "cluster found by the method"]);
-  const layouts = [["circle", "circle, by planted cluster"]];
+  const colors = [...(data.clusters.length ? [["truth", "planted cluster"]] : []), ["communities", "communities of reads"]];
+  if (data.labels.length) colors.push(["found", "group found by the method"]);
+  const layouts = [["circle", data.clusters.length ? "circle, by planted cluster" : "circle"]];
   if (clients <= 200) layouts.push(["force", "force-directed"]);
   const peers = h("input", { type: "range", min: 1, max: most, value: state.peers, "aria-label": "peers per client" });
   peers.addEventListener("input", () => { state.peers = Number(peers.value); redraw(); });
@@ -117,6 +117,9 @@ function drawGraph(root, data, methods) {
       clusterGlyph(c.id), c.name))));
   }
 }
+
+/* A client's name, with its planted cluster where there are any. */
+const withCluster = (data, id) => `${clientName(data, id)}${data.clusters.length ? ` (${clusterName(data, data.cluster[id])})` : ""}`;
 
 function clusterName(data, id) {
   const cluster = data.clusters.find((c) => c.id === id);

@@ -52,6 +52,16 @@ async function open(id, focus = false) {
   document.body.dataset.open = id;
 }
 
+/* Open what an address names after its #: a view, or client=7, client=Oslo, method=DAC, pair=DAC,Random. */
+async function go(ids) {
+  const asked = location.hash.slice(1);
+  const [, kind, text] = /^(client|method|pair)=(.*)$/.exec(asked) ?? [];
+  const words = (text ?? "").split(",").map((word) => { try { return decodeURIComponent(word); } catch { return word; } });
+  const view = { client: "clients", method: "pairs", pair: "pairs" }[kind] ?? asked;
+  await open(ids.includes(view) ? view : "overview");
+  if (kind && page.picks[kind]?.(...words)) history.replaceState(null, "", `#${asked}`);
+}
+
 function build() {
   const tabs = document.getElementById("tabs");
   const shown = page.views.filter((view) => page.data.methods.length && view.ready(page.data));
@@ -136,8 +146,8 @@ async function start() {
   setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   document.getElementById("theme").addEventListener("click", () => setTheme(isDark() ? "light" : "dark"));
   const ids = build();
-  const asked = location.hash.slice(1);
-  await open(ids.includes(asked) ? asked : "overview");
+  await go(ids);
+  addEventListener("hashchange", () => go([...document.querySelectorAll("[role=tab]")].map((tab) => tab.id.slice(4))));
   document.body.dataset.ready = "true";
   performance.mark("ready");
   if (page.data.signature !== undefined) follow();

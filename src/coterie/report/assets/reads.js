@@ -68,7 +68,7 @@ function readSentence(data, reads, one, sum, text) {
     if (cellCluster[Math.floor(c / side)] === cellCluster[c % side]) inside += sum[c];
   }
   const share = total ? `${((100 * inside) / total).toFixed(1)} % of reads are within the planted clusters` : "no reads";
-  return `Heatmap of ${data.methods[one.method].label}, ${text}: ${share}`;
+  return `Heatmap of ${data.methods[one.method].label}, ${text}${data.clusters.length || !total ? `: ${share}` : ""}`;
 }
 
 /* The heatmap of a whole run. */
@@ -121,13 +121,13 @@ page.views.push({
 
     slider.addEventListener("input", () => { state.frame = Number(slider.value) === reads.ends.length - 1 ? null : Number(slider.value); redraw(); });
     root.append(h("h2", {}, "Which models each client used"), h("p", {}, "A row for each client, a column for each peer whose model it used (a read); " +
-      "both in order of planted cluster. Blocks on the diagonal are reads within a cluster."),
+      (data.clusters.length ? "both in order of planted cluster. Blocks on the diagonal are reads within a cluster." : "both in the same order.")),
     h("div", { class: "controls" }, h("label", {}, "Up to", slider), when,
       checkbox("cumulative", state.whole, (on) => { state.whole = on; redraw(); }),
       h("span", { class: "muted" }, "0 ", legend, most)),
     h("div", { class: "grid", id: "heatmaps" }, ...maps.map((map) => map.element)));
     if (side < data.cluster.length) {
-      root.append(h("p", { class: "note" }, `A cell holds up to ${Math.ceil(data.cluster.length / 240)} neighboring clients of one cluster.`));
+      root.append(h("p", { class: "note" }, `A cell holds up to ${Math.ceil(data.cluster.length / 240)} neighboring clients${data.clusters.length ? " of one cluster" : ""}.`));
     }
     page.redraw.set(slider, redraw);
     redraw();

@@ -14,15 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from coterie.functional.metrics import Metrics
 from coterie.report.data.cost import COUNTED, cost
 from coterie.report.data.curves import clients, curves
 from coterie.report.data.packing import sampled
 from coterie.report.data.reads import labels, reads
+from coterie.results import pairs, tables
 from coterie.results.coverage import notes
 from coterie.results.equal_bytes import of_runs
 from coterie.results.summary import (
     CONFIG,
     FEDERATION,
+    MEANS,
     Problem,
     StoredRun,
     by_label,
@@ -60,12 +63,20 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
     cluster = np.full(population, -1)
     cluster[: runs[0].population] = runs[0].planted
     home = home if folder == runs[0].folder else folder
+    if len(np.unique(cluster[cluster >= 0])) < 2:  # then there is nothing to say of clusters
+        cluster[:] = -1
     names = cluster_names(home, (int(c) for c in np.unique(cluster) if c >= 0))
     groups, called = by_label(runs), client_names(runs)
     drawn = charted(runs, problems)
     alike = {label: [run for run in drawn if run.label == label and run.clients.equals(truth)] for label in groups}
     results = summary_of(runs, folder, problems)
+    if not names:
+        results["rows"], results["pairs"] = _without_clusters(results["rows"]), _without_clusters(results["pairs"])
     ranking = of_runs(runs, problems, folder)
+    compared = _pairs(results, metrics_of(runs), metric)
+    results = {
+        name: value for name, value in results.items() if name not in ("pairs", "about")
+    }  # the page has them once
     path, config = home / FEDERATION, home / CONFIG
     return json_ready(
         {
@@ -78,6 +89,7 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
             "names": [called.get(client) for client in range(population)] if called else None,
             "results": results,
             "notes": [*notes(results), *told_of_new_clients(results, metric)],
+            "pairs": compared,
             "gains": gains_of(runs, problems),
             "curves": curves(alike, cluster, list(names)),
             "reads": reads(alike, cluster),
@@ -91,6 +103,46 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
             "study_config": config.read_text("utf-8") if config.is_file() else None,
         }
     )
+
+
+def _without_clusters(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["cluster"] == "all"]
+
+
+def _pairs(results: dict[str, Any], known: Metrics, main: str) -> dict[str, Any]:
+    """The pairs of methods as the page shows them: in words and numbers, by metric and group of clients.
+
+    Returns:
+        `families`: of each group `metric`, `cluster`, `standing` (which method is best, in words), `leaders` and
+        `pairs`, those with the difference and its interval as `text` and the `verdict` in words. `tables`: LaTeX and
+        Markdown of the main metric.
+    """
+    content = json_ready(results)
+    every, rows = pairs.read(content), content["rows"]
+    keys = dict.fromkeys((pair.metric, pair.cluster) for pair in every)
+    families = []
+    for metric, cluster in keys:
+        entry, own = known[metric], [pair for pair in every if (pair.metric, pair.cluster) == (metric, cluster)]
+        told = [{"text": pairs.shown(pair, entry), "verdict": pairs.verdict(pair, entry)} for pair in own]
+        families.append(
+            {
+                "metric": metric,
+                "cluster": cluster,
+                "standing": pairs.standing(rows, every, entry, cluster),
+                "leaders": pairs.leaders(rows, every, entry, cluster),
+                "pairs": [{**one, **words} for one, words in zip(pairs.as_json(own), told, strict=True)],
+            }
+        )
+    written = {}
+    if (main, "all") in keys:
+        title = f"{content['study']}: {known[main].heading('test')}, 95 % intervals over n seeds in brackets"
+        found = [
+            tables.means(rows, every, known[main], title, MEANS),
+            tables.of_pairs(pairs.chosen(every, metric=main), known[main]),
+        ]
+        for name, write in (("LaTeX", tables.latex), ("Markdown", tables.markdown)):
+            written[name] = "\n".join(write(table) for table in found)
+    return {"families": families, "tables": written, "about": content.get("about", "")}
 
 
 def blank(folder: Path, problems: Sequence[Problem] = ()) -> dict[str, Any]:

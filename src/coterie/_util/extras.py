@@ -1,0 +1,27 @@
+"""Optional packages: what to install where one is missing."""
+
+import shlex
+from importlib.metadata import PackageNotFoundError, requires
+
+
+def install(extra: str) -> str:
+    """Return the command that installs what an extra adds, however Coterie itself was installed.
+
+    It names the packages of the extra, not `coterie[EXTRA]`: pip would look for that in an index, also where Coterie
+    came from a clone or a wheel.
+
+    Args:
+        extra: its name in pyproject.toml, such as "net".
+
+    Example:
+        >>> install("vision")
+        "pip install 'torchvision>=0.21'"
+    """
+    try:
+        stated = [line.partition(";") for line in requires("coterie") or []]
+    except PackageNotFoundError:
+        stated = []
+    packages = [name.strip() for name, _, where in stated if where.replace('"', "'").strip() == f"extra == '{extra}'"]
+    if not packages:  # Coterie is a folder on Python's path, or was installed before it had this extra
+        return f"pip install '.[{extra}]' in the folder of Coterie's pyproject.toml"
+    return shlex.join(["pip", "install", *packages])
