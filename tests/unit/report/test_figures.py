@@ -1,4 +1,5 @@
 import json
+import shutil
 from importlib import resources
 from pathlib import Path
 
@@ -245,10 +246,17 @@ def test_a_published_figure_says_which_study_it_needs(small, tmp_path):
         assert not (tmp_path / "none.svg").exists()
 
 
-def test_one_file_cannot_hold_two_reports(small):
-    """--out with two folders is refused before anything is read."""
-    told = CliRunner().invoke(app, ["report", str(small), str(small), "--out", "x.html"])
-    assert isinstance(told.exception, ConfigError)
+def test_two_studies_make_two_reports_and_a_page_with_both(small, tmp_path):
+    """The same study twice is refused."""
+    other = shutil.copytree(small, tmp_path / "another")
+    told = CliRunner().invoke(app, ["report", str(small), str(other), "--out", str(tmp_path / "x.html")])
+    assert told.exit_code == 0, told.output
+    assert told.output.splitlines()[-1] == f"Studies: {tmp_path / 'x.html'}"
+    assert (small / "report.html").exists()
+    assert (other / "report.html").exists()
+    told = CliRunner().invoke(app, ["report", str(small), str(small), "--out", str(tmp_path / "y.html")])
+    assert isinstance(told.exception, DataError)
+    assert not (tmp_path / "y.html").exists()
 
 
 @pytest.fixture
