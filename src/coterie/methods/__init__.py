@@ -23,6 +23,7 @@ from coterie.methods.oneshot import OneShot as OneShot
 from coterie.methods.oracle import Oracle as Oracle
 from coterie.methods.panm import PanmGrad as PanmGrad, PanmLoss as PanmLoss
 from coterie.methods.pens import Pens as Pens
+from coterie.methods.pooled import Pooled as Pooled
 from coterie.methods.random_gossip import Random as Random
 from coterie.methods.sosicfl import SosicFl as SosicFl, SosicFlAll as SosicFlAll, SosicFlPlus as SosicFlPlus
 # isort: on

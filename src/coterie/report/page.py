@@ -21,6 +21,8 @@ from coterie.report.data import blank, payload
 from coterie.results.summary import MEANS, Problem, StoredRun, find_runs, metrics_of
 
 SHARE = Metric("lost", unit="%", scale=100.0, digits=2)
+REFERENCES = ("oracle", "pooled")
+"""Kinds of methods that know what no client does: they are never the best of a table."""
 SCRIPTS = ("core.js", "curves.js", "reads.js", "graph.js", "clients.js", "cost.js", "data.js", "main.js")
 
 
@@ -223,7 +225,7 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
     best = {}
     for column in columns:
         fair = [
-            row for row in rows if row["cluster"] == column and row["method"] != "oracle" and row["mean"] is not None
+            row for row in rows if row["cluster"] == column and row["method"] not in REFERENCES and row["mean"] is not None
         ]
         best[column] = max((metric.sign * row["mean"] for row in fair if metric.sign), default=None)
     body = []
@@ -237,7 +239,7 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
             text = metric.show(row["mean"])
             if row["seeds"] > 1:
                 text += f" <small>± {metric.show(row['std'])}</small>"
-            top = kind != "oracle" and row["mean"] is not None and metric.sign * row["mean"] == best[column]
+            top = kind not in REFERENCES and row["mean"] is not None and metric.sign * row["mean"] == best[column]
             line.append(cell(row["mean"], text, "best" if top else ""))
         body.append(f'<tr data-label="{escape(label)}">{"".join(line)}</tr>')
     title = metric.heading("test")
