@@ -201,7 +201,7 @@ def _as_it_is(made: Federation, data: DataConfig) -> Federation:
 
 
 def build_from_sources(
-    data: DataConfig, sources: Sequence[Source], rng: Rng, fold: int = 0, first_id: int = 0
+    data: DataConfig, sources: Sequence[Source], rng: Rng, fold: int = 0, ids: Sequence[int] | None = None
 ) -> Federation:
     """Build a federation from datasets that are read already.
 
@@ -210,7 +210,7 @@ def build_from_sources(
         sources: the datasets.
         rng: the streams to draw from.
         fold: which one is tested, where `data` asks for folds; see `DataConfig.drawn_from`.
-        first_id: of the clients, where they are some of a larger population: each draws from the stream of its id.
+        ids: of the clients, where they are some of a larger population: each is split as it would be there.
     """
     first = sources[0]
     for other in sources[1:]:
@@ -231,7 +231,7 @@ def build_from_sources(
     own_tests = None if data.test == "cluster" else data.test_source
     return assemble(
         clients, sources, rng, data.normalize, own_tests, data.test_samples, data.test_fraction,
-        fold=None if data.folds is None else (fold, data.folds), first_id=first_id,
+        fold=None if data.folds is None else (fold, data.folds), ids=ids,
     )  # fmt: skip
 
 
@@ -290,7 +290,7 @@ def assemble(
     test_samples: int | None = None,
     test_fraction: float | int = 0.2,
     fold: tuple[int, int] | None = None,
-    first_id: int = 0,
+    ids: Sequence[int] | None = None,
 ) -> Federation:
     """Draw the samples of every client and make the federation.
 
@@ -304,12 +304,12 @@ def assemble(
         test_samples: size of a client's test set, or the largest size of a shared one.
         test_fraction: size of a client's test set as a part of its samples, when `test_samples` is not given.
         fold: (number, of how many): each client's held-out samples are this fold of all its samples.
-        first_id: the id of the first client, from whose stream it draws.
+        ids: of the clients, from whose streams their splits are drawn; from 0 when not given.
 
     Raises:
         DataError: when the data do not suffice.
     """
-    drawn = _draw_rows(clients, sources, rng, first_id)
+    drawn = _draw_rows(clients, sources, rng, range(len(clients)) if ids is None else ids)
     form = Form.of(sources, clients, normalize)
     if fold is None:
         cuts = [client.cut() for client in clients]
@@ -381,11 +381,11 @@ def _fitted(clients: Clients, sources: Sequence[Source], train: Sequence[Rows]) 
     return found
 
 
-def _draw_rows(clients: Clients, sources: Sequence[Source], rng: Rng, first_id: int = 0) -> list[Rows]:
+def _draw_rows(clients: Clients, sources: Sequence[Source], rng: Rng, ids: Sequence[int]) -> list[Rows]:
     """Return the rows of its dataset's pool that each client gets, shuffled."""
     wishes = [Wish(c.size, c.recipe.labels, c.mixture, c.counts, c.reuse) for c in clients]
-    drawn = _allocate(clients, wishes, [source.train for source in sources], "data.pool", sources, rng, first_id)
-    return [rng.generator("data.split", first_id + row).permutation(own) for row, own in enumerate(drawn)]
+    drawn = _allocate(clients, wishes, [source.train for source in sources], "data.pool", sources, rng, ids)
+    return [rng.generator("data.split", ids[row]).permutation(own) for row, own in enumerate(drawn)]
 
 
 def _in_folds(
@@ -425,7 +425,7 @@ def _allocate(
     purpose: str,
     sources: Sequence[Source],
     rng: Rng,
-    first_id: int = 0,
+    ids: Sequence[int],
 ) -> list[Rows]:
     """Cut every pool (a dataset, or one natural group of it) between the clients that draw from it."""
     users: dict[tuple[int, tuple[str, int] | None], list[int]] = {}
@@ -437,12 +437,12 @@ def _allocate(
         labels = pool.y.numpy() if sources[source].classes else np.zeros(len(pool), np.int64)
         own = clients[rows[0]].rows
         if group is not None and own:
-            place, stream = np.array(own), rng.generator(purpose, first_id + rows[0])
+            place, stream = np.array(own), rng.generator(purpose, ids[rows[0]])
         elif group is None:
             place, stream = np.arange(len(pool)), rng.generator(f"{purpose}.{source}", EVERYONE)
         else:
             place = np.flatnonzero(pool.columns[group[0]].numpy() == group[1])
-            stream = rng.generator(purpose, first_id + rows[0])
+            stream = rng.generator(purpose, ids[rows[0]])
         try:
             parts = allocate([wishes[row] for row in rows], labels[place], stream)
         except DataError as error:
@@ -574,7 +574,7 @@ class _Tests:
             wishes.append(Wish(wanted, client.recipe.labels, mixture))
         pools = [source.test for source in self.sources]
         whole = tuple(replace(client, group=None) if client.rows else client for client in self.clients)
-        parts = _allocate(whole, wishes, pools, "data.test.pool", self.sources, self.rng)
+        parts = _allocate(whole, wishes, pools, "data.test.pool", self.sources, self.rng, range(len(whole)))
         sets = [
             self._make(pools[client.recipe.source], rows, client.recipe, self._name(row), row)
             for row, (client, rows) in enumerate(zip(self.clients, parts, strict=True))

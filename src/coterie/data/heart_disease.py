@@ -6,7 +6,7 @@ how many are ill, in who comes, and in what was measured. Credit and licence: bu
 """
 
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,6 +14,7 @@ from coterie._util.settings import parse
 from coterie.data.federation import PADDING, TRAIN, Federation, TestSet
 from coterie.data.source import Source
 from coterie.data.tables import Columns, read_table
+from coterie.errors import require
 
 FILE = files("coterie.data") / "bundled/heart_disease.csv"
 """The file as it came."""
@@ -64,7 +65,7 @@ def source() -> Source:
     return read_table(table(), parse(Columns, OPTIONS, "heart-disease"), name="heart-disease")
 
 
-def flamby() -> Federation:
+def flamby(scale: Literal["own", "together"] = "own") -> Federation:
     """Return the federation of FLamby's Fed-Heart-Disease: 740 patients, 10 columns, a split that is always the same.
 
     Columns slope, ca and thal are left out, and then every patient of whom something is not recorded; a cholesterol of
@@ -72,18 +73,25 @@ def flamby() -> Federation:
     hospital holds out 34 % for testing, in the shares of ill and healthy where there are more than two of both, and
     standardizes by its own training rows. There are no validation rows.
 
+    Args:
+        scale: "own", as FLamby's federated and local training; "together": training rows are standardized by those of
+            all hospitals, and test rows still by those of their own, as in its pooled training and the tests by
+            hospital that it reports of it.
+
     References:
         Ogier du Terrail et al., FLamby: datasets and benchmarks for cross-silo federated learning in realistic
         healthcare settings, 2022, https://arxiv.org/abs/2210.04620
     """
     import pandas as pd
+
+    require(scale in ("own", "together"), "scale", scale, "'own' or 'together'")
     from sklearn.model_selection import train_test_split
 
     rows = _rows().drop(columns=["slope", "ca", "thal"]).dropna()
     wide = pd.get_dummies(rows.astype({"restecg": int}), columns=["cp", "restecg"], drop_first=True, dtype=float)
     names = sorted(wide["hospital"].unique())
     entries = [name for name in wide.columns if name not in ("hospital", "num")]
-    parts = []
+    parts, raw = [], []
     for name in names:
         own = wide[wide["hospital"] == name]
         x = torch.from_numpy(own[entries].to_numpy("float32"))
@@ -93,8 +101,14 @@ def flamby() -> Federation:
             range(len(own)), test_size=1.0 - 0.66, train_size=0.66, random_state=43, shuffle=True, stratify=strata
         )
         train, test = map(sorted, halves)
+        raw.append(x[train])
         x = (x - x[train].mean(0)) / (x[train].std(0) + 1e-9)
         parts.append((x[train], y[train], TestSet(x[test], y[test], name)))
+    if scale == "together":
+        rows = torch.cat(raw)
+        parts = [
+            ((x - rows.mean(0)) / (rows.std(0) + 1e-9), y, test) for x, (_, y, test) in zip(raw, parts, strict=True)
+        ]
     width = max(len(y) for _, y, _ in parts)
     x, y = torch.zeros(len(parts), width, len(entries)), torch.zeros(len(parts), width, dtype=torch.int64)
     split = torch.full((len(parts), width), PADDING)

@@ -492,7 +492,9 @@ class Task:
         if self._carried is not None:
             carried, rows = self._carried
             pool = pool.carrying(Moments(carried.before.values[rows[:1]], carried.before.taken[rows[:1]]))
+        started = time.perf_counter()
         out, info = pool.train(params, rng, local)
+        self._shared.train_seconds += time.perf_counter() - started
         if self._carried is not None and (left := pool.moments) is not None:
             carried, rows = self._carried
             number = len(rows)

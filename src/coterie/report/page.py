@@ -225,7 +225,9 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
     best = {}
     for column in columns:
         fair = [
-            row for row in rows if row["cluster"] == column and row["method"] not in REFERENCES and row["mean"] is not None
+            row
+            for row in rows
+            if row["cluster"] == column and row["method"] not in REFERENCES and row["mean"] is not None
         ]
         best[column] = max((metric.sign * row["mean"] for row in fair if metric.sign), default=None)
     body = []
