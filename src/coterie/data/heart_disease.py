@@ -1,4 +1,4 @@
-"""Heart disease in four hospitals: 920 patients of 1988, bundled with the package, and FLamby's protocol on 740 of them.
+"""Heart disease in four hospitals: 920 patients of 1988, bundled with the package, and FLamby's protocol on them.
 
 Whether a coronary vessel is narrowed by more than half, from what is known of a patient. Cleveland (303 patients, 46 %
 ill), Hungary (Budapest, 294, 36 %), Switzerland (Zurich and Basel, 123, 93 %) and Long Beach VA (200, 75 %) differ in
