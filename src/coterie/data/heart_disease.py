@@ -6,7 +6,7 @@ how many are ill, in who comes, and in what was measured. Credit and licence: bu
 """
 
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -65,7 +65,7 @@ def source() -> Source:
     return read_table(table(), parse(Columns, OPTIONS, "heart-disease"), name="heart-disease")
 
 
-def flamby(scale: Literal["own", "together"] = "own") -> Federation:
+def flamby(scale: str = "own") -> Federation:
     """Return the federation of FLamby's Fed-Heart-Disease: 740 patients, 10 columns, a split that is always the same.
 
     Columns slope, ca and thal are left out, and then every patient of whom something is not recorded; a cholesterol of

@@ -211,6 +211,10 @@ def own_rows(file: NodeFile, study: StudyConfig, clients: tuple[int, ...], popul
     given = {kind: value for kind, value in kinds.items() if value}
     if len(given) != 1:
         raise ConfigError(f"[data] gives {', '.join(given) or 'nothing'}; expected exactly one of {', '.join(kinds)}")
+    if source.folds is not None and not source.dataset:
+        raise ConfigError(
+            "data.folds is given without data.dataset; only a table, a folder or a function has folds here"
+        )
     if source.study:
         require(source.study == "own rows", "data.study", source.study, "'own rows'")
         place = file.path(source.data_dir) if source.data_dir else None
@@ -219,10 +223,6 @@ def own_rows(file: NodeFile, study: StudyConfig, clients: tuple[int, ...], popul
         return _placed(Federation.load(file.path(source.federation)), clients, population)
     if source.dataset:
         return _placed(_dataset(file, study.seeds[0], clients), clients, population)
-    if source.folds is not None:
-        raise ConfigError(
-            "data.folds is given without data.dataset; only a table, a folder or a function has folds here"
-        )
     if source.function:
         made = _called(source.function)
         if isinstance(made, Federation):
