@@ -1,6 +1,7 @@
 """Write the generated parts of README.md, between their markers: the results of a stored run, and the methods.
 
     coterie run && python scripts/stored.py keep runs/rotated-digits
+    coterie run four-hospitals --workers 2 && python scripts/stored.py keep runs/four-hospitals
     python scripts/readme.py
 
 No number of the README is typed by hand.
@@ -10,6 +11,7 @@ import json
 import re
 import sys
 
+import hospitals
 from _pages import ROOT, STORED, write
 
 from coterie.functional.metrics import ACCURACY
@@ -89,6 +91,7 @@ def readme() -> str:
     """Return README.md with its generated parts made anew."""
     summary = json.loads((STORED / "rotated-digits/summary.json").read_text())
     text = fill(README.read_text(encoding="utf-8"), "results", accuracies(summary))
+    text = fill(text, "hospitals", hospitals.readme())
     return fill(text, "methods", methods())
 
 

@@ -272,7 +272,7 @@ def keep(run: Path, *, in_one_go: bool = True, where: Path | None = None) -> Pat
     text = json.dumps(summary.json_ready(content), indent=1, ensure_ascii=False) + "\n"
     write_atomically(target / "summary.json", text.encode())
     shutil.copy(run / summary.CONFIG, target / summary.CONFIG)
-    each = [{"label": one.label, "seed": one.seed, "values": values(one)} for one in runs]
+    each = [{"label": one.label, "seed": one.seed, "values": values(one), **by_client(one)} for one in runs]
     write_atomically(target / "runs.json", _lines(summary.json_ready(each)))
     told_ = _origin(runs, content)
     if in_one_go:
@@ -332,6 +332,14 @@ def values(run: summary.StoredRun) -> dict[str, dict[str, float]]:
         means = summary.cluster_means(run, metric)
         found[metric] = {names.get(c, str(c)) if isinstance(c, int) else c: value for c, value in means.items()}
     return found
+
+
+def by_client(run: summary.StoredRun) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the final values of clients that have names, by metric, as `clients`; nothing where they are numbers."""
+    if not run.names:
+        return {}
+    found = {metric: run.final(metric) for metric in run.results}
+    return {"clients": {metric: {run.names[int(i)]: float(v) for i, v in own.items()} for metric, own in found.items()}}
 
 
 def _left_out(runs: Iterable[summary.StoredRun], known: list[dict]) -> list[dict]:

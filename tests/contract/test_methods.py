@@ -30,8 +30,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sosicfl-all": {"endpoints": 3, "regions": 2},
     "sosicfl-plus": {"endpoints": 3, "regions": 2},
 }
-# Their servers draw by the clients' positions: first memberships, seeds of clusterings.
-BY_POSITION = {"fesem", "sosicfl", "sosicfl-all", "sosicfl-plus"}
+# What draws by the clients' positions: servers' first memberships and seeds of clusterings, the order of a pool's rows.
+BY_POSITION = {"fesem", "pooled", "sosicfl", "sosicfl-all", "sosicfl-plus"}
 
 
 @pytest.mark.parametrize("kind", sorted(METHODS))

@@ -44,18 +44,18 @@ def test_the_commands_of_the_guide_lead_to_a_roster_that_is_in_order(tmp_path, m
     said = ""
     for command in commands():
         if "--check" in command:
-            for sent in ("ca.pem", "organizer.pub", "members/north.pem", "roster.toml", "roster.toml.sig"):
+            for sent in ("ca.pem", "organizer.pub", "members/cleveland.pem", "roster.toml", "roster.toml.sig"):
                 Path(Path(sent).name).write_bytes((tmp_path / "organizer" / sent).read_bytes())
         said = run(*command)
     assert said == "the roster is in order\n"
     assert [m.name for m in roster.load(Path("roster.toml"), Path("organizer.pub")).members] == [
-        "north",
-        "south",
-        "west",
+        "cleveland",
+        "hungary",
+        "switzerland",
     ]
-    assert Path("north.key").stat().st_mode & 0o777 == 0o600
+    assert Path("cleveland.key").stat().st_mode & 0o777 == 0o600
     assert nodefile.load(Path("node.toml")).metrics_port == 9464
-    assert config.load(Path("study.toml")).methods[0].label == "dac"
+    assert config.load(Path("study.toml")).methods[0].label == "DAC"
 
 
 def test_the_unit_is_the_one_of_the_guide():

@@ -258,3 +258,34 @@ def test_traffic_is_counted_from_the_tensors():
     down, up = (metrics.loc[metrics["metric"] == name, "value"] for name in ("bytes_down", "bytes_up"))
     assert down.tolist() == [15 * 8.0] * 6
     assert up.tolist() == [15 * 8.0 + 8] * 6
+
+
+def test_pooled_training_is_training_on_all_rows_in_one_place():
+    """Full-batch steps: gradient descent on everybody's rows, whatever the participation; all have the model."""
+    federation = uneven()
+    local = LocalTraining(steps=2, batch_size=100, optimizer="sgd", lr=0.5)
+    loop = follow(METHODS["pooled"](), federation, local=local, rounds=3, participation=0.5)
+    row = loop.task.fresh(Rng(3), 1)[0]
+    inside = federation.split == 0
+    x, y = federation.x[inside], federation.y[inside]
+    weight, bias = row[:12].reshape(3, 4).clone(), row[12:].clone()
+    for _ in range(6):
+        weight, bias = weight.requires_grad_(), bias.requires_grad_()
+        loss = torch.nn.functional.cross_entropy(x @ weight.T + bias, y)
+        g_weight, g_bias = torch.autograd.grad(loss, [weight, bias])
+        weight, bias = (weight - 0.5 * g_weight).detach(), (bias - 0.5 * g_bias).detach()
+    expected = torch.cat([weight.flatten(), bias]).expand(len(federation), -1)
+    torch.testing.assert_close(loop.state.params, expected, rtol=0, atol=1e-12)
+    assert loop.train_samples == 3 * 2 * int(inside.sum())
+
+
+def test_pooled_training_goes_on_with_the_moments_of_its_optimizer():
+    """Two rounds of three full-batch steps with momentum, kept, are one of six."""
+    local = LocalTraining(
+        steps=3, batch_size=100, optimizer="sgd", lr=0.1, momentum=0.9, persistent_client_optimizer=True
+    )
+    twice = follow(METHODS["pooled"](), local=local, rounds=2).state.params
+    once = follow(METHODS["pooled"](), local=dataclasses.replace(local, steps=6), rounds=1).state.params
+    torch.testing.assert_close(twice, once, rtol=0, atol=1e-12)
+    fresh = dataclasses.replace(local, persistent_client_optimizer=False)
+    assert not torch.allclose(follow(METHODS["pooled"](), local=fresh, rounds=2).state.params, once)

@@ -102,6 +102,7 @@ def from_table(
     features: Sequence[str] | None = None,
     encode: Encode = "one-hot",
     impute: Impute = None,
+    indicate: Sequence[str] = (),
     scale: Literal["standard"] | None = None,
     categories: Mapping[str, Sequence[Any]] | None = None,
     class_names: Sequence[str] = (),
@@ -135,6 +136,8 @@ def from_table(
         impute: what fills empty entries: "mean", "median", "most-frequent" or a number, for all columns or a table by
             column. Each client takes it from its own training rows; text is filled with the most frequent category, or
             in a table by column with the one named. A column without any value in a client's training rows gets 0.
+        indicate: columns of numbers that get a further entry, such as "age is empty": 1 where the column is empty, 0
+            elsewhere.
         scale: "standard" for columns of numbers: less the mean, divided by the standard deviation, of the client's own
             training rows (after filling).
         categories: all values of a column of text or categories, in order, by column.
@@ -168,8 +171,9 @@ def from_table(
         raise ConfigError("give either client (the column that says whose a row is) or num_clients (how many to make)")
     said = {
         "target": target if isinstance(target, str) else list(target), "client": client, "encode": encode,
-        "features": None if features is None else list(features), "impute": impute, "scale": scale,
-        "categories": categories or {}, "class_names": list(class_names), "classes": classes, "clusters": clusters,
+        "features": None if features is None else list(features), "impute": impute, "indicate": list(indicate),
+        "scale": scale, "categories": categories or {}, "class_names": list(class_names), "classes": classes,
+        "clusters": clusters,
     }  # fmt: skip
     source = read_table(table, parse(Columns, said, "from_table"), test=test, name=name)
     return _divided(

@@ -25,7 +25,7 @@ from coterie.data.preparation import Fitted
 from coterie.data.shifts import Domain, Natural, read_shift, stored_shift
 from coterie.data.source import Constants, Samples, Source
 from coterie.data.transforms import Transform, noisy
-from coterie.errors import ConfigError, DataError
+from coterie.errors import ConfigError, DataError, require
 from coterie.rng import EVERYONE, Rng
 
 Part = Annotated[float, Ge(0), Lt(1)]
@@ -55,6 +55,10 @@ class DataConfig(Configurable):
             its training data; "test" draws from the dataset's test set, in the client's own class shares.
         validation_fraction: part of the samples that are not for testing, when `validation` is not given.
         test_fraction: part of a client's samples, when `test_samples` is not given and `test` is "client".
+        folds: cut each client's samples into so many folds and test on one of them, by the run's seed: seeds 0 to
+            `folds` - 1 are the folds of one division, the next ones those of another. In each `folds` seeds every
+            sample is tested exactly once. Where a target is one class, each fold has every class in the client's share,
+            up to one sample, and so have training and validation samples.
         fixed_seed: draw the data from this seed in every run; from the run's own seed when not given.
         label: the column with the classes; found when not given.
         download: whether the Hugging Face Hub may be asked for a dataset that is not on disk.
@@ -74,6 +78,7 @@ class DataConfig(Configurable):
     test_source: Literal["train", "test"] = "train"
     validation_fraction: Part = 0.2
     test_fraction: Part = 0.2
+    folds: Annotated[int, Ge(2)] | None = None
     fixed_seed: NonNegativeInt | None = None
     label: str | None = None
     download: bool = False
@@ -91,11 +96,33 @@ class DataConfig(Configurable):
             raise ConfigError(
                 f"test_samples is {self.test_samples} but train is not given; give both, or test_fraction"
             )
+        if self.folds is not None:
+            for name in ("train", "test_samples", "fixed_seed"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"folds is {self.folds} and {name} is {getattr(self, name)}; leave out {name}: all samples are "
+                        "used, and a run's seed says which are tested"
+                    )
+            require(self.test_source == "train", "test_source", self.test_source, "'train' with folds")
 
     @property
     def _own_test(self) -> bool:
         """Whether clients hold samples of their own out for testing."""
-        return self.test == "client" and self.test_source == "train"
+        return self.folds is not None or (self.test == "client" and self.test_source == "train")
+
+    def drawn_from(self, seed: int) -> tuple[int, int]:
+        """Return the seed that the data are drawn from in a run, and the fold that it tests; 0 without folds.
+
+        Args:
+            seed: the run's.
+
+        Example:
+            >>> DataConfig("digits", folds=5).drawn_from(7), DataConfig("digits").drawn_from(7)
+            ((1, 2), (7, 0))
+        """
+        if self.folds is not None:
+            return divmod(seed, self.folds)
+        return (seed if self.fixed_seed is None else self.fixed_seed), 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -113,7 +140,8 @@ class DataConfig(Configurable):
     def shares(self) -> tuple[int | None, tuple[float, float, float]]:
         """Return how many samples a client has in all (None: what there is), and the part of each split."""
         if self.train is None:
-            test = self.test_fraction if self._own_test else 0.0
+            held_out = self.test_fraction if self.folds is None else 1 / self.folds
+            test = held_out if self._own_test else 0.0
             return None, ((1 - test) * (1 - self.validation_fraction), (1 - test) * self.validation_fraction, test)
         kept = 1 - self.validation_fraction
         validation = (
@@ -138,11 +166,11 @@ def build_federation(data: DataConfig, seed: int, data_dir: str | Path | None = 
         ConfigError: when the settings do not fit each other or the dataset.
         DataError: when data are missing, damaged or too few; it says what to lower.
     """
-    seed = seed if data.fixed_seed is None else data.fixed_seed
+    seed, fold = data.drawn_from(seed)
     rng = Rng(seed)
     if isinstance(data.dataset, str) and ":" in data.dataset:
         made = called(data.dataset, data.options, seed)
-        return _as_it_is(made, data) if isinstance(made, Federation) else build_from_sources(data, (made,), rng)
+        return _as_it_is(made, data) if isinstance(made, Federation) else build_from_sources(data, (made,), rng, fold)
     total, _ = data.shares()
     pool = (data.num_clients or NUM_CLIENTS) * (total or 200)
     sources = tuple(
@@ -157,7 +185,7 @@ def build_federation(data: DataConfig, seed: int, data_dir: str | Path | None = 
         )
         for name in data.names
     )
-    return build_from_sources(data, sources, rng)
+    return build_from_sources(data, sources, rng, fold)
 
 
 def _as_it_is(made: Federation, data: DataConfig) -> Federation:
@@ -172,13 +200,17 @@ def _as_it_is(made: Federation, data: DataConfig) -> Federation:
     return made.validate()
 
 
-def build_from_sources(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Federation:
+def build_from_sources(
+    data: DataConfig, sources: Sequence[Source], rng: Rng, fold: int = 0, ids: Sequence[int] | None = None
+) -> Federation:
     """Build a federation from datasets that are read already.
 
     Args:
         data: what to build; its `dataset` is not used.
         sources: the datasets.
         rng: the streams to draw from.
+        fold: which one is tested, where `data` asks for folds; see `DataConfig.drawn_from`.
+        ids: of the clients, where they are some of a larger population: each is split as it would be there.
     """
     first = sources[0]
     for other in sources[1:]:
@@ -189,11 +221,18 @@ def build_from_sources(data: DataConfig, sources: Sequence[Source], rng: Rng) ->
     for other in sources[1:]:
         if other.train.y.shape[1:] != first.train.y.shape[1:] or other.preparation != first.preparation:
             raise DataError(f"{first.name} and {other.name} have other targets or columns; make them alike")
-    if data.test == "cluster" and not any(len(source.test) for source in sources):
+    if data.folds is not None and data.test == "cluster" and len(first.test):
+        raise ConfigError(
+            f"folds is {data.folds}, and {first.name} has a test set of its own; test = 'client' leaves that unused"
+        )
+    if data.folds is not None or (data.test == "cluster" and not any(len(source.test) for source in sources)):
         data = replace(data, test="client")
     clients = _plan(data, sources, rng)
     own_tests = None if data.test == "cluster" else data.test_source
-    return assemble(clients, sources, rng, data.normalize, own_tests, data.test_samples, data.test_fraction)
+    return assemble(
+        clients, sources, rng, data.normalize, own_tests, data.test_samples, data.test_fraction,
+        fold=None if data.folds is None else (fold, data.folds), ids=ids,
+    )  # fmt: skip
 
 
 def _plan(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clients:
@@ -238,6 +277,9 @@ def _settle_sizes(clients: Clients, sources: Sequence[Source]) -> Clients:
 Rows = Int[np.ndarray, "_"]
 """Places in a dataset; each list of them has a length of its own."""
 
+Cut = tuple[int, int, int]
+"""Numbers of training, validation and test samples of a client."""
+
 
 def assemble(
     clients: Clients,
@@ -247,6 +289,8 @@ def assemble(
     own_tests: Literal["train", "test"] | None = None,
     test_samples: int | None = None,
     test_fraction: float | int = 0.2,
+    fold: tuple[int, int] | None = None,
+    ids: Sequence[int] | None = None,
 ) -> Federation:
     """Draw the samples of every client and make the federation.
 
@@ -259,19 +303,24 @@ def assemble(
             each client, samples of the dataset's test set in the client's class shares.
         test_samples: size of a client's test set, or the largest size of a shared one.
         test_fraction: size of a client's test set as a part of its samples, when `test_samples` is not given.
+        fold: (number, of how many): each client's held-out samples are this fold of all its samples.
+        ids: of the clients, from whose streams their splits are drawn; from 0 when not given.
 
     Raises:
         DataError: when the data do not suffice.
     """
-    drawn = _draw_rows(clients, sources, rng)
+    drawn = _draw_rows(clients, sources, rng, range(len(clients)) if ids is None else ids)
     form = Form.of(sources, clients, normalize)
-    cuts = [client.cut() for client in clients]
+    if fold is None:
+        cuts = [client.cut() for client in clients]
+    else:
+        drawn, cuts = _in_folds(clients, sources, drawn, *fold)
     fitted = _fitted(clients, sources, [own[:train] for own, (train, _, _) in zip(drawn, cuts, strict=True)])
     maker = _Tests(clients, sources, form, rng, fitted)
     if own_tests is None:
         tests, test_of = maker.shared(test_samples)
     elif own_tests == "train":
-        tests, test_of = maker.held_out(drawn)
+        tests, test_of = maker.held_out(drawn, cuts)
     else:
         tests, test_of = maker.matching(drawn, test_samples, test_fraction)
     kept = [own[: train + validation] for own, (train, validation, _) in zip(drawn, cuts, strict=True)]
@@ -334,11 +383,41 @@ def _fitted(clients: Clients, sources: Sequence[Source], train: Sequence[Rows]) 
     return found
 
 
-def _draw_rows(clients: Clients, sources: Sequence[Source], rng: Rng) -> list[Rows]:
+def _draw_rows(clients: Clients, sources: Sequence[Source], rng: Rng, ids: Sequence[int]) -> list[Rows]:
     """Return the rows of its dataset's pool that each client gets, shuffled."""
     wishes = [Wish(c.size, c.recipe.labels, c.mixture, c.counts, c.reuse) for c in clients]
-    drawn = _allocate(clients, wishes, [source.train for source in sources], "data.pool", sources, rng)
-    return [rng.generator("data.split", row).permutation(own) for row, own in enumerate(drawn)]
+    drawn = _allocate(clients, wishes, [source.train for source in sources], "data.pool", sources, rng, ids)
+    return [rng.generator("data.split", ids[row]).permutation(own) for row, own in enumerate(drawn)]
+
+
+def _in_folds(
+    clients: Clients, sources: Sequence[Source], drawn: Sequence[Rows], number: int, folds: int
+) -> tuple[list[Rows], list[Cut]]:
+    """Put the samples of one fold last, those for validation before them, and say how many there are of each.
+
+    Samples are dealt to the folds class by class, so that folds differ by one sample at most in each class and in all.
+
+    Raises:
+        DataError: when a client has fewer samples than folds.
+    """
+    arranged, cuts = [], []
+    for row, (client, own) in enumerate(zip(clients, drawn, strict=True)):
+        who = f"client {client.name!r}" if client.name else f"client {row}"
+        if len(own) < folds:
+            raise DataError(f"{who} has {len(own)} samples; expected {folds} at least, one for each of the folds")
+        source = sources[client.recipe.source]
+        if source.classes:
+            own = own[np.argsort(source.train.y.numpy()[own], kind="stable")]
+        test = own[number::folds]
+        rest = np.delete(own, np.s_[number::folds])
+        kept, share, _ = client.shares
+        validation = max(1, round(len(rest) * share / (kept + share))) if share else 0
+        if validation >= len(rest):
+            raise DataError(f"{who} has {len(own)} samples, which leaves none for training: lower validation_fraction")
+        chosen = ((np.arange(validation) + 0.5) * len(rest) / max(1, validation)).astype(np.int64)
+        arranged.append(np.concatenate([np.delete(rest, chosen), rest[chosen], test]))
+        cuts.append((len(rest) - validation, validation, len(test)))
+    return arranged, cuts
 
 
 def _allocate(
@@ -348,6 +427,7 @@ def _allocate(
     purpose: str,
     sources: Sequence[Source],
     rng: Rng,
+    ids: Sequence[int],
 ) -> list[Rows]:
     """Cut every pool (a dataset, or one natural group of it) between the clients that draw from it."""
     users: dict[tuple[int, tuple[str, int] | None], list[int]] = {}
@@ -359,11 +439,12 @@ def _allocate(
         labels = pool.y.numpy() if sources[source].classes else np.zeros(len(pool), np.int64)
         own = clients[rows[0]].rows
         if group is not None and own:
-            place, stream = np.array(own), rng.generator(purpose, rows[0])
+            place, stream = np.array(own), rng.generator(purpose, ids[rows[0]])
         elif group is None:
             place, stream = np.arange(len(pool)), rng.generator(f"{purpose}.{source}", EVERYONE)
         else:
-            place, stream = np.flatnonzero(pool.columns[group[0]].numpy() == group[1]), rng.generator(purpose, rows[0])
+            place = np.flatnonzero(pool.columns[group[0]].numpy() == group[1])
+            stream = rng.generator(purpose, ids[rows[0]])
         try:
             parts = allocate([wishes[row] for row in rows], labels[place], stream)
         except DataError as error:
@@ -468,11 +549,12 @@ class _Tests:
             sets.append(self._make(self.sources[recipe.source].test, rows, recipe, name, place))
         return tuple(sets), torch.tensor([recipes.index(client.recipe) for client in self.clients])
 
-    def held_out(self, drawn: Sequence[Rows]) -> tuple[tuple[TestSet, ...], Int[Tensor, " clients"]]:
+    def held_out(
+        self, drawn: Sequence[Rows], cuts: Sequence[Cut]
+    ) -> tuple[tuple[TestSet, ...], Int[Tensor, " clients"]]:
         """The last part of each client's own samples."""
         sets = []
-        for row, (client, own) in enumerate(zip(self.clients, drawn, strict=True)):
-            train, validation, test = client.cut()
+        for row, (client, own, (train, validation, test)) in enumerate(zip(self.clients, drawn, cuts, strict=True)):
             if not test:
                 raise DataError("no samples are held out for testing; raise test_samples or test_fraction")
             samples = self.sources[client.recipe.source].train
@@ -494,7 +576,7 @@ class _Tests:
             wishes.append(Wish(wanted, client.recipe.labels, mixture))
         pools = [source.test for source in self.sources]
         whole = tuple(replace(client, group=None) if client.rows else client for client in self.clients)
-        parts = _allocate(whole, wishes, pools, "data.test.pool", self.sources, self.rng)
+        parts = _allocate(whole, wishes, pools, "data.test.pool", self.sources, self.rng, range(len(whole)))
         sets = [
             self._make(pools[client.recipe.source], rows, client.recipe, self._name(row), row)
             for row, (client, rows) in enumerate(zip(self.clients, parts, strict=True))

@@ -12,6 +12,7 @@ import torch
 from coterie._util import extras
 from coterie._util.importing import imported
 from coterie._util.settings import parse
+from coterie.data import heart_disease
 from coterie.data.federation import Federation
 from coterie.data.source import Constants, Samples, Source
 from coterie.errors import ConfigError, DataError, require, unknown
@@ -41,7 +42,7 @@ GATHERED = {
 }
 """Datasets of built-in studies that users must provide, with descriptions."""
 
-BUNDLED = ("digits", "synthetic-regression")
+BUNDLED = ("digits", "heart-disease", "synthetic-regression")
 """Datasets that need no file."""
 
 OWN_KINDS = ("table", "folder")
@@ -146,8 +147,8 @@ def load(
         return own(name, options or {}, root)
     if options:
         raise ConfigError(f"data.options is {dict(options)!r}; {name} has no options")
-    if name == "digits":
-        return digits()
+    if name in ("digits", "heart-disease"):
+        return digits() if name == "digits" else heart_disease.source()
     folder = None if root is None else Path(root).expanduser() / name
     if folder is not None and folder.is_dir():
         return hub.read_folder(folder, label, STANDARD.get(name)).check()

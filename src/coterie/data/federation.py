@@ -233,6 +233,29 @@ class Federation(Described):
             truth=truth,
         )
 
+    def pooled(self) -> "Federation":
+        """Return the samples of all clients as those of one, without test sets; in the order of the clients.
+
+        Raises:
+            DataError: when inputs have noise that is drawn anew at every access, which is of a client.
+        """
+        if self.noise is not None:
+            raise DataError("the inputs have noise that each client draws anew; such data are not pooled")
+        used = self.split >= 0
+        return replace(
+            self,
+            x=self.x[used][None],
+            y=self.y[used][None],
+            split=self.split[used][None],
+            tests=(),
+            test_of=torch.zeros(1, dtype=torch.int64),
+            ids=torch.zeros(1, dtype=torch.int64),
+            population=1,
+            origin=None if self.origin is None else self.origin[used][None],
+            client_names=(),
+            truth=None,
+        )
+
     def fingerprint(self) -> str:
         """Hash all that results depend on: every client's samples and splits, the test sets, and what was done to them.
 

@@ -54,6 +54,7 @@ class Column:
         width: number of entries: one for numbers and codes, one for each category otherwise ("one-hot").
         impute: what fills an empty entry: a key of FILLS, a number, or the code of a category.
         scale: whether to subtract the mean and divide by the standard deviation.
+        indicated: whether another entry says where it was empty; then a client may have no value at all.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Column:
     width: int = 1
     impute: str | float | None = None
     scale: bool = False
+    indicated: bool = False
 
     def fit(self, x: Float[np.ndarray, "samples entries"]) -> tuple[Float[np.ndarray, " width"], float, float] | None:
         """Return what fills an empty entry, and what is subtracted from and divides each; None without any value."""
@@ -89,7 +91,8 @@ class Fitted:
         center: what is subtracted.
         spread: what divides.
         whole: whether the result is whole numbers.
-        empty: the columns without any value in the training rows; their empty entries become 0.
+        empty: the columns without any value in the training rows, and without an entry that says so; their empty
+            entries become 0.
     """
 
     fill: Float[Tensor, " entries"]
@@ -128,7 +131,7 @@ class Preparation:
         for column in self.columns:
             found = column.fit(rows)
             if found is None:
-                empty.append(column.name)
+                empty += [] if column.indicated else [column.name]
                 continue
             place = slice(column.start, column.start + column.width)
             fill[place], center[place], spread[place] = found

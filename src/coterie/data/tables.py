@@ -37,6 +37,7 @@ class Columns(Configurable):
         features: the columns of the inputs; all others when not given.
         encode: "one-hot" or "codes" for columns of text or categories; for all, or a table by column.
         impute: "mean", "median", "most-frequent" or a number for empty entries; for all columns, or a table by column.
+        indicate: columns of numbers that get a further entry, 1 where the column is empty and 0 elsewhere.
         scale: "standard" for columns of numbers.
         categories: all values of columns of text or categories, in order, by column.
         class_names: all values of a target of text, in order.
@@ -49,6 +50,7 @@ class Columns(Configurable):
     features: Annotated[Sequence[str], MinLen(1)] | None = None
     encode: Code | Mapping[str, Any] = "one-hot"
     impute: float | str | Mapping[str, Any] | None = None
+    indicate: Sequence[str] = ()
     scale: Literal["standard"] | None = None
     categories: Mapping[str, Any] = field(default_factory=dict)
     class_names: Sequence[str] = ()
@@ -85,6 +87,9 @@ class Columns(Configurable):
         for name in [*taken, *chosen, *(name for what in by_column for name in what)]:
             if name not in names:
                 raise ConfigError(unknown("column", name, names))
+        for name in self.indicate:
+            if name not in chosen:
+                raise ConfigError(f"indicate: {unknown('column of the inputs', name, chosen)}")
         both = [name for name in chosen if name in taken]
         if both:
             raise ConfigError(f"{both[0]!r} is among the features, and is what is learned or the client; leave it out")
@@ -94,6 +99,7 @@ class Columns(Configurable):
 
 
 _NUMBER = re.compile(r"[+-]?\d+([.,]\d+)?([eE][+-]?\d+)?")
+_PADDED = re.compile(r"0\d+")
 _FEW = 20
 _FILLED = f"{', '.join(map(repr, FILLS))}, a number, or a table of these by column"
 
@@ -112,7 +118,7 @@ def read_table(table: Any, columns: Columns, *, test: Any = None, name: str = "t
         ConfigError: when a setting names no column, or is missing.
         DataError: when columns cannot be used.
     """
-    pool = _Table(_arrow(table), columns.client, name, columns.clusters)
+    pool = _Table(_arrow(table, columns.client), columns.client, name, columns.clusters)
     held = None if test is None else _Table(_arrow(test), None, f"{name}: the test table")
     tables = [pool] if held is None else [pool, held]
     chosen = columns.inputs(pool.arrow.column_names)
@@ -123,10 +129,12 @@ def read_table(table: Any, columns: Columns, *, test: Any = None, name: str = "t
     read = [_read_column(tables, feature, columns) for feature in chosen]
     if shared:
         _require_given(read, tables, columns)
+    read += [_indicator(one) for one in read if one.name in columns.indicate]
     flat, codes = [one for one in read if not one.codes], [one for one in read if one.codes]
     placed, start = [], 0
     for one in (*flat, *codes):
-        placed.append(Column(one.name, start, one.width, one.impute, one.numeric and columns.scale is not None))
+        scaled = one.numeric and columns.scale is not None
+        placed.append(Column(one.name, start, one.width, one.impute, scaled, one.name in columns.indicate))
         start += one.width
     entries = [entry for one in (*flat, *codes) for entry in one.names]
     x = [np.concatenate([one.values[place] for one in (*flat, *codes)], axis=1) for place in range(len(tables))]
@@ -188,10 +196,10 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
     return np.concatenate(entries, axis=1)
 
 
-def _arrow(table: Any) -> pa.Table:
-    """Any table as one of arrow."""
+def _arrow(table: Any, client: str | None = None) -> pa.Table:
+    """Any table as one of arrow; in a file the column of clients may be text that looks like numbers."""
     if isinstance(table, str | Path):
-        return _file(Path(table).expanduser())
+        return _file(Path(table).expanduser(), client)
     try:
         if hasattr(table, "iloc"):  # pandas, whose index is no column
             return pa.Table.from_pandas(table, preserve_index=False)
@@ -208,7 +216,7 @@ def _arrow(table: Any) -> pa.Table:
         ) from None
 
 
-def _file(path: Path) -> pa.Table:
+def _file(path: Path, client: str | None) -> pa.Table:
     if not path.is_file():
         raise DataError(f"there is no file {path}; expected a CSV or parquet file")
     try:
@@ -221,7 +229,13 @@ def _file(path: Path) -> pa.Table:
                 header = file.readline()
             if b";" in header and b"," not in header:
                 raise DataError(f"{path} is separated by semicolons; write it with commas, and points in numbers")
-            return arrow_csv.read_csv(path, parse_options=parse, convert_options=convert)
+            found = arrow_csv.read_csv(path, parse_options=parse, convert_options=convert)
+            if client not in found.column_names or not pa.types.is_integer(found[client].type):
+                return found
+            as_text = arrow_csv.ConvertOptions(include_columns=[client], column_types={client: pa.string()})
+            words = arrow_csv.read_csv(path, parse_options=parse, convert_options=as_text)[client]
+            padded = any(word and _PADDED.fullmatch(word) for word in words.unique().to_pylist())
+            return found.set_column(found.column_names.index(client), client, words) if padded else found
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(f"{path} cannot be read ({error}); write it again") from error
     raise DataError(f"{path} is no table; expected a file .csv, .tsv or .parquet")
@@ -337,6 +351,21 @@ def _read_column(tables: Sequence[_Table], name: str, columns: Columns) -> _Read
     spread = [np.where(np.isnan(code), np.nan, code == np.arange(len(known))) for code in values]
     entries = tuple(f"{name}={one}" for one in known)
     return _Read(name, spread, entries, filled, numeric=False, categories=tuple(known))
+
+
+def _indicator(read: _Read) -> _Read:
+    """An entry that is 1 where a column of numbers is empty.
+
+    Raises:
+        ConfigError: when it is none of numbers.
+    """
+    if not read.numeric:
+        raise ConfigError(
+            f"indicate: {read.name!r} is a column of categories; give its empty entries one of their own, as in "
+            f"categories = {{ {read.name} = [..., 'unknown'] }} and impute = {{ {read.name} = 'unknown' }}"
+        )
+    values = [np.isnan(own).astype(np.float64) for own in read.values]
+    return _Read(f"{read.name} is empty", values, (f"{read.name} is empty",), None, numeric=False)
 
 
 def _filled(

@@ -24,7 +24,7 @@ from coterie.engine.noise import Noise
 from coterie.engine.optim import LocalTraining, Moments
 from coterie.engine.precision import check as check_precision
 from coterie.engine.stepwise import Stepwise
-from coterie.errors import ModelError, require
+from coterie.errors import ConfigError, ModelError, require
 from coterie.exchange.base import Inbox
 from coterie.functional import metrics
 from coterie.functional.losses import Loss, loss_targets, usual_loss
@@ -139,6 +139,7 @@ class Task:
         batch_size: samples of a client's step, so that "auto" batches clients only where that pays.
         own_optimizer: `LocalTraining.own`, which only the loop engine runs.
         rounds: of the run, for learning-rate schedules that run over all of them.
+        pool: the task of one client that has everybody's samples, for methods that declare that they need it.
 
     Attributes:
         ids: the hosted clients, in the order of all rows.
@@ -173,6 +174,7 @@ class Task:
         batch_size: int | None = None,
         own_optimizer: str | None = None,
         rounds: int | None = None,
+        pool: "Task | None" = None,
     ) -> None:
         require(init in ("shared", "per_client", "given"), "init", init, "'shared', 'per_client' or 'given'")
         require(buffers in BUFFER_POLICIES, "buffers", buffers, f"one of {', '.join(BUFFER_POLICIES)}")
@@ -220,7 +222,7 @@ class Task:
             cuda_graphs=cuda_graphs,
             own_optimizer=own_optimizer,
         )
-        self.rounds = rounds
+        self.rounds, self._pool = rounds, pool
         self.block = block or (1 if self.engine.name == "loop" else default_block(self.layout, device))
 
     def __len__(self) -> int:
@@ -554,6 +556,37 @@ class Task:
             lambda track: self._kept(local, track),
             only,
         )
+
+    def train_pooled(
+        self, params: Float[Tensor, "1 params"], rng: Rng, local: LocalTraining
+    ) -> tuple[Float[Tensor, "1 params"], dict[str, Tensor]]:
+        """Train one model on the training data of all clients of the population; see `train`.
+
+        Where optimizers go on from their state, that of the first of these clients is meant, and all are left the same.
+        """
+        pool = self._pooled
+        if self._carried is not None:
+            carried, rows = self._carried
+            pool = pool.carrying(Moments(carried.before.values[rows[:1]], carried.before.taken[rows[:1]]))
+        started = time.perf_counter()
+        out, info = pool.train(params, rng, local)
+        self._shared.train_seconds += time.perf_counter() - started
+        if self._carried is not None and (left := pool.moments) is not None:
+            carried, rows = self._carried
+            number = len(rows)
+            carried.leave(rows, 0, left.values[:, 0].expand(number, -1, -1).clone(), left.taken[:, 0].expand(number))
+        return out, info
+
+    @property
+    def pooled_samples(self) -> int:
+        """How many training samples there are at all clients of the population together."""
+        return int(self._pooled.samples.sum())
+
+    @property
+    def _pooled(self) -> "Task":
+        if self._pool is None:
+            raise ConfigError("this method needs the data of all clients in one place; there is no such place here")
+        return self._pool
 
     def _keys(self, rng: Rng, purpose: str) -> Int[Tensor, " clients"]:
         """Return the keys of the clients' draws for a purpose, where the samples are."""

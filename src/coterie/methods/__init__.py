@@ -27,6 +27,7 @@ from coterie.methods.panm import PanmGrad as PanmGrad, PanmLoss as PanmLoss
 from coterie.methods.pens import Pens as Pens
 from coterie.methods.perfedavg import PerFedAvg as PerFedAvg
 from coterie.methods.pfedme import PFedMe as PFedMe
+from coterie.methods.pooled import Pooled as Pooled
 from coterie.methods.random_gossip import Random as Random
 from coterie.methods.sosicfl import SosicFl as SosicFl, SosicFlAll as SosicFlAll, SosicFlPlus as SosicFlPlus
 # isort: on

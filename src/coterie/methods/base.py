@@ -150,7 +150,8 @@ class Method(Configurable, ABC):
         kind: the name in METHODS, in study files and on the command line.
         summary: one line on what it does.
         references: the papers, as "Authors, title, year, link".
-        needs: what it asks of the run beyond a client's own knowledge ("truth": Oracle only).
+        needs: what it asks of the run beyond a client's own knowledge: "truth", the planted clusters (Oracle), or
+            "pool", the data of all clients in one place (Pooled). It is then a reference, no real federation.
         exchanges: how many exchanges a round makes, always the same, so that nodes stay in step.
         server: whether it needs a server.
         order: which comes first in a round when the run does not say.

@@ -166,6 +166,10 @@ class Node:
             )
         if "truth" in self.plan.method.needs and not self.roster.clusters:
             raise ConfigError(f"{self.plan.method.kind} needs the planted clusters; this roster names none")
+        if "pool" in self.plan.method.needs:
+            raise ConfigError(
+                f"{self.plan.method.kind} needs the data of all members in one place; between machines data stay put"
+            )
         if self.plan.method.server and not self.roster.server:
             raise ConfigError(f"{self.plan.method.kind} needs a server; this roster names none")
         if self.plan.settings.schedule != "synchronous":

@@ -40,8 +40,9 @@ class DataSource(Configurable):
         classes: number of classes, the same on every node; 0 for regression. Needed with arrays, folder, (x, y).
         options: what a study has in [data.options]; paths are relative to the file. Classes and categories that are
             text must be given, so that they mean the same on every node: `class_names`, `categories`.
-        validation: share of the samples for validation.
+        validation: share of the samples for validation; of those that are not tested, with `folds`.
         test: share of the samples for testing, when there is no test set.
+        folds: of `dataset`: test on one of so many folds, by the run's seed, instead of a share; see [data] of a study.
         data_dir: the folder of the study's datasets.
     """
 
@@ -55,6 +56,7 @@ class DataSource(Configurable):
     classes: NonNegativeInt | None = None
     validation: Share = 0.2
     test: Share = 0.2
+    folds: Annotated[int, Ge(2)] | None = None
     data_dir: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -209,6 +211,10 @@ def own_rows(file: NodeFile, study: StudyConfig, clients: tuple[int, ...], popul
     given = {kind: value for kind, value in kinds.items() if value}
     if len(given) != 1:
         raise ConfigError(f"[data] gives {', '.join(given) or 'nothing'}; expected exactly one of {', '.join(kinds)}")
+    if source.folds is not None and not source.dataset:
+        raise ConfigError(
+            "data.folds is given without data.dataset; only a table, a folder or a function has folds here"
+        )
     if source.study:
         require(source.study == "own rows", "data.study", source.study, "'own rows'")
         place = file.path(source.data_dir) if source.data_dir else None
@@ -216,7 +222,7 @@ def own_rows(file: NodeFile, study: StudyConfig, clients: tuple[int, ...], popul
     if source.federation:
         return _placed(Federation.load(file.path(source.federation)), clients, population)
     if source.dataset:
-        return _placed(_dataset(file, study.seeds[0]), clients, population)
+        return _placed(_dataset(file, study.seeds[0], clients), clients, population)
     if source.function:
         made = _called(source.function)
         if isinstance(made, Federation):
@@ -237,8 +243,11 @@ def own_rows(file: NodeFile, study: StudyConfig, clients: tuple[int, ...], popul
     return _placed(replace(federation, client_names=()), clients, population)  # the roster says how the node is called
 
 
-def _dataset(file: NodeFile, seed: int) -> Federation:
-    """The data that [data] names as a study does: those of one client, unless they come with clients."""
+def _dataset(file: NodeFile, seed: int, clients: tuple[int, ...]) -> Federation:
+    """The data that [data] names as a study does: those of one client, unless they come with clients.
+
+    A client draws from the stream of its id: its rows are split as in a simulation of all members' rows.
+    """
     name, options = file.data.dataset, dict(file.data.options)
     if name in datasets.OWN_KINDS:
         for key in {"path", "test"} & set(options):
@@ -250,10 +259,15 @@ def _dataset(file: NodeFile, seed: int) -> Federation:
         raise ConfigError(f"data.dataset is {name!r}; expected 'table', 'folder' or 'package.module:name'")
     if isinstance(made, Federation):
         return made
+    if not made.clients:  # all rows are the one client's
+        owners = {"client": torch.zeros(len(made.train), dtype=torch.int64)}
+        made = replace(made, train=replace(made.train, columns={**made.train.columns, **owners}), clients="client")
     config = DataConfig(
-        name, None if made.clients else 1, validation_fraction=file.data.validation, test_fraction=file.data.test
+        name, validation_fraction=file.data.validation, test_fraction=file.data.test, folds=file.data.folds
     )
-    return build_from_sources(config, (made,), Rng(seed))
+    seed, fold = config.drawn_from(seed)
+    alike = len(made.train.columns[made.clients].unique()) == len(clients)
+    return build_from_sources(config, (made,), Rng(seed), fold, clients if alike else None)
 
 
 def _placed(federation: Federation, clients: tuple[int, ...], population: int) -> Federation:

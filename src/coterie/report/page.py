@@ -261,8 +261,8 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
         order += "; in bold what is established as the best of its column"
     if any(len(first) > 1 for first in leading.values()):
         order += f"; {STAR} cannot be told apart from the best of its column"
-    if pairs.KNOWS_THE_CLUSTERS in kinds.values() and any(leading.values()):
-        order += "; Oracle, which knows the clusters, is not ranked"
+    if any(leading.values()):
+        order += "".join(f"; {said}" for said in pairs.not_ranked(kinds))
     caption = f"{title[0].upper()}{title[1:]}{order}."
     said = compared["all"]["standing"] if "all" in compared else ""
     return (

@@ -115,11 +115,12 @@ def _table(told: Sequence[_Told]) -> str:
             link = f'<a href="{one.address(method=quote(label, safe=""))}">{text}</a>'
             line.append(cell(row["mean"], link, "best" if one.leading == [label] else ""))
         body.append(f'<tr data-label="{escape(label)}">{"".join(line)}</tr>')
-    oracle = any(row["method"] == pairs.KNOWS_THE_CLUSTERS for one in told for row in one.rows.values())
+    kinds = {label: row["method"] for one in told for label, row in one.rows.items()}
+    references = "".join(f"{said}. " for said in pairs.not_ranked(kinds))
     caption = (
         "Mean over clients ± population standard deviation over seeds, each study over its own. In bold what is "
         f"established as the best of its column; {STAR} cannot be told apart from it; of a single seed nothing is. "
-        f"{'Oracle, which knows the clusters, is not ranked. ' * oracle}Studies stand beside each other; their numbers "
+        f"{references}Studies stand beside each other; their numbers "
         "are not compared with each other, since clients, data and seeds may differ."
     )
     return (

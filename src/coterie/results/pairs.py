@@ -19,8 +19,8 @@ from coterie.functional.metrics import Metric
 from coterie.functional.paired import CONFIDENCE, MOST_SEEDS, holm, mean_difference, overlap_of, seeds_needed
 
 LEVEL = round(1 - CONFIDENCE, 10)
-KNOWS_THE_CLUSTERS = "oracle"
-"""The kind of method that is not ranked: it is told what others have to find out."""
+REFERENCES = {"oracle": "knows the clusters", "pooled": "has everybody's data in one place"}
+"""Kinds of methods that are not ranked, and what they have that no client has."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def read(content: Mapping[str, Any]) -> list[Pair]:
 def leaders(rows: Iterable[Mapping[str, Any]], pairs: Iterable[Pair], metric: Metric, cluster: str) -> list[str]:
     """Return the method with the best mean, and after it those that cannot be told apart from it.
 
-    Oracle is not ranked. There is no leader where fewer than two methods are, or where the pairs say nothing: of a
+    References, as Oracle is, are not ranked. There is no leader where fewer than two methods are, or where the pairs say nothing: of a
     single seed, or of a summary that was stored before there were any.
 
     Args:
@@ -251,7 +251,7 @@ def leaders(rows: Iterable[Mapping[str, Any]], pairs: Iterable[Pair], metric: Me
         row["label"]: metric.sign * row["mean"]
         for row in rows
         if (row["metric"], row["cluster"]) == (metric.name, cluster)
-        and row["method"] != KNOWS_THE_CLUSTERS
+        and row["method"] not in REFERENCES
         and row["mean"] is not None
         and math.isfinite(row["mean"])
     }
@@ -265,6 +265,15 @@ def leaders(rows: Iterable[Mapping[str, Any]], pairs: Iterable[Pair], metric: Me
     return [order[0], *(label for label, pair in with_best.items() if pair is None or not pair.established)]
 
 
+def not_ranked(kinds: Mapping[str, str]) -> list[str]:
+    """Say which methods are not ranked and why.
+
+    Args:
+        kinds: by label the kind of each method.
+    """
+    return [f"{label}, which {REFERENCES[kind]}, is not ranked" for label, kind in kinds.items() if kind in REFERENCES]
+
+
 def standing(rows: Sequence[Mapping[str, Any]], pairs: Sequence[Pair], metric: Metric, cluster: str = "all") -> str:
     """Say in a sentence which method is best, or which cannot be told apart; empty where nothing is compared.
 
@@ -275,8 +284,7 @@ def standing(rows: Sequence[Mapping[str, Any]], pairs: Sequence[Pair], metric: M
     seeds = max((pair.seeds for pair in own), default=0)
     if not leading:
         return "One seed settles nothing about other seeds: no method is shown as the best." if seeds == 1 else ""
-    told = [row["label"] for row in rows if row["method"] == KNOWS_THE_CLUSTERS]
-    without = f" {told[0]}, which knows the clusters, is not ranked." if told else ""
+    without = "".join(f" {said}." for said in not_ranked({row["label"]: row["method"] for row in rows}))
     if len(leading) == 1:
         return f"{leading[0]} is the best: its difference from each other method is established.{without}"
     *others, last = leading[1:]

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from coterie._util.names import few
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.exchange.base import Exchange, Message
@@ -300,12 +301,14 @@ class Loop:
         return values
 
     def _explain(self, values: Mapping[str, Tensor]) -> None:
-        """Note why a client has no value of a metric."""
+        """Note why clients have no value of a metric, and which."""
         known = {**metrics.REGISTRY, **{one.name: one for one in self.task.metrics}}
         for name, value in values.items():
             entry = known[name]
             if entry.undefined and bool(value.isnan().any()):
-                self.undefined[name] = f"{entry.title} is undefined: {entry.undefined}"
+                ids = self.task.ids[value.isnan().cpu()].tolist()
+                who = few(self.record.client_names, ids) if self.record.client_names else f"client {few({}, ids)}"
+                self.undefined[name] = f"{entry.title} is undefined: {entry.undefined} ({who})"
 
     def _outcome(self, label: Tensor | None, tested: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the settings ask of the whole run and its final test; needs all clients here."""

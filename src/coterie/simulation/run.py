@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -308,9 +309,10 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
     local.verify()
     loss = settings.objective or usual_loss(federation.y.flatten(0, 1), federation.classes)
-    task = Task(
-        federation.host(federation.ids),
-        method.model(source(model, federation.features, loss.width(federation.y.flatten(0, 1), federation.classes))),
+    made = method.model(source(model, federation.features, loss.width(federation.y.flatten(0, 1), federation.classes)))
+    build = partial(
+        Task,
+        model=made,
         init=settings.init,
         buffers=settings.buffers,
         shared=settings.shared,
@@ -323,13 +325,17 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         device=settings.device,
         precision=settings.precision,
         cuda_graphs=settings.cuda_graphs,
-        clusters=federation.truth.cluster if knows and federation.truth is not None else None,
         expected=once * (settings.rounds + 1),
         batch_size=local.batch_size,
         loss=loss,
         metrics=[read_metric(one) for one in settings.metrics],
         own_optimizer=local.own,
         rounds=settings.rounds,
+    )
+    task = build(
+        federation.host(federation.ids),
+        clusters=federation.truth.cluster if knows and federation.truth is not None else None,
+        pool=build(federation.pooled()) if "pool" in method.needs else None,
     )
     task.check_batches(local)
     return task

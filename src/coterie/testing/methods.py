@@ -85,8 +85,14 @@ class _Maker:
     def task(self, ids: Sequence[int]) -> Task:
         federation = self.federation
         truth = federation.truth.cluster[list(ids)] if federation.truth is not None else None
+        pool = self._task(federation.pooled()) if "pool" in self.method.needs else None
+        return self._task(
+            federation.host(list(ids)), clusters=truth if "truth" in self.method.needs else None, pool=pool
+        )
+
+    def _task(self, federation: Federation, **more: Any) -> Task:
         return Task(
-            federation.host(list(ids)),
+            federation,
             self.method.model(source(self.model, federation.features, federation.outputs)),
             init=self.settings.init,
             buffers=self.settings.buffers,
@@ -96,10 +102,10 @@ class _Maker:
             owner=self.method.kind,
             engine=self.settings.engine,
             dtype=torch.float64 if self.settings.dtype == "float64" else torch.float32,
-            clusters=truth if "truth" in self.method.needs else None,
             loss=self.settings.objective,
             own_optimizer=self.settings.local.own,
             rounds=self.settings.rounds,
+            **more,
         )
 
     def loop(self, exchange: Exchange | None = None, rng: Rng | None = None, ids: Sequence[int] | None = None) -> Loop:

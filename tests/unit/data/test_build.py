@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -264,3 +265,88 @@ def test_several_datasets_have_targets_of_one_shape():
 
     with pytest.raises(DataError, match="have other targets or columns; make them alike"):
         build_from_sources(DataConfig(["a", "b"]), (of(np.zeros((40, 2))), of(np.zeros((40, 3)))), Rng(0))
+
+
+def told_apart():
+    """Thirty-eight rows of three clients, each known by its one value; the last has four of one class, ten more."""
+    clients = ["a"] * 17 + ["b"] * 7 + ["c"] * 14
+    return Source.of(np.arange(38.0)[:, None], [0, 1] * 12 + [0] * 4 + [1] * 10, clients=clients)
+
+
+def in_folds(seed: int, **change: object):
+    """The values that a client of `told_apart` trains with, validates with, and tests."""
+    data = build_federation(
+        parse(DataConfig, {"dataset": f"{__name__}:told_apart", "folds": 4, **change}, "data"), seed
+    )
+    parts = [[sorted(x[split == part][:, 0].int().tolist()) for part in (0, 1)]
+             for x, split in zip(data.x, data.split, strict=True)]  # fmt: skip
+    return [(*own, sorted(test.x[:, 0].int().tolist())) for own, test in zip(parts, data.tests, strict=True)]
+
+
+def test_in_as_many_seeds_as_folds_every_sample_is_tested_once():
+    """Each seed uses all samples; the next four seeds divide them anew; a fold more or less holds one sample."""
+    members = [set(range(17)), set(range(17, 24)), set(range(24, 38))]
+    divisions = []
+    for first in (0, 4):
+        found = [in_folds(seed) for seed in range(first, first + 4)]
+        for row, everything in enumerate(members):
+            tested = [one[row][2] for one in found]
+            assert sorted(chain(*tested)) == sorted(everything)
+            assert max(map(len, tested)) - min(map(len, tested)) <= 1
+            for one in found:
+                assert sorted(chain(*one[row])) == sorted(everything), "nothing is left out, or used twice"
+        divisions.append([one[0][2] for one in found])
+    assert divisions[0] != divisions[1]
+    assert in_folds(2) == in_folds(2)
+
+
+def test_folds_have_every_class_in_the_clients_share():
+    """Of 4 and 10 samples, each of four folds tests one and two or three; and validation has both classes too."""
+    for seed in range(4):
+        _, validation, test = in_folds(seed, validation_fraction=0.25)[2]
+        assert sum(value < 28 for value in test) == 1
+        assert sum(value >= 28 for value in test) in (2, 3)
+        assert 0 < sum(value < 28 for value in validation) < len(validation)
+
+
+def test_a_client_is_divided_alike_whoever_is_beside_it():
+    """The third client alone, with its own id, is tested on what it is tested on among the others."""
+    whole = build_federation(DataConfig(f"{__name__}:told_apart", folds=4), 2)
+    source = told_apart()
+    rows = np.arange(24, 38)
+    alone = Source.of(source.train.x[rows], source.train.y[rows], clients=["c"] * 14)
+    config = DataConfig("alone", folds=4)
+    seed, fold = config.drawn_from(2)
+    found = build_from_sources(config, (alone,), Rng(seed), fold, [2])
+    assert torch.equal(found.tests[0].x, whole.tests[2].x)
+    other = build_from_sources(config, (alone,), Rng(seed), fold, [1])
+    assert not torch.equal(other.tests[0].x, whole.tests[2].x)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"folds": 1}, "folds is 1; expected a whole number, 2 or larger"),
+        ({"train": 5}, "folds is 4 and train is 5; leave out train"),
+        ({"fixed_seed": 5}, "folds is 4 and fixed_seed is 5; leave out fixed_seed"),
+        ({"test_source": "test"}, "test_source is 'test'; expected 'train' with folds"),
+        ({"dataset": "digits"}, "folds is 4, and digits has a test set of its own; test = 'client' leaves that unused"),
+    ],
+)
+def test_settings_that_folds_contradict_are_refused(change, said):
+    with pytest.raises(ConfigError, match=said):
+        in_folds(0, **change)
+
+
+def test_a_client_with_fewer_samples_than_folds_is_named():
+    with pytest.raises(DataError, match="client 'b' has 7 samples; expected 8 at least, one for each of the folds"):
+        in_folds(0, folds=8)
+    with pytest.raises(DataError, match="client 'b' has 7 samples, which leaves none for training"):
+        in_folds(0, validation_fraction=0.95)
+
+
+def test_folds_of_digits_are_those_of_its_pool():
+    """The test set is left alone, as `test = "client"` says."""
+    data = build_federation(DataConfig("digits", 5, test="client", folds=3), 1)
+    assert [len(test.x) for test in data.tests] == [100] * 5
+    assert int((data.split >= 0).sum()) == 1000

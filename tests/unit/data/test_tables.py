@@ -302,3 +302,35 @@ def test_known_clusters_of_clients_become_the_truth():
 def test_without_clients_a_table_is_divided():
     made = from_table(patients(), target="ill", num_clients=3, features=["age"], shift=[{"kind": "iid"}])
     assert (len(made), made.client_names) == (3, ())
+
+
+def test_an_entry_says_where_a_column_is_empty():
+    """Beside the filled and scaled one, and not scaled itself; no warning of a client without any value."""
+    table = patients(30)
+    table.loc[::3, "age"] = NAN  # all of one hospital
+    table.loc[4, "age"] = NAN
+    made = from_table(table, target="ill", client="site", impute="median", indicate=["age"], scale="standard")
+    assert made.feature_names == ("age", "color=blue", "color=red", "smokes", "age is empty")
+    assert made.x[0][made.split[0] >= 0][:, [0, 4]].tolist() == [[0.0, 1.0]] * 8
+    used = made.x[1][made.split[1] >= 0]
+    assert used[:, 4].sum() + made.tests[1].x[:, 4].sum() == 1
+    with pytest.warns(UserWarning, match="1 of 3 clients have columns without any value"):
+        from_table(table, target="ill", client="site", impute="median")
+
+
+def test_what_is_indicated_is_a_column_of_numbers_among_the_inputs():
+    with pytest.raises(ConfigError, match="indicate: unknown column of the inputs 'agee'; did you mean 'age'"):
+        from_table(patients(), target="ill", client="site", indicate=["agee"])
+    with pytest.raises(ConfigError, match="indicate: 'color' is a column of categories; give its empty entries one of"):
+        from_table(patients(), target="ill", client="site", indicate=["color"])
+
+
+def test_ids_with_leading_zeros_stay_what_they_are(tmp_path):
+    """007 and 7 are two clients of a CSV file; plain numbers stay numbers."""
+    table = patients(20)
+    table["site"] = np.where(np.arange(20) < 10, "007", "7")
+    table.to_csv(tmp_path / "t.csv", index=False)
+    assert from_table(tmp_path / "t.csv", target="ill", client="site").client_names == ("007", "7")
+    table["site"] = np.arange(20) % 2
+    table.to_csv(tmp_path / "t.csv", index=False)
+    assert from_table(tmp_path / "t.csv", target="ill", client="site").client_names == ()

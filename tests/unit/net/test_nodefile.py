@@ -184,6 +184,19 @@ def test_a_table_beside_the_file_is_a_clients_own_data(tmp_path):
         two_clients(tmp_path)
 
 
+def test_a_table_is_tested_on_the_fold_of_the_seed(tmp_path):
+    """The study's seed is 4: of five folds the last, of four the first of the second division."""
+    (tmp_path / "t.csv").write_text(TABLE)
+    options = 'path = "t.csv"\ntarget = "ill"\nfeatures = ["age"]\nclass_names = ["no", "yes"]'
+    made = rows(tmp_path, f'dataset = "table"\nfolds = 4\n[data.options]\n{options}')
+    assert made.counts("train").tolist() == [24]  # 40: 10 tests, 6 validation
+    assert len(made.tests[0].y) == 10
+    again = rows(tmp_path, f'dataset = "table"\nfolds = 4\n[data.options]\n{options}', client=2)
+    assert not torch.equal(made.tests[0].x, again.tests[0].x), "a client draws from the stream of its id"
+    with pytest.raises(ConfigError, match=r"data\.folds is given without data\.dataset"):
+        rows(tmp_path, 'folds = 4\nstudy = "own rows"')
+
+
 def two_clients(folder: Path):
     (folder / "t.csv").write_text(TABLE)
     options = 'path = "t.csv"\ntarget = "age"\nclient = "site"\nclasses = 0\nfeatures = ["color"]'
