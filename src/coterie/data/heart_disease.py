@@ -88,12 +88,14 @@ def flamby(scale: str = "own") -> Federation:
     from sklearn.model_selection import train_test_split
 
     rows = _rows().drop(columns=["slope", "ca", "thal"]).dropna()
-    wide = pd.get_dummies(rows.astype({"restecg": int}), columns=["cp", "restecg"], drop_first=True, dtype=float)
+    wide: pd.DataFrame = pd.get_dummies(
+        rows.astype({"restecg": int}), columns=["cp", "restecg"], drop_first=True, dtype=float
+    )
     names = sorted(wide["hospital"].unique())
     entries = [name for name in wide.columns if name not in ("hospital", "num")]
     parts, raw = [], []
     for name in names:
-        own = wide[wide["hospital"] == name]
+        own = wide.loc[wide["hospital"] == name]
         x = torch.from_numpy(own[entries].to_numpy("float32"))
         y = torch.from_numpy((own["num"] > 0).to_numpy("int64"))
         strata = y.numpy() if int(y.bincount(minlength=2).min()) > 2 else None

@@ -157,7 +157,7 @@ def seeds_needed(
         stats.norm.isf(level / 2) + stats.norm.isf(1 - wanted)
     )  # for a normal statistic: a first guess
     left = standard**2 - overlap
-    seeds = min(max(2, round(1 / left)), most) if left * most > 1 else most
+    seeds = min(max(2, round(float(1 / left))), most) if left * most > 1 else most
     while seeds > 2 and enough(seeds - 1):
         seeds -= 1
     while seeds <= most and not enough(seeds):

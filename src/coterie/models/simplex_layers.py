@@ -227,7 +227,7 @@ def plain(layout: Layout, rows: Float[Tensor, "clients params"]) -> tuple[list[S
     for slot in layout.slots:
         name, shape, values = slot.name, slot.shape, rows[:, slot.start : slot.stop]
         if name in endpoints:
-            path = _module_of(name)
+            path = module_of(name)
             gain = heads[path].gain if path in heads else 1.0
             values, shape = gain * values.unflatten(1, (shape[0], -1)).mean(1), shape[1:]
             if path not in heads:  # "0.parametrizations.weight.original" is the layer's weight

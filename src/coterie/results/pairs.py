@@ -235,8 +235,8 @@ def read(content: Mapping[str, Any]) -> list[Pair]:
 def leaders(rows: Iterable[Mapping[str, Any]], pairs: Iterable[Pair], metric: Metric, cluster: str) -> list[str]:
     """Return the method with the best mean, and after it those that cannot be told apart from it.
 
-    References, as Oracle is, are not ranked. There is no leader where fewer than two methods are, or where the pairs say nothing: of a
-    single seed, or of a summary that was stored before there were any.
+    References, as Oracle is, are not ranked. There is no leader where fewer than two methods are, or where the pairs
+    say nothing: of a single seed, or of a summary that was stored before there were any.
 
     Args:
         rows: of a summary: `method` (the kind), `label`, `cluster`, `metric`, `mean`.
