@@ -172,6 +172,10 @@ class Node:
             )
         if self.plan.method.server and not self.roster.server:
             raise ConfigError(f"{self.plan.method.kind} needs a server; this roster names none")
+        if self.plan.settings.new_clients is not None:
+            raise ConfigError(
+                f"new_clients is {self.plan.settings.new_clients!r}; between machines nobody is held out: leave it out"
+            )
         if self.plan.settings.schedule != "synchronous":
             raise ConfigError(
                 f"schedule is {self.plan.settings.schedule!r}; between machines there is only 'synchronous'"

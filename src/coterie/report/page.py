@@ -19,7 +19,7 @@ from coterie._util.names import few
 from coterie.functional.metrics import Metric
 from coterie.report.data import blank, payload
 from coterie.results import pairs
-from coterie.results.summary import MEANS, Problem, StoredRun, find_runs, metrics_of
+from coterie.results.summary import MEANS, Problem, StoredRun, find_runs, metrics_of, told_of_new_clients
 from coterie.results.tables import STAR
 
 SHARE = Metric("lost", unit="%", scale=100.0, digits=2)
@@ -130,6 +130,7 @@ def overview(data: Mapping[str, Any], runs: Sequence[StoredRun]) -> str:
     shown = sorted((known[name] for name in names), key=lambda one: one.name != data["metric"])
     if shown:
         parts.append(f"<h2>Results</h2>{result_table(data, shown[0])}")
+        parts += [f"<p>{escape(line)}.</p>" for line in told_of_new_clients(data["results"], data["metric"])]
         parts.append("<h2>Gain over training alone</h2>" + gain_table(data, known[data["gains"]["metric"]]))
         for one in shown[1:]:
             title = escape(one.heading("test"))

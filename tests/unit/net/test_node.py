@@ -30,6 +30,7 @@ from coterie.net.wire import VERSION
 from coterie.results import traffic
 from coterie.rng import Rng
 from coterie.simulation.loop import Loop
+from coterie.simulation.models import load_models
 from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
 
@@ -162,6 +163,10 @@ def test_nodes_end_with_the_same_bits_as_the_simulation(networks, kind, options)
     assert torch.equal(best, run.params)
     assert joined(network, "edges").equals(table(run.edges))
     assert joined(network, "metrics").equals(table(run.metrics))
+    for i in range(6):  # each node has the model of its own client in its folder
+        models = load_models(network.folder / f"n{i}")
+        assert models.clients == (i,)
+        assert torch.equal(models.row(i), run.models.row(i))
 
 
 SHARED = [("dac", {"num_peers": 2, "similarity": "cos_grad"}), ("dac", {"num_peers": 2, "loss_direction": "push"})]
@@ -378,6 +383,13 @@ def test_what_a_method_needs_must_be_on_the_roster(networks, kind, change, found
     network = networks(kind)
     network.roster = replace(network.roster, **change)
     with pytest.raises(ConfigError, match=found):
+        network.node(0)
+    network.hub.nodes["n0"].close()
+
+
+def test_nobody_is_held_out_between_machines(networks):
+    network = networks("random", new_clients=2)
+    with pytest.raises(ConfigError, match=r"new_clients is 2\.0; between machines nobody is held out"):
         network.node(0)
     network.hub.nodes["n0"].close()
 

@@ -22,11 +22,15 @@ from coterie.testing import tiny_federation, tiny_settings
 
 NEW, OTHERS = [1, 4], [0, 2, 3, 5, 6, 7]
 OPTIONS = {
-    "random": {"num_peers": 2}, "dac": {"num_peers": 2}, "oracle": {"num_peers": 2},
+    "random": {"num_peers": 2},
+    "dac": {"num_peers": 2},
+    "oracle": {"num_peers": 2},
+    "fix-topology": {"num_peers": 2},
+    "pens": {"num_sampled": 3, "num_kept": 1},
     "ifca": {"clusters": 2, "start": "resample", "resample_share": 0.3},
-    "fesem": {"clusters": 2}, "panm-loss": {}, "pens": {"num_sampled": 3, "num_kept": 1},
-    "sosicfl": {"endpoints": 3, "regions": 2, "warmup_rounds": 1}, "fix-topology": {"num_peers": 2},
-}  # fmt: skip
+    "fesem": {"clusters": 2},
+    "sosicfl": {"endpoints": 3, "regions": 2, "warmup_rounds": 1},
+}
 OPTIONS["sosicfl-plus"] = OPTIONS["sosicfl-all"] = OPTIONS["sosicfl"]
 
 

@@ -37,7 +37,6 @@ from coterie.results.summary import (
     main_metric,
     metrics_of,
     summary_of,
-    told_of_new_clients,
 )
 
 
@@ -88,7 +87,7 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
             "cluster": cluster.tolist(),
             "names": [called.get(client) for client in range(population)] if called else None,
             "results": results,
-            "notes": [*notes(results), *told_of_new_clients(results, metric)],
+            "notes": notes(results),
             "pairs": compared,
             "gains": gains_of(runs, problems),
             "curves": curves(alike, cluster, list(names)),
