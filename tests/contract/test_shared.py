@@ -1,17 +1,28 @@
 """What is not shared never leaves a client, with any method; all other promises hold as they do for whole models."""
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, final
 
 import pytest
 import torch
 from tests.contract.test_methods import SETTINGS
 from torch import Tensor, nn
+from torch.nn import functional
 
+from coterie.engine.task import LocalTraining
 from coterie.errors import ConfigError
+from coterie.exchange.base import Message
 from coterie.exchange.in_memory import InMemory
 from coterie.methods import METHODS
+from coterie.methods.dac import pull
+from coterie.methods.fedavg import OneModel
+from coterie.methods.server import ServerContext
+from coterie.models.layout import Layout
+from coterie.models.part import chosen
 from coterie.rng import Rng
+from coterie.simulation import _sequential
+from coterie.simulation._sequential import Live
 from coterie.simulation.loop import Loop
 from coterie.testing import check_method, follow, run_grouped, tiny_federation, tiny_settings
 from coterie.testing.methods import _Maker
@@ -143,3 +154,132 @@ def test_a_method_that_compares_what_stays_at_home_alone_says_so():
     gradient = METHODS["sosicfl"](**SETTINGS["sosicfl"], assignment="gradient")
     with pytest.raises(ConfigError, match="places clients by the updates of the endpoints, which stay at home"):
         follow(gradient, model=Net, settings=settings)
+
+
+def test_fedavg_with_a_personal_head_is_what_pytorch_computes():
+    """Two rounds of two clients by hand: one step of SGD each, then the mean of the bodies; heads are never mixed."""
+    federation = tiny_federation(2, train=8, validation=2)
+    local = LocalTraining(optimizer="sgd", lr=0.1, batch_size=8)
+    settings = tiny_settings(shared=["0"], engine="loop", rounds=2, local=local)
+    found = follow(METHODS["fedavg"](), federation=federation, model=_two_layers, settings=settings).state
+    with Rng(3).at(-1).torch_globals("init"):
+        start = _two_layers().double()
+    body = [one.detach().clone() for one in start[0].parameters()]
+    heads = [[one.detach().clone() for one in start[1].parameters()] for _ in range(2)]
+    for _ in range(2):
+        returned = []
+        for client in range(2):
+            x, y = federation.x[client][:8], federation.y[client][:8]
+            leaves = [one.clone().requires_grad_() for one in (*body, *heads[client])]
+            outputs = functional.linear(functional.linear(x, *leaves[:2]), *leaves[2:])
+            grads = torch.autograd.grad(functional.cross_entropy(outputs, y), leaves)
+            after = [leaf.detach() - 0.1 * grad for leaf, grad in zip(leaves, grads, strict=True)]
+            returned.append(after[:2])
+            heads[client] = after[2:]
+        body = [(one + other) / 2 for one, other in zip(*returned, strict=True)]
+    for client in range(2):
+        own = torch.cat([one.flatten() for one in heads[client]])
+        assert torch.allclose(found.params[client, 15:], own, rtol=0, atol=1e-12)
+    wanted = torch.cat([one.flatten() for one in body])
+    assert torch.allclose(found.shared.models[0, :15], wanted, rtol=0, atol=1e-12)
+    assert not found.shared.models[0, 15:].any()
+
+
+def _two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+
+
+@final
+@dataclass(frozen=True)
+class OwnHead(OneModel):
+    """FedPer as a method of a user's.
+
+    Args:
+        layers: how many layers stay at home.
+    """
+
+    kind: ClassVar[str] = "own-head"
+    summary: ClassVar[str] = "FedAvg of all layers but the last"
+    layers: int = 1
+
+    def home(self, layout: Layout) -> Sequence[str]:
+        """The last layers."""
+        return [name for names in list(layout.layers().values())[-self.layers :] for name in names]
+
+
+def test_what_a_method_declares_is_what_a_pattern_says():
+    settings = tiny_settings(engine="loop")
+    declared = follow(OwnHead(), model=Net, settings=settings)
+    written = follow(METHODS["fedavg"](), model=Net, settings=replace(settings, shared=["!head"]))
+    assert torch.equal(declared.state.params, written.state.params)
+    both = follow(OwnHead(), model=Net, settings=replace(settings, shared=["!body.1"])).task.part
+    layout = declared.task.layout
+    assert torch.equal(both.home.mask, chosen(layout, ["head", "body.1"], ""))
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "sequential_exchange"])
+def test_clients_that_act_one_after_another_publish_what_is_shared(schedule: str, monkeypatch):
+    boards = []
+
+    class Watched(Live):
+        def pull(self, message, peers):
+            boards.append((message.params.shape[1], self.board.params.clone()))
+            return super().pull(message, peers)
+
+    monkeypatch.setattr(_sequential, "Live", Watched)
+    local = replace(tiny_settings().local, steps=0)
+    settings = tiny_settings(shared=["!body.1"], engine="loop", init="per_client", schedule=schedule, local=local)
+    loop = follow(METHODS["dac"](num_peers=2), model=Net, settings=settings)
+    part, start = loop.task.part, loop.task.origin(Rng(3))
+    assert {width for width, _ in boards} == {part.shared.count}
+    assert {board.shape for _, board in boards} == {(6, part.shared.count)}
+    assert torch.equal(part.home.of(loop.state.params), part.home.of(start))
+    assert not torch.equal(loop.state.params, start)
+
+
+def test_similarities_compare_the_part_that_they_are_told_to():
+    """Peers are near in the body and far in the head, or the other way round: each part ranks them its own way."""
+    federation = tiny_federation(3)
+    rows = {}
+    for part in ("body", "head", ""):
+        settings = tiny_settings(engine="loop", similarity_on=[part] if part else [])
+        for metric in ("inv_l2", "cos_weight", "cos_grad"):
+            method = METHODS["dac"](num_peers=2, similarity=metric, two_hop=False)
+            loop = _Maker(federation, method, Net, settings).loop()
+            layout, start = loop.task.layout, loop.task.origin(Rng(3))
+            body, head = (chosen(layout, [one], "").nonzero().flatten() for one in ("body.0", "head"))
+            params = start + 1.0
+            params[1, body], params[2, head] = start[1, body] - 1.0, start[2, head] - 1.0
+            params[:, layout.trainable :] = torch.tensor([[0.0], [50.0], [90.0]])  # statistics never count
+            state = replace(loop.state, params=params)
+            rnd = loop._context(0, torch.arange(3), torch.arange(3))
+            rnd.exchange.begin(Rng(3).at(0))
+            rnd.exchange.enter(torch.arange(3))
+            measured = pull(
+                rnd, state, method.message(rnd.task, state), torch.tensor([[1, 2], [0, 2], [0, 1]]), metric, 1
+            )
+            rows[part, metric] = measured.similarity[0].tolist()
+    for metric in ("inv_l2", "cos_weight", "cos_grad"):
+        assert rows["body", metric][0] < rows["body", metric][1] == pytest.approx(1.0)
+        assert rows["head", metric][1] < rows["head", metric][0] == pytest.approx(1.0)
+        assert max(rows["", metric]) < 1
+    assert rows["head", "cos_grad"] == pytest.approx([1.0, -1.0])
+    assert rows["body", "inv_l2"] == pytest.approx([1 / (1 + 2 * 25**0.5), 1.0])
+
+
+def test_the_server_of_cfl_compares_the_same_part():
+    """Updates that point the same way in all but the head are split by the head alone; the rest decides otherwise."""
+    found = {}
+    federation = tiny_federation(4)
+    for on in (["0"], ["1"]):
+        settings = tiny_settings(engine="loop", similarity_on=on)
+        method = METHODS["cfl"](eps1=1e9, eps2=0.0, warmup_rounds=0, min_cluster_size=1)
+        task = _Maker(federation, method, _two_layers, settings).task(range(4))
+        shared = method.shared(task, Rng(3))
+        updates = torch.zeros(4, task.layout.size, dtype=torch.float64)
+        updates[:, 0], updates[:, 15] = torch.tensor([1.0, 1, -1, -1]), torch.tensor([1.0, -1, 1, -1])
+        message = Message(shared.models + updates, {"samples": torch.ones(4, dtype=torch.float64)}, torch.arange(4))
+        context = ServerContext(0, Rng(3), task.layout, 4, None, task.part)
+        found[on[0]] = method.merge(context, shared, message).label.tolist()
+    assert found["0"] in ([0, 0, 1, 1], [1, 1, 0, 0])
+    assert found["1"] in ([0, 1, 0, 1], [1, 0, 1, 0])

@@ -21,11 +21,12 @@ from torch import nn
 from coterie.errors import ConfigError, PeerMismatch
 from coterie.methods import METHODS
 from coterie.net import local
-from coterie.net.head import study_hash
+from coterie.net.head import Head, check_study, study_hash
 from coterie.net.log import Log, exposition
 from coterie.net.node import Node, Patience, RunSpec
 from coterie.net.post import Terms
 from coterie.net.transport import Hub, InProcess
+from coterie.net.wire import VERSION
 from coterie.results import traffic
 from coterie.rng import Rng
 from coterie.simulation.loop import Loop
@@ -163,6 +164,23 @@ def test_nodes_end_with_the_same_bits_as_the_simulation(networks, kind, options)
     assert joined(network, "metrics").equals(table(run.metrics))
 
 
+SHARED = [("dac", {"num_peers": 2, "similarity": "cos_grad"}), ("dac", {"num_peers": 2, "loss_direction": "push"})]
+SHARED += [(kind, SMALL.get(kind, {})) for kind in ("dac", "fedavg", "fesem", "ifca", "panm-grad", "pens", "sosicfl")]
+
+
+@pytest.mark.parametrize(("kind", "options"), SHARED, ids=[" ".join([k, *map(said, o.values())]) for k, o in SHARED])
+def test_nodes_that_share_a_part_end_with_the_same_bits_as_the_simulation(networks, kind, options):
+    """The bias stays at home, whoever reads whom."""
+    network = networks(kind, options, shared=["1.weight"])
+    network.run()
+    plan = network.plan
+    run = simulate(FEDERATION, plan.method, model="linear", settings=plan.settings, seed=3)
+    best = torch.cat([network.nodes[i].loop.tracker.best for i in range(6)])
+    assert torch.equal(best, run.params)
+    assert joined(network, "edges").equals(table(run.edges))
+    assert joined(network, "metrics").equals(table(run.metrics))
+
+
 def test_nodes_know_the_number_of_rounds_that_a_schedule_runs_over(networks):
     """Two models a client, whose rates fall over rounds and within each training."""
     schedule = [{"kind": "warmup", "length": 2}, {"kind": "cosine"}, {"kind": "linear", "over": "steps"}]
@@ -177,9 +195,10 @@ def test_nodes_know_the_number_of_rounds_that_a_schedule_runs_over(networks):
     assert not torch.equal(best, simulate(FEDERATION, plan.method, model="linear", settings=plain, seed=3).params)
 
 
-def test_clients_that_stop_early_end_with_the_same_models_as_in_the_simulation(networks):
+@pytest.mark.parametrize("shared", [[], ["1.weight"]])
+def test_clients_that_stop_early_end_with_the_same_models_as_in_the_simulation(networks, shared):
     """Who stopped is done and goes on answering; the others read its best model to the end."""
-    network = networks("random", patience=1, rounds=6)
+    network = networks("random", patience=1, rounds=6, shared=shared)
     network.run()
     plan = network.plan
     run = simulate(FEDERATION, plan.method, model="linear", settings=plan.settings, seed=3)
@@ -403,6 +422,69 @@ def test_counted_bytes_are_within_half_a_percent_of_the_ledgers_prediction(tmp_p
     setting = traffic.Setting(population=6, params=params, samples=12, group=3, number_bytes=8)
     away = 6 - plan.method.server  # the client on the server's node needs no network
     assert counted == pytest.approx(away * traffic.between_machines(plan.method, setting, 2), rel=0.005)
+
+
+class Adapted(nn.Module):
+    """A frozen layer of 80,000 weights with a trained product of two narrow ones beside it, and a head."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 16_000, bias=False)
+        self.down, self.up = nn.Linear(4, 1, bias=False), nn.Linear(1, 16_000)
+        self.pool, self.head = nn.AdaptiveAvgPool1d(20), nn.Linear(20, 3)
+        self.base.weight.data.copy_(torch.arange(64_000).reshape(16_000, 4).sin() * (1 + seed))
+        self.base.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.pool(torch.tanh(self.base(x) + self.up(self.down(x)))))
+
+
+@pytest.mark.parametrize(("kind", "models"), [("random", 6 * 1 * 2), ("fedavg", 5 * (2 * 2 + 3))])
+def test_adapters_on_a_frozen_layer_cost_their_own_bytes_on_the_wire(tmp_path, kind, models):
+    """Of 96,067 numbers 32,004 are shared: 4 bytes each, once a read; the ledger predicts it to half a percent.
+
+    Each of the five nodes away from the server fetches and sends a model in two rounds, and fetches one to measure
+    after each and in the end.
+    """
+    options = {"num_peers": 1} if kind == "random" else {}
+    settings = tiny_settings(rounds=2, shared=["!head"], dtype="float32", engine="loop")
+    plan = RunSpec(METHODS[kind](**options), settings, Adapted, "adapted", seed=3)
+    network = Network(tmp_path, plan)
+    try:
+        network.run()
+        counted = sum(node.post.traffic.bytes for node in network.nodes.values())
+        task = network.nodes[0].task
+    finally:
+        network.close()
+    assert counted == pytest.approx(models * 4 * 32_004, rel=0.05)
+    setting = replace(traffic.Setting.of(task), population=6)
+    assert setting.params == 32_004
+    away = 6 - plan.method.server
+    assert counted == pytest.approx(away * traffic.between_machines(plan.method, setting, 2), rel=0.005)
+
+
+def test_a_node_with_other_frozen_weights_is_told_so_in_one_line(tmp_path):
+    """Whether the roster knows the model, or nodes compare with each other."""
+    plan = RunSpec(METHODS["random"](num_peers=1), tiny_settings(rounds=1, engine="loop"), Adapted, "adapted", seed=3)
+    network = Network(tmp_path, plan)
+    other = replace(plan, model=lambda: Adapted(1))
+    try:
+        right, wrong = network.node(0), network.node(1, plan=other)
+        assert study_hash(right.settings) == study_hash(wrong.settings)
+        mine, theirs = (node.settings["model.frozen"] for node in (right, wrong))
+        assert mine != theirs
+        study, schema, own = study_hash(right.settings), right.schema, right.settings
+        met = {"n0": Head("run", "n0", 1, "nonce", -1, "starting", VERSION, study, schema, 1, 0.0, [], own)}
+        with pytest.raises(PeerMismatch, match=f"model.frozen is '{mine}' there and '{theirs}' here"):
+            check_study(network.roster, wrong.settings, wrong.schema, met)
+        agreed = replace(network.roster, study=study, schema=schema)
+        with pytest.raises(PeerMismatch, match=f"compared with n0: model.frozen is '{mine}' there and '{theirs}'"):
+            check_study(agreed, wrong.settings, wrong.schema, met)
+        with pytest.raises(PeerMismatch, match=f"frozen weights are {theirs}, is not that of the roster"):
+            check_study(agreed, wrong.settings, wrong.schema, {})
+        assert check_study(agreed, right.settings, right.schema, met) == []
+    finally:
+        network.close()
 
 
 def flipped(parts: list[tuple[bytes, bytes]], draw: random.Random) -> list[tuple[bytes, bytes]]:

@@ -1,9 +1,11 @@
 """The cost ledger: the papers' numbers, and that what is predicted is what is counted."""
 
 import dataclasses
+from dataclasses import replace
 
 import pandas as pd
 import pytest
+from torch import nn
 
 from coterie.errors import ConfigError
 from coterie.methods import METHODS
@@ -19,7 +21,7 @@ from coterie.methods.pens import Pens
 from coterie.methods.random_gossip import Random
 from coterie.methods.sosicfl import SimplexMethod
 from coterie.results import traffic
-from coterie.simulation.run import simulate
+from coterie.simulation.run import make_task, simulate
 from coterie.testing import tiny_federation, tiny_settings
 
 PAPER = Setting(population=100, params=62_006, samples=400, group=25)
@@ -121,6 +123,35 @@ def test_what_is_predicted_is_what_is_counted(method, init):
         expected = method.cost(setting, round)
         for name, value in found.items():
             assert value / 6 == pytest.approx(getattr(expected, name)), f"{name} in round {round}"
+
+
+def headed() -> nn.Module:
+    """A layer, a normalization and a head: 20 + 8 + 15 trained numbers, and 9 of running statistics."""
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+
+PARTS = [
+    (Random(num_peers=2), ["0"], [], 20, 20),
+    (Dac(num_peers=2), ["!2"], [], 20 + 8 + 9, 20 + 8),
+    (Dac(num_peers=2, similarity="cos_grad"), ["!1"], ["0.weight"], 20 + 15, 16),
+    (PanmGrad(num_peers=2, num_candidates=3), ["!2"], [], 20 + 8 + 9, 20 + 8),
+    (PanmGrad(num_peers=2, num_candidates=3), [], ["2"], 20 + 8 + 15 + 9, 15),
+]
+
+
+@pytest.mark.parametrize(("method", "shared", "on", "sent", "compared"), PARTS)
+@pytest.mark.filterwarnings("ignore:.*clients start from different models")
+def test_the_ledger_counts_what_is_shared_and_what_is_compared(method, shared, on, sent, compared):
+    settings = tiny_settings(rounds=2, init="per_client", shared=shared, similarity_on=on, engine="loop")
+    federation = tiny_federation()
+    run = simulate(federation, method, model=headed, settings=settings)
+    apart = run.settings.init == "per_client"
+    setting = Setting(population=6, params=sent, samples=12, group=3, number_bytes=8, start_apart=apart,
+                      compared=compared)  # fmt: skip
+    assert replace(Setting.of(make_task(federation, method, headed, settings)), group=3) == setting
+    for round in range(2):
+        read = run.edges[(run.edges["round"] == round) & (run.edges["purpose"] != "missing")]
+        assert read["bytes"].sum() / 6 == pytest.approx(method.cost(setting, round).bytes)
 
 
 def test_the_bytes_of_a_round_are_those_of_models_and_of_what_goes_beside_them():
