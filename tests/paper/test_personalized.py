@@ -346,7 +346,7 @@ def test_fedrep_finds_the_representation_that_clients_share():
         return nn.Sequential(nn.Linear(10, 2, bias=False), nn.Linear(2, 1, bias=False))
 
     def distance(method: Method) -> float:
-        settings = testing.tiny_settings(rounds=60, local=dataclasses.replace(WHOLE, steps=2), evaluate="final")
+        settings = testing.tiny_settings(rounds=60, local=dataclasses.replace(WHOLE, steps=3), evaluate="final")
         loop = testing.follow(method, federation=federation, model=net, settings=settings)
         found = torch.linalg.qr(model(loop)[:20].reshape(2, 10).T)[0]
         return float(torch.linalg.matrix_norm(found - basis @ (basis.T @ found), 2))
@@ -386,4 +386,4 @@ def test_fedbn_gains_where_clients_scale_their_inputs_otherwise():
     shared = dict(zip(loop.task.layout.names, loop.task.layout.slots, strict=True))
     for name, slot in shared.items():
         same = bool((apart[:, slot.start : slot.stop] == apart[:1, slot.start : slot.stop]).all())
-        assert same == name.startswith("1.")
+        assert same == (name.startswith("1.") or name.endswith("num_batches_tracked"))

@@ -134,7 +134,7 @@ class Ifca(ServerMethod):
             **info,
             "label": label,
             "passes": passes,
-            **traffic(offer, request, message),
+            **traffic(rnd.task.part, offer, request, message),
             **self.extra(rnd, start, params, shared),
         }
 

@@ -20,6 +20,7 @@ from coterie._util.importing import imported_function
 from coterie.engine.task import Task, not_finite
 from coterie.errors import ConfigError
 from coterie.exchange.base import Inbox, Message, Reply
+from coterie.exchange.narrowed import cut
 from coterie.functional import aggregation, metrics
 from coterie.functional.metrics import Metric
 from coterie.methods.base import Info, Method, Round, State, map_tensors
@@ -255,7 +256,7 @@ class ServerMethod(Method):
         params, memory, info = self.learn(rnd, state.memory, start, offer)
         message = Message(params, self.report(rnd, info))
         shared, _ = self.ask(rnd, self._merge, message, shared)
-        info = {**info, **traffic(offer, request, message), **self.extra(rnd, start, params, shared)}
+        info = {**info, **traffic(rnd.task.part, offer, request, message), **self.extra(rnd, start, params, shared)}
         if "personal_train_samples" in info:
             info["train_samples"] = info["train_samples"] + info.pop("personal_train_samples")
         return State(params, memory, shared), info
@@ -336,7 +337,7 @@ def gradient_variance(
     return found
 
 
-def traffic(offer: Inbox, *messages: Message) -> dict[str, Tensor]:
-    """Return the bytes each client received and sent."""
-    sent = sum(message.row_bytes for message in messages)
+def traffic(part: Part, offer: Inbox, *messages: Message) -> dict[str, Tensor]:
+    """Return the bytes each client received and sent, of what is shared."""
+    sent = sum(cut(part, message).row_bytes for message in messages)
     return {"bytes_down": offer.bytes.sum(1), "bytes_up": torch.full((len(offer.index),), sent, dtype=torch.int64)}
