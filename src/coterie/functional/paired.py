@@ -153,11 +153,9 @@ def seeds_needed(
 
     if not math.isfinite(effect):
         return None
-    standard = effect / (
-        stats.norm.isf(level / 2) + stats.norm.isf(1 - wanted)
-    )  # for a normal statistic: a first guess
-    left = standard**2 - overlap
-    seeds = min(max(2, round(float(1 / left))), most) if left * most > 1 else most
+    normal = float(stats.norm.isf(level / 2) + stats.norm.isf(1 - wanted))  # of a normal statistic: a first guess
+    left = (effect / normal) ** 2 - overlap
+    seeds = min(max(2, round(1 / left)), most) if left * most > 1 else most
     while seeds > 2 and enough(seeds - 1):
         seeds -= 1
     while seeds <= most and not enough(seeds):

@@ -168,7 +168,7 @@ def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
         "Averaged": _averaged(bool(clusters)),
         "Compared in pairs": "paired by seed and client, with Student's interval over the seeds, corrected for the "
         "number of pairs by Holm's rule"
-        if data["pairs"]["families"]
+        if data.get("pairs", {}).get("families")
         else "",
     }
     rows = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in entries.items() if text)
