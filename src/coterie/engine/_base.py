@@ -24,6 +24,9 @@ from coterie.models.layout import Layout
 Objective = Callable[[Tensor, Tensor], Tensor]
 """(outputs [samples ...], targets [samples ...]) -> one loss a sample; usually a `Loss`, which says more of itself."""
 
+MODULE_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError)
+"""What a module of somebody else's raises where it cannot take what it is given."""
+
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # input entries of one evaluation call, which bounds the activations
 _ALONE = 32  # samples of one call of one model on a CPU: the activations of a convolution stay in the cache
 _PIECE = {"cpu": 256, "cuda": 2048}  # samples of one call of many models; sums must not depend on how many they are

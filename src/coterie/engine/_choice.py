@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coterie.engine._base import Engine, Objective
+from coterie.engine._base import MODULE_ERRORS, Engine, Objective
 from coterie.engine._loop import LoopEngine
 from coterie.engine._vmap import VmapEngine
 from coterie.engine.native import stack
@@ -231,7 +231,7 @@ def _failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception] | No
         with Rng(0).torch_globals("engine.trial"):  # a foreign module must not draw from anybody's stream
             engine.gradients(rows, x2, y2, inputs)
             engine.forward(rows, x2, inputs)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
+    except MODULE_ERRORS as error:
         if OutOfMemory.is_said_by(error):  # of the machine at this moment, not of the module
             raise
         return (trail[-1] if trail else type(layout.train_module).__name__), error

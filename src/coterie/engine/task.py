@@ -15,7 +15,7 @@ from coterie._util import pages
 from coterie.data.federation import SPLITS, Federation
 from coterie.data.source import is_images
 from coterie.engine._augment import CropFlip
-from coterie.engine._base import measured
+from coterie.engine._base import MODULE_ERRORS, measured
 from coterie.engine._batches import BatchPlan, last_epoch_mean, plan, smallest, steps
 from coterie.engine._choice import default_block, make
 from coterie.engine._work import Pairs, RawSamples, Training, distinct, not_finite
@@ -83,7 +83,7 @@ def _arguments(module: nn.Module, federation: Federation, dtype: torch.dtype) ->
     try:
         with torch.no_grad():
             layout.eval_module(x)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError):
+    except MODULE_ERRORS:
         return Inputs()
     return layout.arguments
 
@@ -233,7 +233,7 @@ class Task:
         try:
             with torch.no_grad():
                 outputs = self.layout.eval_module(x)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError):
+        except MODULE_ERRORS:
             return
         if self.objective.targets == "class" and outputs.shape[-1] < self.classes:
             raise ModelError(f"the module has {outputs.shape[-1]} outputs; expected {self.classes}, one a class")
@@ -272,7 +272,7 @@ class Task:
                 copy.deepcopy(self.layout.train_module)(self._shared.samples.inputs(torch.zeros(1, dtype=torch.int64)))
         except ValueError as error:
             return "more than one value a channel" not in str(error)
-        except (RuntimeError, TypeError, NotImplementedError, IndexError):  # left to the engines
+        except MODULE_ERRORS:  # left to the engines
             return True
         return True
 
