@@ -32,7 +32,10 @@ seeds = [6]
 engine = "loop"
 metrics = ["auroc"]
 model = {{ kind = "linear" }}
-data = {{ dataset = "table", folds = 5 }}
+
+[data]
+dataset = "table"
+folds = 5
 
 [data.options]
 path = "hospitals.csv"
