@@ -32,7 +32,8 @@ HEAD = """<!-- made by scripts/hospitals.py; do not edit -->
 # Four hospitals: what the study says
 
 `coterie run four-hospitals` trains a logistic regression on whether a patient has heart disease, at four hospitals,
-in under a minute on two cores that have nothing else to do. The data are bundled: 920 patients of Cleveland, Hungary (Budapest), Switzerland
+in under a minute on two cores that have nothing else to do. The data are bundled: 920 patients of
+Cleveland, Hungary (Budapest), Switzerland
 (Zurich and Basel) and Long Beach, of 1988 (Janosi, Steinbrunn, Pfisterer, Detrano, [doi
 10.24432/C52P4X](https://doi.org/10.24432/C52P4X), [CC BY 4.0](https://creativecommons.org/licenses/by/4.0/)). They
 are too old and too few to say anything of patients today; they are a real federation, where the hospitals differ in
@@ -216,8 +217,8 @@ def told_of(name: str) -> str:
     origin = json.loads((STORED / name / "origin.json").read_text("utf-8"))
     machine, took = origin["machine"], origin.get("elapsed_s", origin["wall_s"])
     return (
-        f"`{name}`: {origin['runs']} runs, {took:.0f} s on {machine['cores']} {machine['machine']} cores that were shared "
-        f"with other work. {told(name, origin)}"
+        f"`{name}`: {origin['runs']} runs, {took:.0f} s on {machine['cores']} {machine['machine']} cores that were "
+        f"shared with other work. {told(name, origin)}"
     )
 
 

@@ -55,6 +55,7 @@ ELSEWHERE = {
     # methods with a server are tested by what their papers claim
     "methods/ditto": "paper/test_averaging.py",
     "methods/fedavg": "paper/test_averaging.py",
+    "methods/pooled": "paper/test_averaging.py",
     "methods/fedgwc": "paper/test_fedgwc.py",
     "methods/fesem": "paper/test_clustered.py",
     "methods/oneshot": "paper/test_clustered.py",
