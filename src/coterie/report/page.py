@@ -139,8 +139,8 @@ def overview(data: Mapping[str, Any], runs: Sequence[StoredRun]) -> str:
 
 def client_table(data: Mapping[str, Any], runs: Sequence[StoredRun], metric: Metric) -> str:
     """Every client's value as a table, mean over seeds; where there are a few, with names and of no known clusters."""
-    names = [name for name in data.get("names") or () if name]
-    if not 0 < len(names) <= MOST_NAMED or data["clusters"] or metric.over == "run":
+    names = list(data.get("names") or ())
+    if not all(names) or not 0 < len(names) <= MOST_NAMED or data["clusters"] or metric.over == "run":
         return ""
     chosen = [run for run in runs if run.finished and run.seed in data["results"]["seeds"]]
     body = []
