@@ -32,7 +32,8 @@ HEAD = """<!-- made by scripts/hospitals.py; do not edit -->
 # Four hospitals: what the study says
 
 `coterie run four-hospitals` trains a logistic regression on whether a patient has heart disease, at four hospitals,
-in under a minute on two cores. The data are bundled: 920 patients of Cleveland, Hungary (Budapest), Switzerland
+in under a minute on two cores that have nothing else to do. The data are bundled: 920 patients of
+Cleveland, Hungary (Budapest), Switzerland
 (Zurich and Basel) and Long Beach, of 1988 (Janosi, Steinbrunn, Pfisterer, Detrano, [doi
 10.24432/C52P4X](https://doi.org/10.24432/C52P4X), [CC BY 4.0](https://creativecommons.org/licenses/by/4.0/)). They
 are too old and too few to say anything of patients today; they are a real federation, where the hospitals differ in
@@ -56,8 +57,8 @@ few patients in 15 bins; the Brier score is the better word on calibration here.
 The 25 folds are not 25 experiments: training sets overlap, and the patients are the same five times. Intervals are
 Student's with the variance of the mean taken as (1/25 + 1/4) times that of the folds' differences, as Nadeau and
 Bengio ([2003](https://doi.org/10.1023/A:1024068626366)) propose: 1/4 is the size of a test set over that of its
-training set. They are five to six times as wide in variance as if the folds were independent, and still speak of
-these hospitals alone. No correction is made for the number of comparisons.
+training set. That is 7.25 times the variance of independent folds, 2.7 times the width, and the intervals still speak
+of these hospitals alone. No correction is made for the number of comparisons.
 """
 
 FLAMBY = """## FLamby's protocol
@@ -120,7 +121,7 @@ def patients() -> str:
             f"{column} {100 * own[column].isna().mean():.0f} %" for column in own if own[column].isna().mean() > 0.3
         ]
         ill = int((own["disease"] == "yes").sum())
-        lines.append((name, len(own), ill, f"{100 * ill / len(own):.0f} %", ", ".join(missing) or "none"))
+        lines.append((name, len(own), ill, f"{100 * ill / len(own):.1f} %", ", ".join(missing) or "none"))
     return table(("hospital", "patients", "ill", "", "missing in more than 30 % of the rows"), lines)
 
 
@@ -216,8 +217,8 @@ def told_of(name: str) -> str:
     origin = json.loads((STORED / name / "origin.json").read_text("utf-8"))
     machine, took = origin["machine"], origin.get("elapsed_s", origin["wall_s"])
     return (
-        f"`{name}`: {origin['runs']} runs, {took:.0f} s on {machine['cores']} {machine['machine']} cores. "
-        f"{told(name, origin)}"
+        f"`{name}`: {origin['runs']} runs, {took:.0f} s on {machine['cores']} {machine['machine']} cores that were "
+        f"shared with other work. {told(name, origin)}"
     )
 
 

@@ -32,7 +32,10 @@ seeds = [6]
 engine = "loop"
 metrics = ["auroc"]
 model = {{ kind = "linear" }}
-data = {{ dataset = "table", folds = 5 }}
+
+[data]
+dataset = "table"
+folds = 5
 
 [data.options]
 path = "hospitals.csv"
@@ -65,7 +68,7 @@ def test_nodes_with_a_table_each_end_where_the_simulation_of_the_whole_table_doe
     with fleet.Fleet(files, logs=tmp_path / "nodes") as nodes:
         for name in files:
             nodes.start(name)
-        statuses = nodes.wait(120)
+        statuses = nodes.wait(240)
     logs = {name: (tmp_path / f"nodes/{name}.log").read_text()[-2000:] for name in files}
     assert statuses == dict.fromkeys(files, 0), logs
 

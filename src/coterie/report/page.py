@@ -6,6 +6,7 @@ by assets/*.js from the reduced data of `payload`; the plotting library, Apache 
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -15,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from coterie._util.files import write_atomically
-from coterie._util.names import few
+from coterie._util.names import few, short
 from coterie.functional.metrics import Metric
 from coterie.report.data import blank, payload
 from coterie.results import pairs
-from coterie.results.summary import MEANS, Problem, StoredRun, find_runs, metrics_of, told_of_new_clients
+from coterie.results.summary import MEANS, Problem, StoredRun, by_label, find_runs, metrics_of, told_of_new_clients
 from coterie.results.tables import STAR
 
 SHARE = Metric("lost", unit="%", scale=100.0, digits=2)
+MOST_NAMED = 12
+"""Clients with names of which a table shows each."""
 SCRIPTS = ("core.js", "pairs.js", "curves.js", "reads.js", "graph.js", "clients.js", "cost.js", "data.js", "main.js")
 
 
@@ -129,14 +132,47 @@ def overview(data: Mapping[str, Any], runs: Sequence[StoredRun]) -> str:
     known, names = metrics_of(runs), dict.fromkeys(row["metric"] for row in data["results"]["rows"])
     shown = sorted((known[name] for name in names), key=lambda one: one.name != data["metric"])
     if shown:
-        parts.append(f"<h2>Results</h2>{result_table(data, shown[0])}")
+        parts.append(f"<h2>Results</h2>{result_table(data, shown[0])}{client_table(data, runs, shown[0])}")
         parts += [f"<p>{escape(line)}.</p>" for line in told_of_new_clients(data["results"], data["metric"])]
         parts.append("<h2>Gain over training alone</h2>" + gain_table(data, known[data["gains"]["metric"]]))
         for one in shown[1:]:
             title = escape(one.heading("test"))
-            parts.append(f"<details><summary>The same for {title}</summary>{result_table(data, one)}</details>")
+            tables = result_table(data, one) + client_table(data, runs, one)
+            parts.append(f"<details><summary>The same for {title}</summary>{tables}</details>")
     parts.append('<div id="glance"></div>')
     return "\n".join(parts)
+
+
+def client_table(data: Mapping[str, Any], runs: Sequence[StoredRun], metric: Metric) -> str:
+    """Every client's value as a table, mean over seeds; where there are a few, with names and of no known clusters."""
+    names = list(data.get("names") or ())
+    if not all(names) or not 0 < len(names) <= MOST_NAMED or data["clusters"] or metric.over == "run":
+        return ""
+    chosen = [run for run in runs if run.finished and run.seed in data["results"]["seeds"]]
+    body = []
+    for label, group in by_label(chosen).items():
+        values = [run.final(metric.name).reindex(range(len(names))).to_numpy() for run in group]
+        known = [[one for one in column if math.isfinite(one)] for column in zip(*values, strict=True)]
+        means = [sum(column) / len(column) if column else None for column in known]
+        cells = "".join(cell(mean, metric.show(mean)) for mean in means)
+        body.append(f'<tr><th scope="row">{escape(label)}</th>{cells}</tr>')
+    head = "".join(f'<th scope="col">{escape(short(name))}</th>' for name in names)
+    caption = f"{metric.heading('test')} of each client, mean over seeds; a dash where it is not defined in any."
+    return (
+        f'<div class="scroll"><table class="results by-client"><caption>{escape(caption[0].upper() + caption[1:])}'
+        f'</caption><thead><tr><th scope="col">Method</th>{head}</tr></thead>'
+        f"<tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def _folds(folds: int | None) -> str:
+    """What seeds are where they test folds."""
+    if not folds:
+        return ""
+    return (
+        f"{folds}: each seed tests another part of every client's samples, {folds} seeds all of them; training samples "
+        "of seeds overlap, so that intervals over seeds are narrower than they should be"
+    )
 
 
 def note_list(notes: Sequence[str]) -> str:
@@ -160,6 +196,7 @@ def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
         "Data": _said(settings.get("dataset")),
         "Shift": "; ".join(_shift(one) for one in settings.get("shift") or []),
         "Clients": ", ".join(many),
+        "Folds": _folds(settings.get("folds")),
         "Planted clusters": clusters,
         "Model": _said(model.get("kind")),
         "Compared": ", ".join(f"{method['label']} ({method['kind']})" for method in data["methods"]),

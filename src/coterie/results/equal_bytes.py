@@ -176,7 +176,7 @@ def _at(run: StoredRun, metric: str, budget: float, *, tested: bool) -> tuple[fl
     if not tested:  # clients without validation data have no value in any round
         values = values.loc[:, values.notna().any().to_numpy()]
     values = values.loc[(values.index <= last)]
-    if not len(values):
+    if not values.size:
         return last + 1, used, math.nan
     place = np.full(values.shape[1], len(values) - 1)
     if tested and _takes_best(run):

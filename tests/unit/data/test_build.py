@@ -326,7 +326,7 @@ def test_a_client_is_divided_alike_whoever_is_beside_it():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"folds": 1}, "folds is 1; expected a whole number, 2 or larger"),
+        ({"folds": 1}, "folds is 1; expected a whole number, 2 or more"),
         ({"train": 5}, "folds is 4 and train is 5; leave out train"),
         ({"fixed_seed": 5}, "folds is 4 and fixed_seed is 5; leave out fixed_seed"),
         ({"test_source": "test"}, "test_source is 'test'; expected 'train' with folds"),

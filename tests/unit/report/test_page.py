@@ -1,10 +1,14 @@
 import json
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
+from typing import Any
 
+import pandas as pd
 import pytest
 
 from coterie.errors import DataError
+from coterie.functional.metrics import ACCURACY
 from coterie.report import page
 from coterie.results.summary import find_runs, gains, summarize
 
@@ -233,3 +237,19 @@ def test_names_of_clients_are_told_in_words_and_escaped(named):
     shown = "Oslo &quot;A&quot;, &lt;script&gt;document.title=1&lt;/script&gt;, مستشفى الملك"
     assert f"<dt>Clients</dt><dd>4 ({shown})</dd>" in text
     assert "<script>document" not in text
+
+
+def test_a_few_clients_with_names_have_a_table_of_their_own():
+    """Means over the compared seeds, each under its name; nothing with planted clusters, or where one has no name."""
+    values = {("A", 0): [0.25, 0.5], ("A", 1): [0.75, float("nan")], ("A", 2): [0.0, 0.0], ("B", 0): [1.0, 1.0]}
+    runs: Any = [
+        SimpleNamespace(label=label, seed=seed, finished=True, final=lambda _, own=own: pd.Series(own))
+        for (label, seed), own in values.items()
+    ]
+    data = {"names": ["Åre", "<b>"], "clusters": [], "results": {"seeds": [0, 1]}}
+    made = page.client_table(data, runs, ACCURACY)
+    assert re.findall(r'data-value="([^"]*)"', made) == ["0.5", "0.5", "1.0", "1.0"]
+    assert re.findall(r'scope="col">([^<]*)<', made) == ["Method", "Åre", "&lt;b&gt;"]
+    assert page.client_table({**data, "clusters": ["rotated"]}, runs, ACCURACY) == ""
+    assert page.client_table({**data, "names": ["Åre", ""]}, runs, ACCURACY) == ""
+    assert page.client_table({**data, "names": []}, runs, ACCURACY) == ""

@@ -49,9 +49,13 @@ def source(name):
 def test_a_study_can_start(name):
     """Its clients get few samples each; its first method takes a look at the model; clusters have the paper's names."""
     study = config.load(name)
-    data = replace(study.data, train=2, validation=1, test_samples=1 if study.data.test == "client" else None)
-    federation = build_from_sources(data, [source(one) for one in data.names], Rng(0))
-    assert len(federation) == (study.data.num_clients or USERS)
+    data = study.data
+    if "hospital" in name or "heart" in name:  # bundled, and small
+        federation = build_federation(data, 0)
+    else:
+        data = replace(data, train=2, validation=1, test_samples=1 if study.data.test == "client" else None)
+        federation = build_from_sources(data, [source(one) for one in data.names], Rng(0))
+        assert len(federation) == (study.data.num_clients or USERS)
     if study.paper is not None:
         published = {p.cluster for p in numbers.published(study.paper) if p.metric in ("accuracy", "mse")}
         planted = federation.truth.names if federation.truth is not None else ()  # natural users are of no cluster
@@ -96,3 +100,25 @@ def test_pretrained_weights_that_are_not_there_are_asked_for(monkeypatch):
     monkeypatch.delenv("COTERIE_RESNET18", raising=False)
     with pytest.raises(ModelError, match="COTERIE_RESNET18 is not set; expected a safetensors file"):
         build("resnet-18-pretrained", (3, 32, 32), 100)
+
+
+@pytest.mark.parametrize("name", ["four-hospitals", "flamby-heart-disease"])
+def test_the_studies_of_hospitals_have_them_by_name(name):
+    """No planted clusters; the study with folds tests every patient five times."""
+    study = config.load(name)
+    federation = build_federation(study.data, 0)
+    assert federation.client_names == ("cleveland", "hungary", "long-beach-va", "switzerland")
+    assert federation.truth is None
+    assert (study.data.folds, len(study.seeds)) == {"four-hospitals": (5, 25), "flamby-heart-disease": (None, 5)}[name]
+    assert {"local", "pooled"} < {entry.kind for entry in study.methods}
+
+
+def test_flambys_rounds_are_those_of_its_code():
+    """100 updates a round; 50 epochs in all of a mean hospital: 486 rows, 4 hospitals, whole batches of 4."""
+    study = config.load("flamby-heart-disease")
+    assert study.settings.rounds == (486 // 4 // 4) * 50 // 100
+    assert study.settings.local.steps == 100
+    for label in ("Pooled", "Local"):
+        settings = study.entry(label).settings
+        assert (settings.rounds, settings.local.epochs, settings.local.steps) == (1, 50, None)
+        assert settings.local.optimizer == "adam"
