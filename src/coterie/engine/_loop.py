@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from coterie._util import pages
@@ -18,6 +18,21 @@ from coterie.engine.optim import LocalTraining
 from coterie.engine.precision import computing
 from coterie.models.layout import Layout
 
+_VECTOR = 16  # numbers in the widest registers
+
+
+def writes_beyond(module: nn.Module) -> bool:
+    """Return whether a convolution of a module writes beyond its memory on some processors, with channels last.
+
+    oneDNN does, in the gradient of the weights of a 1x1 convolution with a stride and fewer input channels than a
+    vector holds (https://github.com/uxlfoundation/oneDNN/issues/6035): results are wrong, or the process dies.
+    """
+    convolutions = [part for part in module.modules() if isinstance(part, nn.Conv2d)]
+    return any(
+        max(part.kernel_size) == 1 and max(part.stride) > 1 and part.in_channels // part.groups < _VECTOR
+        for part in convolutions
+    )
+
 
 class LoopEngine(Engine):
     """One client after another, each copied into one flat model and trained there.
@@ -26,7 +41,8 @@ class LoopEngine(Engine):
         layout: of the module.
         objective: the loss of each sample.
         precision: see `engine.precision.computing`.
-        channels_last: see `FlatModel`; faster on a CPU, but not for modules that view what a convolution returns.
+        channels_last: see `FlatModel`; faster on a CPU, but not for modules that view what a convolution returns. Left
+            out where it is not safe; see `writes_beyond`.
     """
 
     name: ClassVar[str] = "loop"
@@ -36,7 +52,8 @@ class LoopEngine(Engine):
         self, layout: Layout, objective: Objective, precision: str = "full", channels_last: bool = False
     ) -> None:
         super().__init__(layout, objective, precision)
-        self.channels_last, self._plain = channels_last, objective == cross_entropy
+        self.channels_last = channels_last and not writes_beyond(layout.train_module)
+        self._plain = objective == cross_entropy
         self._room = threading.local()  # a model and its optimizers in each thread
         model = self._model(next(layout.train_module.parameters()).device)
         self.modules = (model.train_module, model.eval_module)

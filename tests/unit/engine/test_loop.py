@@ -256,6 +256,15 @@ def test_no_bit_depends_on_who_is_hosted_or_where_a_row_lies(name, dtype):
     assert all(values[i].equal(engine.forward(apart[i : i + 1], x, inputs)[0]) for i in range(3))
 
 
+def test_channels_lie_last_only_where_no_kernel_writes_beyond_its_memory():
+    """A 1x1 convolution with a stride and few channels, as in a shortcut."""
+    channels_last = {}
+    for name in ("residual", "two batch norms"):
+        _, layout, _, _ = case(name)
+        channels_last[name] = LoopEngine(layout, cross_entropy, channels_last=True).channels_last
+    assert channels_last == {"residual": False, "two batch norms": True}
+
+
 def test_dropout_draws_the_same_masks_as_the_vmap_engine():
     torch.manual_seed(3)  # noqa: TID251
     module = nn.Sequential(
