@@ -7,7 +7,7 @@ of a column of the table of results.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,8 @@ class Pair:
         seeds_needed: the number of seeds that would establish a difference of this size, with 80 % power and a
             correction for as many pairs; None where it is not known, or above 1,000.
         established: whether `p_corrected` is 0.05 or less.
+        overlap: what the interval is widened by for training data that seeds share, as folds do: tested samples over
+            those trained on; 0 where seeds are independent.
     """
 
     method_a: str
@@ -64,6 +66,7 @@ class Pair:
     clients: int
     seeds_needed: int | None
     established: bool
+    overlap: float = 0.0
 
     @property
     def key(self) -> frozenset[str]:
@@ -85,6 +88,7 @@ def compare(
     planted: Mapping[int, pd.Series],
     metric: Metric,
     names: Mapping[int, str],
+    overlap: float = 0.0,
 ) -> list[Pair]:
     """Compare methods in pairs: over all clients, over each planted cluster, and over clusters.
 
@@ -94,6 +98,7 @@ def compare(
         planted: by seed the planted cluster of each client, -1 where none is known.
         metric: what the values are of; it must have a better direction.
         names: of the planted clusters.
+        overlap: of the data that seeds train on; see `functional.paired.mean_difference`.
 
     Returns:
         For each of these groups of clients all pairs, in the order of the methods; in each the better one first.
@@ -120,7 +125,7 @@ def compare(
     for column, cluster in enumerate(columns):
         found = [
             _pair(labels[m], labels[n], metric.name, cluster, means[:, m, n, column], wins[:, m, n, column],
-                  wins[:, n, m, column], counts[:, m, n, column])
+                  wins[:, n, m, column], counts[:, m, n, column], overlap)
             for m in range(len(labels))
             for n in range(m + 1, len(labels))
         ]  # fmt: skip
@@ -156,18 +161,20 @@ def _pair(
     wins: Float[np.ndarray, " seeds"],
     losses: Float[np.ndarray, " seeds"],
     counts: Float[np.ndarray, " seeds"],
+    overlap: float,
 ) -> Pair | None:
     """One pair, the better method first, not corrected yet; None where no seed has both."""
     has = counts > 0
     if not has.any():
         return None
-    total, found = counts[has].sum(), mean_difference(means[has])
+    total, found = counts[has].sum(), mean_difference(means[has], overlap=overlap)
     mean, low, high, p, effect = map(_number, (found.mean, found.low, found.high, found.p, found.effect))
     gained, lost = (None if mean is None else float(part[has].sum() / total) for part in (wins, losses))
     seeds, clients = int(has.sum()), int(counts[has].min())
     pair = Pair(
-        a, b, metric, cluster, mean, low, high, p, None, effect, gained, lost, seeds, clients, None, established=False
-    )
+        a, b, metric, cluster, mean, low, high, p, None, effect, gained, lost, seeds, clients, None,
+        established=False, overlap=overlap,
+    )  # fmt: skip
     return pair.turned() if mean is not None and mean < 0 else pair
 
 
@@ -175,13 +182,15 @@ def _number(value: Any) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-def _corrected(pairs: Sequence[Pair], overlap: float = 0.0) -> list[Pair]:
+def _corrected(pairs: Sequence[Pair]) -> list[Pair]:
     """Correct the p values of some pairs for their number, and say how many seeds each would need."""
     tested = sum(pair.p is not None for pair in pairs)
     corrected = holm(np.array([np.nan if pair.p is None else pair.p for pair in pairs], dtype=float))
     out = []
     for pair, value in zip(pairs, corrected, strict=True):
-        needed = None if pair.effect is None else seeds_needed(pair.effect, level=LEVEL / tested, overlap=overlap)
+        needed = None
+        if pair.effect is not None:
+            needed = seeds_needed(pair.effect, level=LEVEL / tested, overlap=pair.overlap)
         p = _number(value)
         out.append(replace(pair, p_corrected=p, seeds_needed=needed, established=p is not None and p <= LEVEL))
     return out
@@ -199,23 +208,25 @@ def chosen(
         cluster: over which clients.
         baseline: only the pairs with this method, which comes second in each: fewer pairs, a smaller correction.
         share: of the samples that each seed tests on, where seeds split the same samples anew and the question is about
-            new samples; see `functional.paired.mean_difference`.
+            new samples; see `functional.paired.mean_difference`. Pairs that were widened already stay as they are.
     """
     own = [pair for pair in pairs if metric in (None, pair.metric) and pair.cluster == cluster]
     if baseline is not None:
         own = [pair.turned() if pair.method_a == baseline else pair for pair in own if baseline in pair.key]
-    return _corrected([_widened(pair, overlap_of(share)) for pair in own], overlap_of(share))
+    return _corrected([_widened(pair, overlap_of(share)) for pair in own])
 
 
 def _widened(pair: Pair, overlap: float) -> Pair:
     """Correct the interval and the p value of a pair for training data that its seeds share."""
-    if not overlap or pair.p is None or pair.low is None or pair.high is None or pair.difference is None:
+    if not overlap or pair.overlap:
+        return pair
+    if pair.p is None or pair.low is None or pair.high is None or pair.difference is None:
         return pair
     wider = math.sqrt(1 + overlap * pair.seeds)
     half = wider * (pair.high - pair.low) / 2
     error = half / stats.t.ppf((1 + CONFIDENCE) / 2, pair.seeds - 1)
     p = float(2 * stats.t.sf(abs(pair.difference) / error, pair.seeds - 1))
-    return replace(pair, low=pair.difference - half, high=pair.difference + half, p=p)
+    return replace(pair, low=pair.difference - half, high=pair.difference + half, p=p, overlap=overlap)
 
 
 def as_json(pairs: Iterable[Pair]) -> list[dict[str, Any]]:
@@ -225,8 +236,8 @@ def as_json(pairs: Iterable[Pair]) -> list[dict[str, Any]]:
 
 def read(content: Mapping[str, Any]) -> list[Pair]:
     """Return the pairs of a summary; none of one that was stored before there were any."""
-    known = [field.name for field in fields(Pair)]
-    return [Pair(**{name: one.get(name) for name in known}) for one in content.get("pairs") or ()]
+    known = {field.name: None if field.default is MISSING else field.default for field in fields(Pair)}
+    return [Pair(**{name: one.get(name, other) for name, other in known.items()}) for one in content.get("pairs") or ()]
 
 
 # ---------------------------------------------------------------------- in words
@@ -360,6 +371,11 @@ def about(config: Mapping[str, Any], names: Mapping[int, str]) -> str:
         names: of its clients, where they have any.
     """
     data = config.get("data") or {}
+    if data.get("folds"):
+        return (
+            f"Intervals are about new samples of the same clients: seeds are folds, {data['folds']} a division, which "
+            "share training data; for that, intervals and p values are widened (Nadeau and Bengio, 2003)."
+        )
     if data.get("fixed_seed") is not None:
         return (
             "Intervals are about other seeds on the same split of the data: other initial models and draws in training."

@@ -24,7 +24,7 @@ from coterie._util.claims import claimed
 from coterie.errors import DataError
 from coterie.functional import metrics
 from coterie.functional.metrics import Metrics
-from coterie.functional.paired import CONFIDENCE, holm, mean_difference
+from coterie.functional.paired import CONFIDENCE, holm, mean_difference, overlap_of
 from coterie.methods import METHODS
 from coterie.methods.base import Method
 from coterie.results import coverage, pairs
@@ -575,6 +575,7 @@ def pairs_of(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[pairs.
     if not runs:
         return []
     known, main = metrics_of(runs), main_metric(runs)
+    overlap = shared_training(runs[0])
     planted: dict[int, pd.Series] = {}
     for run in runs:
         planted[run.seed] = run.clients.combine_first(planted[run.seed]) if run.seed in planted else run.clients
@@ -586,8 +587,18 @@ def pairs_of(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[pairs.
             for run in runs:
                 counted = with_value(run.final(metric), run.final(metrics.LOSS.name), run.known[metric])
                 values.setdefault(run.label, {})[run.seed] = counted
-            out += pairs.compare(values, planted if metric == main else nowhere, known[metric], names)
+            groups = planted if metric == main else nowhere
+            out += pairs.compare(values, groups, known[metric], names, overlap)
     return out
+
+
+def shared_training(run: StoredRun) -> float:
+    """Return by how much seeds of a study share training data, as `functional.paired.mean_difference` takes it.
+
+    Where seeds are folds of the same samples: tested samples over those trained on; else 0.
+    """
+    folds = (run.config.get("data") or {}).get("folds")
+    return overlap_of(1 / folds) if folds else 0.0
 
 
 def over_seeds(values: Float[np.ndarray, " seeds"]) -> tuple[float, float | None]:
@@ -660,13 +671,15 @@ def gains_of(runs: Sequence[StoredRun], problems: Sequence[Problem] = ()) -> dic
     baseline = next((run.label for run in runs if run.kind == "local"), None)
     out: dict[str, Any] = {"baseline": baseline, "metric": metric, "confidence": CONFIDENCE, "rows": []}
     tests: dict[str, list[float]] = {}
+    overlap = shared_training(runs[0]) if runs else 0.0
     for label, per_seed in client_gains(done, baseline, metric).items():
-        reduced = [_reduce_gains(values.to_numpy()) for values in per_seed.values()]
+        reduced = [_reduce_gains(own.to_numpy()) for own in per_seed.values()]
         row: dict[str, Any] = {"label": label, "seeds": len(reduced)}
         for name in ("mean", "worst_tenth", "lost"):
-            row |= interval(name, np.array([one[name] for one in reduced]))
+            row |= interval(name, np.array([one[name] for one in reduced]), overlap)
         for name in ("mean", "worst_tenth"):
-            tests.setdefault(name, []).append(float(mean_difference(np.array([one[name] for one in reduced])).p))
+            values = np.array([one[name] for one in reduced])
+            tests.setdefault(name, []).append(float(mean_difference(values, overlap=overlap).p))
         out["rows"].append(row)
     for name, found in tests.items():
         for row, p in zip(out["rows"], holm(np.array(found)), strict=True):
@@ -690,9 +703,9 @@ def _reduce_gains(values: np.ndarray) -> dict[str, float]:
     return {"mean": float(values.mean()), "worst_tenth": float(tenth.mean()), "lost": float((values < 0).mean())}
 
 
-def interval(name: str, values: np.ndarray) -> dict[str, float | None]:
+def interval(name: str, values: np.ndarray, overlap: float = 0.0) -> dict[str, float | None]:
     """Mean over seeds, with the ends of Student's interval; None for one seed, or where all gave the same."""
-    found = mean_difference(values)
+    found = mean_difference(values, overlap=overlap)
     ends = (None if np.isnan(end) else float(end) for end in (found.low, found.high))
     return dict(zip((name, f"{name}_low", f"{name}_high"), (float(found.mean), *ends), strict=True))
 

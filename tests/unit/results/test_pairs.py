@@ -13,7 +13,7 @@ from coterie.results.pairs import Pair
 
 FIELDS = {
     "method_a", "method_b", "metric", "cluster", "difference", "low", "high", "p", "p_corrected", "effect", "gained",
-    "lost", "seeds", "clients", "seeds_needed", "established",
+    "lost", "seeds", "clients", "seeds_needed", "established", "overlap",
 }  # fmt: skip
 
 
@@ -127,6 +127,22 @@ def test_shared_training_data_make_intervals_wider_as_nadeau_and_bengio_say():
     assert wider.high - wider.difference == pytest.approx(stats.t.ppf(0.975, 5) * error)
     assert wider.p == pytest.approx(2 * stats.t.sf(own.mean() / error, 5))
     assert pairs.chosen([pair]) == [pair]
+
+
+def test_seeds_that_are_folds_are_widened_once_whoever_asks():
+    values = made(A=0.8, B=0.75)
+    (plain,) = pairs.compare(*study(values), ACCURACY, {})
+    (folds,) = pairs.compare(*study(values), ACCURACY, {}, 0.25)  # five folds
+    wider = math.sqrt(1 + 6 * 0.25)
+    assert folds.high - folds.low == pytest.approx(wider * (plain.high - plain.low))
+    assert folds.p > plain.p
+    assert folds.difference == plain.difference
+    (asked,) = pairs.chosen([plain], share=0.2)
+    assert (asked.low, asked.high, asked.p) == pytest.approx((folds.low, folds.high, folds.p))
+    assert asked.seeds_needed == folds.seeds_needed
+    assert pairs.chosen([folds], share=0.2) == pairs.chosen([folds]) == [folds]
+    assert pairs.read({"pairs": pairs.as_json([folds])}) == [folds]
+    assert "folds, 5 a division" in pairs.about({"data": {"dataset": "heart-disease", "folds": 5}}, {0: "cleveland"})
 
 
 def test_who_leads():
