@@ -155,9 +155,10 @@ def bundled(tmp_path_factory):
     return folder
 
 
-def quick(study):
-    """What makes a study short; folds use all samples."""
-    return QUICK if load(study).data.folds is None else [*QUICK[:6], *QUICK[8:]]
+def quick(arguments):
+    """What makes the study that is run short; folds use all samples."""
+    named = bool(arguments) and not arguments[0].startswith("-")
+    return [*QUICK[:6], *QUICK[8:]] if named and load(arguments[0]).data.folds is not None else QUICK
 
 
 def run_commands(block, bundled):
@@ -169,7 +170,7 @@ def run_commands(block, bundled):
         if arguments in (["run"], ["run", "rotated-digits"]):
             shutil.copytree(bundled, "runs")
             continue
-        told = CliRunner().invoke(app, [*arguments, *quick(arguments[1])] if arguments[0] == "run" else arguments)
+        told = CliRunner().invoke(app, [*arguments, *quick(arguments[1:])] if arguments[0] == "run" else arguments)
         assert told.exception is None, f"{shlex.join(words)}: {told.exception!r}"
         if out:
             Path(out).write_text(told.stdout, encoding="utf-8")
