@@ -34,7 +34,7 @@ from coterie.errors import CoterieError
 from coterie.methods.dac import Dac
 from coterie.methods.fedavg import FedAvg
 from coterie.results import summary
-from coterie.simulation import checkpoint
+from coterie.simulation import checkpoint, models
 from coterie.simulation.settings import Settings
 from coterie.studies.definition import make_study
 from coterie.studies.run import read_study, run_study
@@ -174,7 +174,8 @@ def corruptions(number: int, seed: int) -> list[dict[str, Any]]:
                 found, said = _read(copy, shown[source])
             else:
                 gone = copy / what.removeprefix("missing ")
-                unmissed = gone.name == checkpoint.FILE and checkpoint.done(gone.parent)  # a finished run is whole so
+                optional = gone.name in (checkpoint.FILE, models.FILE)
+                unmissed = optional and checkpoint.done(gone.parent)  # a finished run is whole so
                 kept = {name: content for name, content in right.items() if not unmissed or copy / name != gone}
                 found, said = outcome(partial(went_on, copy, (0, 1)), kept)
             rows.append({"folder": source.name, "kind": kind, "what": what, "then": act, "outcome": found})

@@ -28,7 +28,7 @@ Results = list[dict[str, Any]]
 
 def yes(value: bool) -> str:
     """Return a truth value as a word."""
-    return "yes" if value else "**no**"
+    return "yes" if value else "NO"
 
 
 def number(value: float) -> str:

@@ -27,7 +27,9 @@ def placed(tensor: Tensor) -> Tensor:
 class Separately(TorchDispatchMode):
     """While active, batched matrix products are computed matrix by matrix.
 
-    On some processors, the batched products of CPU libraries round by a matrix's position in the batch.
+    On some processors, the batched products of CPU libraries round by a matrix's position in the batch. Factors lie
+    row by row: whether PyTorch hands over a transposed one as it is or as a copy depends on the size of the batch, and
+    how a product rounds depends on that.
     """
 
     @classmethod
@@ -38,7 +40,8 @@ class Separately(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute one operation."""
         if func is torch.ops.aten.bmm.default:
-            return torch.stack([torch.mm(placed(a), placed(b)) for a, b in zip(*args, strict=True)])
+            factors = zip(*args, strict=True)
+            return torch.stack([torch.mm(placed(a.contiguous()), placed(b.contiguous())) for a, b in factors])
         return func(*args, **(kwargs or {}))
 
 

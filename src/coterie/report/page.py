@@ -143,7 +143,7 @@ def overview(data: Mapping[str, Any], runs: Sequence[StoredRun]) -> str:
     return "\n".join(parts)
 
 
-def client_table(data: Mapping[str, Any], runs: Sequence[StoredRun], metric: Metric) -> str:
+def client_table(data: Mapping[str, Any], runs: Sequence[Any], metric: Metric) -> str:
     """Every client's value as a table, mean over seeds; where there are a few, with names and of no known clusters."""
     names = list(data.get("names") or ())
     if not all(names) or not 0 < len(names) <= MOST_NAMED or data["clusters"] or metric.over == "run":

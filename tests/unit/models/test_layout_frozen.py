@@ -142,7 +142,7 @@ def test_a_program_made_for_one_backbone_computes_with_the_next_one():
             RawSamples(x, y, torch.float64), torch.arange(4)[None], torch.tensor([4]), *[torch.zeros(1).long()] * 2
         )
         losses.append(engine.measure(row, sets, {}, 1)["loss"])
-        expected = torch.nn.functional.cross_entropy(layout.module(row[0])(x), y).detach()
+        expected = torch.nn.functional.cross_entropy(layout.module(row[0], dtype=torch.float64)(x), y).detach()
         assert torch.allclose(losses[-1], expected[None], atol=1e-12)
     assert programs[0].text == programs[1].text
     assert not torch.equal(*losses)

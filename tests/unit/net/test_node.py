@@ -127,7 +127,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "sosicfl-all": {"endpoints": 3, "regions": 2},
     "sosicfl-plus": {"endpoints": 3, "regions": 2},
 }
-PARITY = [(kind, SMALL.get(kind, {})) for kind in sorted(METHODS)]
+PARITY = [(kind, SMALL.get(kind, {})) for kind in sorted(METHODS) if "pool" not in METHODS[kind].needs]
 PARITY += [("dac", {"num_peers": 2, "loss_direction": "push"}), ("dac", {"num_peers": 2, "similarity": "cos_grad"})]
 
 
@@ -377,6 +377,7 @@ def test_a_node_with_other_clients_than_the_roster_says_is_refused(networks):
     [
         ("oracle", {"clusters": ()}, "needs the planted clusters"),
         ("fedavg", {"server": ""}, "needs a server"),
+        ("pooled", {}, "needs the data of all members in one place"),
     ],
 )
 def test_what_a_method_needs_must_be_on_the_roster(networks, kind, change, found):
@@ -420,7 +421,7 @@ UNDETERMINED = {"sosicfl", "sosicfl-all", "sosicfl-plus"}
 """What they send depends on the model and the stage, and the ledger says so (see test_traffic)."""
 
 
-@pytest.mark.parametrize("kind", sorted(METHODS.keys() - UNDETERMINED))
+@pytest.mark.parametrize("kind", sorted(METHODS.keys() - UNDETERMINED - {"pooled"}))
 def test_counted_bytes_are_within_half_a_percent_of_the_ledgers_prediction(tmp_path, kind):
     """Six nodes with a model of 16,003 numbers, two rounds: what they count on the wire, envelopes included."""
     plan = RunSpec(METHODS[kind](**BYTES.get(kind, {})), tiny_settings(rounds=2), wide, "wide", seed=3)
