@@ -143,7 +143,7 @@ def overview(data: Mapping[str, Any], runs: Sequence[StoredRun]) -> str:
     return "\n".join(parts)
 
 
-def client_table(data: Mapping[str, Any], runs: Sequence[Any], metric: Metric) -> str:
+def client_table(data: Mapping[str, Any], runs: Sequence[StoredRun], metric: Metric) -> str:
     """Every client's value as a table, mean over seeds; where there are a few, with names and of no known clusters."""
     names = list(data.get("names") or ())
     if not all(names) or not 0 < len(names) <= MOST_NAMED or data["clusters"] or metric.over == "run":
@@ -153,7 +153,7 @@ def client_table(data: Mapping[str, Any], runs: Sequence[Any], metric: Metric) -
     for label, group in by_label(chosen).items():
         values = [run.final(metric.name).reindex(range(len(names))).to_numpy() for run in group]
         known = [[one for one in column if math.isfinite(one)] for column in zip(*values, strict=True)]
-        means = [sum(column) / len(column) if column else None for column in known]
+        means = [float(sum(column)) / len(column) if column else None for column in known]
         cells = "".join(cell(mean, metric.show(mean)) for mean in means)
         body.append(f'<tr><th scope="row">{escape(label)}</th>{cells}</tr>')
     head = "".join(f'<th scope="col">{escape(short(name))}</th>' for name in names)
@@ -170,8 +170,8 @@ def _folds(folds: int | None) -> str:
     if not folds:
         return ""
     return (
-        f"{folds}: each seed tests another part of every client's samples, {folds} seeds all of them; training samples "
-        "of seeds overlap, so that intervals over seeds are narrower than they should be"
+        f"{folds}: each seed tests another part of every client's samples, {folds} seeds all of them; intervals are "
+        "widened for the training samples that seeds share"
     )
 
 

@@ -1,8 +1,6 @@
 import json
 import re
 from html.parser import HTMLParser
-from types import SimpleNamespace
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -10,7 +8,7 @@ import pytest
 from coterie.errors import DataError
 from coterie.functional.metrics import ACCURACY
 from coterie.report import page
-from coterie.results.summary import find_runs, gains, summarize
+from coterie.results.summary import StoredRun, find_runs, gains, summarize
 
 HOSTILE = '</script><script>alert("x")</script><b>&'
 
@@ -239,13 +237,23 @@ def test_names_of_clients_are_told_in_words_and_escaped(named):
     assert "<script>document" not in text
 
 
+class Ended(StoredRun):
+    """A finished run of which only the final values of clients are known."""
+
+    label, seed, finished = "", 0, True
+
+    def __init__(self, label: str, seed: int, own: list[float]) -> None:
+        for name, value in {"label": label, "seed": seed, "own": own}.items():
+            object.__setattr__(self, name, value)
+
+    def final(self, metric: str) -> pd.Series:
+        return pd.Series(self.own)
+
+
 def test_a_few_clients_with_names_have_a_table_of_their_own():
     """Means over the compared seeds, each under its name; nothing with planted clusters, or where one has no name."""
     values = {("A", 0): [0.25, 0.5], ("A", 1): [0.75, float("nan")], ("A", 2): [0.0, 0.0], ("B", 0): [1.0, 1.0]}
-    runs: Any = [
-        SimpleNamespace(label=label, seed=seed, finished=True, final=lambda _, own=own: pd.Series(own))
-        for (label, seed), own in values.items()
-    ]
+    runs = [Ended(label, seed, own) for (label, seed), own in values.items()]
     data = {"names": ["Åre", "<b>"], "clusters": [], "results": {"seeds": [0, 1]}}
     made = page.client_table(data, runs, ACCURACY)
     assert re.findall(r'data-value="([^"]*)"', made) == ["0.5", "0.5", "1.0", "1.0"]
