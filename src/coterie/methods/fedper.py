@@ -60,11 +60,14 @@ def alternated(
 class FedPer(OneModel):
     r"""FedAvg whose last layers stay with the clients; all layers train together.
 
+    Running statistics of shared layers are merged as the run's `buffers` says. The mean of statistics from clients
+    whose inputs differ fits none of them, nor the head that each trained on its own: `buffers = "local"` keeps them.
+
     Any other method does so where the run's `shared` leaves out the head: `shared = ["!head"]`.
 
     Args:
-        personal_layers: how many layers are personal ($K_P$), counted from the last one that has trained parameters;
-            0 is FedAvg.
+        personal_layers: how many layers are personal ($K_P$), counted from the last one that has trained parameters,
+            normalizations included; 0 is FedAvg.
         weights: of the clients: "samples" ($n_k$) or "uniform".
         aggregation: import path of a rule of yours that merges what came back, a function of
             `functional.aggregation.Received`; the weighted mean when not given.
@@ -96,8 +99,9 @@ class FedRep(OneModel):
     r"""FedAvg of a representation; each round a client first fits its own head to it, then it to the head.
 
     The head ($h_i$) trains for `head_epochs` epochs with the body fixed, then the body ($\phi$) trains as the run says
-    with the head fixed. Running statistics of the body follow in both. The paper's theorem takes one step of the body
-    a round, its experiments epochs.
+    with the head fixed. Running statistics of the body follow in both, and are merged as `buffers` says (see FedPer).
+    The paper's theorem takes one step of the body a round, its experiments epochs: ten of the head, then one or five
+    of the body. The authors' code averages by samples.
 
     Args:
         personal_layers: how many layers the head has, counted from the last one that has trained parameters; 0 is
@@ -175,12 +179,14 @@ class DFedAlt(Gossip):
         """Train the head, then the body."""
         return alternated(rnd, params, self.home(rnd.task.layout), self.head_epochs)
 
+
 @final
 @dataclass(frozen=True)
 class FedBN(OneModel):
     """FedAvg whose normalization layers stay with the clients: affine parameters and running statistics.
 
-    The paper's are batch normalizations; layer and group normalizations stay too. A model without any is FedAvg's.
+    The paper's are batch normalizations; layer and group normalizations stay too. A model without any is FedAvg's. The
+    authors' code gives all clients the same weight.
     With `buffers = "local"` alone, the affine parameters of any method are averaged and the statistics are not.
 
     Args:
