@@ -198,8 +198,8 @@ much to gain from the others; with this net and these data nothing is said of la
 
 ## How it is measured
 
-*Tuning.* Every method is tried with 18 settings, by the mean accuracy of the clients' validation samples over three
-seeds (100 to 102), without test sets; results are over ten others (0 to 9). Most have 3 learning rates, 2 policies
+*Tuning.* Every method is tried with 18 settings, by the mean accuracy of the clients' validation samples over two
+seeds (100 and 101), without test sets; results are over eight others (0 to 7). Most have 3 learning rates, 2 policies
 for running statistics ([`buffers`](study-files.md): averaged with the parameters, or each client's own) and 3 values
 of their own; FedAvg has more learning rates instead, Local and FedBN have them alone. Other settings are as the study
 says, or defaults. All seeds draw from the same 1,797 images, so an image can be a validation sample of one seed and a
@@ -208,7 +208,7 @@ test sample of another; what is chosen is a handful of numbers, for all methods 
 *Not equal* is what a method costs: see the tables. FedRep and DFedAlt train their heads in epochs of their own, Ditto
 and APFL a second model, pFedMe five gradients a batch; peer-to-peer methods read up to five models a round.
 
-*Comparing.* Differences are paired by client and seed; intervals are Student's over the ten seeds, 95 % each. A
+*Comparing.* Differences are paired by client and seed; intervals are Student's over the eight seeds, 95 % each. A
 difference is established, and bold, where its p value is below 0.05 after Holm's correction: over 12 pairs in the
 columns "over Local" and "over FedAvg", over all 78 pairs of a study in the last two
 ([comparisons](../explanation/comparisons.md)).

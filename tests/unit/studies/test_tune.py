@@ -175,6 +175,7 @@ def test_the_command_takes_seeds_of_the_trials_from_the_study_or_as_an_option(tm
 
 def test_settings_with_which_a_client_diverges_count_as_tried(study, tmp_path):
     """Their trials are written without a value, so that the effort of tuning is not understated."""
+    study = config.loads(config.dumps(study), overrides=["evaluate=final"])
     found = tune.tune(study, {"methods.Alone.lr": [0.001, 1e30]}, widenings=0)
     path = tune.write(found, tmp_path).with_suffix(".json")
     alone = [one for one in json.loads(path.read_text()) if one["label"] == "Alone"]
