@@ -232,15 +232,18 @@ columns "over Local" and "over FedAvg", over all 78 pairs of a study in the last
 """
 
 READING = {
-    "feature-shift": """Here all clients label alike and see otherwise. FedPer, FedRep and DFedAlt keep the last layer to
-themselves, which is the part that clients could best learn together; what differs lies before it. That fits their means,
-above Local's and below all others; it is an explanation, not a test of one.
+    "feature-shift": """\
+Here all clients label alike and see otherwise. FedPer, FedRep and DFedAlt keep the last layer to
+themselves, which is the part that clients could best learn together; what differs lies before it. That fits their
+means, above Local's and below all others; it is an explanation, not a test of one.
 """,
-    "label-shift": """Here all clients see alike, and each has its own few digits, so that Local is hard to beat: no method
+    "label-shift": """\
+Here all clients see alike, and each has its own few digits, so that Local is hard to beat: no method
 is established as better than it. Means lie within four points of each other.
 """,
 }
-STATISTICS = """The best validation accuracy of each method (in %, over the seeds of tuning) with running statistics of the
+STATISTICS = """\
+The best validation accuracy of each method (in %, over the seeds of tuning) with running statistics of the
 normalizations averaged, and with each client's own:
 
 {table}
@@ -251,8 +254,8 @@ With the first guesses of these studies (a learning rate of 0.05, averaged stati
 Local under both shifts. Their algorithms are not at fault: tests repeat them step by step, and the same runs with
 `buffers = "local"`, or with the models that clients have before the mean is taken, are level with Local or above
 it. A client's head is trained on features that the client's own batches normalize, and is tested on features that
-the mean of all clients' statistics normalizes, which is nobody's. More rounds, fewer local epochs or another number
-of personal layers do not change that; group normalization in place of batch normalization does, and there FedPer
+the mean of all clients' statistics normalizes, which is nobody's. More rounds, fewer local epochs, or two or three
+personal layers do not change that; group normalization in place of batch normalization does, and there FedPer
 was above Local under both shifts (runs of three seeds that are not stored).
 
 Own statistics are no rule either: under label shift they cost FedAvg more than all else in this table, where FedBN,
