@@ -22,6 +22,7 @@ from coterie.exchange.in_memory import InMemory
 from coterie.net.outbox import Missing
 from coterie.net.payload import Template
 from coterie.net.post import Post, RoundMissed, gaps
+from coterie.net.roster import Roster
 from coterie.net.transport import Delivery
 from coterie.net.wire import Address
 from coterie.rng import Rng
@@ -39,7 +40,7 @@ class RemoteExchange:
     """
 
     def __init__(self, post: Post, width: int | None = None) -> None:
-        self.post, self.roster, self.width = post, post.roster, width
+        self.post, self.width = post, width
         self.name = post.transport.name
         self.server = post.roster.server == self.name
         self.ids = torch.tensor(post.roster.member(self.name).clients, dtype=torch.int64)
@@ -48,6 +49,11 @@ class RemoteExchange:
         self._seen: frozenset[str] = frozenset()
         self._own = InMemory(self.ids, post.roster.population)
         self.begin(Rng(0))
+
+    @property
+    def roster(self) -> Roster:
+        """The members, as they are now."""
+        return self.post.roster
 
     # ------------------------------------------------------------------ the round
 
@@ -75,11 +81,12 @@ class RemoteExchange:
         self._away, self._odd = frozenset(names), frozenset(for_good)
 
     def _unreachable(self) -> set[int]:
-        """The clients of members that are known to be away now."""
+        """The clients of members that are known to be away now, and of those that were removed."""
         alive = self.post.transport.alive()
         self._seen |= alive
         self._away = (self._away | self._seen) - alive
-        return {client for client, name in self.post.host_of.items() if name in self._away | self._odd}
+        away = {client for client, name in self.post.host_of.items() if name in self._away | self._odd}
+        return away | set(self.roster.removed)
 
     def reachable(self) -> Bool[Tensor, " population"]:
         """Return the clients that can be asked in this round, as known at its beginning."""
