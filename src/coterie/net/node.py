@@ -12,8 +12,9 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ from coterie.engine.task import Task
 from coterie.errors import ConfigError, TransportError
 from coterie.methods.base import Method, Round
 from coterie.models.layout import ModelSource, own_name
+from coterie.net import catchup
 from coterie.net import head as heads
 from coterie.net import identity as identities
 from coterie.net.exchange import RemoteExchange
 from coterie.net.head import Head
+from coterie.net.keeper import Keeper, changes, check_same_run
 from coterie.net.log import Log, Sample
-from coterie.net.outbox import Missing
+from coterie.net.outbox import KEEP, Missing
 from coterie.net.payload import Refused
 from coterie.net.post import Post, RoundMissed, Terms
 from coterie.net.roster import Roster
@@ -115,6 +118,7 @@ class Node:
         terms: deadlines and options of the exchange; a deadline of 0 is measured (see `deadline`).
         patience: how long it waits for others.
         log: receives events.
+        keeper: knows of newer rosters; without one, the roster stays as it is.
     """
 
     def __init__(
@@ -129,9 +133,12 @@ class Node:
         terms: Terms | None = None,
         patience: Patience | None = None,
         log: Log | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self.plan, self.roster, self.transport, self.folder = plan, roster, transport, folder
         self.patience, self.log = patience or Patience(), log or Log(transport.name)
+        self.keeper, self._scout = keeper, ThreadPoolExecutor(1, "coterie-scout")
+        self._scouted: Future[tuple[str, bytes] | None] | None = None
         self._sign, self._stop, self._state = sign, threading.Event(), "starting"
         self._met: frozenset[str] = frozenset()
         self._check(federation)
@@ -147,6 +154,7 @@ class Node:
             transport, replace(roster, schema=self.schema), sign, incarnation=self.incarnation,
             terms=terms or Terms(), deadline=self.deadline, journal=self._journal,
         )  # fmt: skip
+        self.post.between = self.renew
         self.exchange = RemoteExchange(self.post, self.task.part.shared.count)
         names = {**roster.client_names, **federation.names}
         record = Record(clusters, names)
@@ -155,7 +163,8 @@ class Node:
             plan.method, plan.settings, plan.seed, federation, self.task, own_name(plan.model)
         )
         self._earlier = checkpoint.load(folder, self.loop, self._identity)
-        self._started, self._local = time.perf_counter(), [0.0]
+        self._started, self._local, self._deaf_until = time.perf_counter(), [0.0], -1
+        self.clock = self._in_step()
 
     def _check(self, federation: Federation) -> None:
         own = sorted(self.roster.member(self.transport.name).clients)
@@ -230,7 +239,8 @@ class Node:
                 return None
 
         with ThreadPoolExecutor(8, "coterie-heads") as pool:
-            names = list(names)
+            known = {m.name for m in self.roster.members}  # one that was just removed is not asked
+            names = [n for n in names if n in known]
             return {n: h for n, h in zip(names, pool.map(one, names), strict=True) if h is not None}
 
     @property
@@ -239,11 +249,12 @@ class Node:
         return [m.name for m in self.roster.members if m.name != self.transport.name]
 
     def look_around(self, seconds: float) -> dict[str, Head]:
-        """Ask all members for their heads until all have answered, some have started, or `seconds` are over."""
+        """Ask all members for their heads until all have answered, most have started, or `seconds` are over."""
         until, met = time.monotonic() + seconds, {}
         while len(met) < len(self.others):
             met |= self.ask_heads(n for n in self.others if n not in met)
-            if time.monotonic() > until or any(h.state == "running" and h.round > 0 for h in met.values()):
+            started = [n for n, h in met.items() if h.state == "running" and h.round > 0]
+            if time.monotonic() > until or 2 * len(started) > len(self.others):
                 break
             if len(met) < len(self.others) and self._stop.wait(self.patience.poll):
                 break
@@ -259,8 +270,13 @@ class Node:
             PeerMismatch: when this node's study or model differs from the roster's.
         """
         self.transport.serve_head(self._head)
+        if (keeper := self.keeper) is not None:
+            keeper.keep()
+            self.transport.serve_roster(lambda: keeper.sealed)
         self.post.serve_probe()
         met = self.look_around(self.patience.start)
+        if (newer := self._newer(met)) is not None:
+            self._take(*newer)
         odd = heads.check_study(self.roster, self.settings, self.schema, met)
         for name in odd:
             text = heads.difference(self.settings, met[name].settings)
@@ -274,13 +290,78 @@ class Node:
         return late or self.loop.next_round >= 0
 
     def _catch_up(self) -> None:
-        """Jump to the round of the others, which do not wait for a node that has fallen behind."""
-        self.post.ahead = None
-        rounds = [h.round for h in self.ask_heads(self.others).values() if h.state != "done"]
-        target = int(statistics.median_high(rounds)) if rounds else -1
-        if target > self.loop.next_round >= 0:
-            self.log("catch_up", level="warning", came_from=self.loop.next_round, goes_to=target)
-            self.loop.next_round = min(target, self.plan.settings.rounds)
+        """Jump to the round of the others, which do not wait for a node that has fallen behind: see `catchup`."""
+        heads, here = self.ask_heads(self.others), self.loop.next_round
+        hint, self.post.ahead = self.post.ahead, None
+        claimed = catchup.backed((h.round for h in heads.values()), len(self.others))
+        possible = self.clock.newest(self._pace())
+        target = min(claimed, self.plan.settings.rounds - 1, claimed if possible is None else possible)
+        if target > here >= 0:
+            self.log("catch_up", level="warning", came_from=here, goes_to=target, **_apart("claimed", claimed, target))
+            self.loop.skip(target)
+        elif hint is not None:
+            self._deaf_until = here + KEEP
+            self.log("not_backed", level="warning", text=f"a peer says that it is past round {here}; most are not")
+
+    def _pace(self) -> float:
+        """Seconds that this node has trained in a round so far."""
+        done = self.loop.next_round + 1 - sum(last + 1 - first for first, last in self.loop.skipped)
+        return self._timing()["train_s"] / max(1, done)
+
+    def _in_step(self) -> catchup.RunClock:
+        """The clock of the run: from the checkpoint on, or from when the roster was signed."""
+        saved = self.folder / checkpoint.FILE
+        if self.loop.next_round >= 0 and saved.exists():
+            return catchup.RunClock(self.loop.next_round, saved.stat().st_mtime)
+        issued = self.roster.issued
+        return catchup.RunClock(-1, datetime.fromisoformat(issued).timestamp() if issued else None)
+
+    # ------------------------------------------------------------------ the roster
+
+    def renew(self) -> None:
+        """Take a newer roster, from its file or from a member that has one; look for one, once a round.
+
+        Raises:
+            TransportError: when this node cannot go on with it: see `keeper.check_same_run`.
+        """
+        if self.keeper is None:
+            return
+        found = self.keeper.look()
+        if found is not None:
+            self._adopt(found)
+        if self._scouted is None:
+            self._scouted = self._scout.submit(self._ask_around, self.loop.next_round)
+        elif self._scouted.done():
+            offered, self._scouted = self._scouted.result(), None
+            if offered is not None:
+                self._take(*offered)
+
+    def _ask_around(self, number: int) -> tuple[str, bytes] | None:
+        """Ask one member, another one every time, whether it has a newer roster."""
+        alive = sorted(self.transport.alive())
+        return self._newer(self.ask_heads([alive[number % len(alive)]])) if alive else None
+
+    def _newer(self, met: Mapping[str, Head]) -> tuple[str, bytes] | None:
+        """Return the newest roster of some members, when by their signed heads it is newer than this node's."""
+        name = max(met, key=lambda n: met[n].roster, default="")
+        if self.keeper is None or not name or met[name].roster <= self.roster.version:
+            return None
+        data = self.transport.roster_of(name, self.patience.ask)
+        return None if isinstance(data, Missing) else (name, data)
+
+    def _take(self, peer: str, data: bytes) -> None:
+        assert self.keeper is not None
+        found = self.keeper.offered(data, peer)
+        if found is not None:
+            self._adopt(found)
+
+    def _adopt(self, new: Roster) -> None:
+        """Go on under a newer roster: its members, their keys, and links that it allows."""
+        check_same_run(self.roster, new, self.transport.name)
+        self.log("roster", **changes(self.roster, new))
+        self.roster = new
+        self.post.renew(replace(new, schema=self.schema))
+        self.transport.renew(new)
 
     # ------------------------------------------------------------------ the run
 
@@ -296,17 +377,24 @@ class Node:
         if self._stop.is_set():
             self.log("stopped", resumes=self.loop.next_round)
             return
+        if self.loop.untrained:
+            raise TransportError(
+                "the server left this node out of every round: it has trained nothing and has no model"
+            )
         self._state = "done" if not self.plan.method.server else "running"
         self.loop.final()
         models = models_of(self.loop, self.plan.model, self.plan.method.kind)
         checkpoint.finish(self.folder, self.loop, self._identity, self._timing(), models.files())
         self._state = "done"
-        self.log("done", received=self.post.traffic.received, bytes=self.post.traffic.bytes)
+        skipped = {"skipped": self.loop.skipped} if self.loop.skipped else {}
+        self.log("done", received=self.post.traffic.received, bytes=self.post.traffic.bytes, **skipped)
         self._linger()
 
     def _step(self) -> None:
         index, exchanging, began = self.loop.next_round, self.post.traffic.seconds, time.perf_counter()
+        received = self.post.traffic.received
         self.log.round = index
+        self.renew()
         try:
             self.loop.step()
         except RoundMissed as missed:
@@ -316,7 +404,9 @@ class Node:
                 ) from None
             self.log("round_missed", level="warning", text=str(missed))
             self._journal({"event": "missed", "round": index})
-            self.loop.next_round = index + 1
+            self.loop.skip(index + 1)
+        if self.post.traffic.received > received:
+            self.clock.in_step(index)
         seconds = time.perf_counter() - began
         exchanging = self.post.traffic.seconds - exchanging
         self._local = [*self._local[-20:], seconds - exchanging]
@@ -324,7 +414,7 @@ class Node:
         self._journal({"event": "round", "round": index})
         values: dict[str, Any] = {name: float(value.nanmean()) for name, value in self.loop.validation.items()}
         self.log("round", seconds=seconds, exchanging=exchanging, **values)
-        if self.post.ahead is not None and self.post.ahead > self.loop.next_round:
+        if self.post.ahead is not None and self.post.ahead > self.loop.next_round > self._deaf_until:
             self._catch_up()
 
     def _timing(self) -> dict[str, float]:
@@ -338,6 +428,7 @@ class Node:
         """Stay while others are running, so that they can fetch this node's messages."""
         seen, until = {}, time.monotonic() + self.patience.linger
         while time.monotonic() < until:
+            self.renew()
             found = {n: (h.state, h.round) for n, h in self.ask_heads(self.others).items()}
             if all(state != "running" for state, _ in found.values()):
                 return
@@ -354,6 +445,7 @@ class Node:
         """Stop asking and close the journal. The transport's owner closes the transport."""
         self._stop.set()
         self.post.close()
+        self._scout.shutdown(wait=False, cancel_futures=True)
         self._journal_file.close()
 
     def samples(self) -> list[Sample]:
@@ -373,3 +465,8 @@ class Node:
             out.append((f"coterie_validation_{name}", "newest, mean over clients", labels, mean))
         out.append(("coterie_process_id", "id of the process", labels, os.getpid()))
         return out
+
+
+def _apart(name: str, value: int, other: int) -> dict[str, int]:
+    """A value by its name, where it is not what another says."""
+    return {name: value} if value != other else {}
