@@ -202,7 +202,8 @@ class Node:
         self._journal_file.write(json.dumps(event) + "\n")
         self._journal_file.flush()
         details = {k: v for k, v in event.items() if k not in ("event", "round")}
-        self.log(str(event["event"]), level="warning" if details.get("missing") else "debug", **details)
+        grave = details.get("missing") or event["event"] == "refused"
+        self.log(str(event["event"]), level="warning" if grave else "debug", **details)
 
     def deadline(self) -> float:
         """Return the deadline of a round: as set, or three transfers and two trainings, at least half a minute."""

@@ -217,8 +217,15 @@ class Post:
         addresses = list(wanted)
         return {a.client: found for a, found in zip(addresses, self._pool.map(one, addresses), strict=True)}
 
-    def from_server(self, address: Address, template: Template) -> Delivery:
+    def from_server(
+        self, address: Address, template: Template, check: Callable[[Mapping[str, Tensor]], None] = lambda tensors: None
+    ) -> Delivery:
         """Ask the server until it answers; a round cannot continue without it.
+
+        Args:
+            address: of the answer.
+            template: its tensors.
+            check: raises `Refused` when they do not fit together; the answer then counts as one that has not come.
 
         Raises:
             RoundMissed: when the server continued without this node's message.
@@ -228,7 +235,11 @@ class Post:
         while True:
             found = self.fetch(self.roster.server, address, template, 2 * self.deadline() + 1)
             if isinstance(found, Delivery):
-                return found
+                try:
+                    check(found.tensors)
+                    return found
+                except Refused as refused:
+                    found = self._refused(refused)
             if found.reason in ("absent", "gone", "withheld"):
                 raise RoundMissed(found.reason, found.round)
             self.journal({"event": "waiting", "round": address.round, "for": self.roster.server, "why": found.reason})
@@ -236,6 +247,13 @@ class Post:
             if time.monotonic() > until or self._closing.wait(pause):
                 raise TransportError(
                     f"the server {self.roster.server} has not answered for {self.terms.server_wait:.0f} s "
-                    f"({found.reason}); start it again: it goes on from its checkpoint"
+                    f"({found.text or found.reason}); start it again: it goes on from its checkpoint"
                 )
             pause = min(2 * pause, 5.0)
+
+    def _refused(self, refused: Refused) -> Missing:
+        """Count and record an answer of the server that cannot be used."""
+        self.traffic.missing[f"refused:{refused.code}"] += 1
+        server, text = self.roster.server, str(refused)
+        self.journal({"event": "refused", "peer": server, "code": refused.code, "text": text})
+        return Missing(f"refused:{refused.code}", None, text)
