@@ -26,7 +26,7 @@ from coterie.net.transport import Delivery
 from coterie.net.wire import Address
 from coterie.rng import Rng
 
-_MAX_REPLY = 1 << 30
+MAX_REPLY = 1 << 30
 _MAX_COHORT = 1 << 20
 
 
@@ -97,6 +97,10 @@ class RemoteExchange:
         fields = {f"field.{name}": value[row] for name, value in message.fields.items()}
         return {"params": message.params[row], **fields}
 
+    def _publish(self, message: Message, number: int) -> None:
+        for row, client in enumerate(self._own.active.tolist()):
+            self.post.publish(self._tensors(message, row), self._at(number, client))
+
     # ------------------------------------------------------------------ asking
 
     def _template(self, message: Message, address: Address) -> Template:
@@ -115,8 +119,7 @@ class RemoteExchange:
         own, message = self._own.active, replace(message, ids=self._own.active)
         check_peers(own, peers, self.roster.population)
         board = self._own.board(message)
-        for row, client in enumerate(own.tolist()):
-            self.post.publish(self._tensors(message, row), self._at(number, client))
+        self._publish(message, number)
         assert board.ids is not None
         wanted = sorted(set(peers[peers >= 0].tolist()) - set(board.ids.tolist()))
         if not self._until:
@@ -220,7 +223,7 @@ class RemoteExchange:
     def _replies(self, message: Message, address: Address) -> Inbox:
         template = Template(
             {"table": (message.params.dtype, ("senders", "params")), "index": (torch.int64, ("peers",))},
-            free="field.", lead="senders", halved=frozenset({"table"}), max_bytes=_MAX_REPLY,
+            free="field.", lead="senders", halved=frozenset({"table"}), max_bytes=MAX_REPLY,
         )  # fmt: skip
         rows: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
         index = []
