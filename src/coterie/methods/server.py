@@ -197,8 +197,7 @@ class ServerMethod(Method):
                 f"new_client_others is 'training'; what the server of {self.kind} remembers is of the clients that it "
                 "knew from the start: use 'frozen'"
             )
-        same = (models[:, None] == shared.models).all(2).cpu()
-        return replace(shared, label=torch.cat([shared.label, same.to(torch.int64).argmax(1)]))
+        return with_labels(shared, models)
 
     @abstractmethod
     def merge(self, context: ServerContext, shared: Any, message: Message) -> Any:
@@ -309,6 +308,12 @@ class ServerMethod(Method):
     def measuring(self, setting: Setting) -> Cost:
         """Fetch the newest model."""
         return moving(setting, 1)
+
+
+def with_labels(shared: Any, models: Float[Tensor, "newcomers params"]) -> Any:
+    """Return a `Clusters`-like state with new members, each in the cluster of its model."""
+    same = (models[:, None] == shared.models).all(2).cpu()
+    return replace(shared, label=torch.cat([shared.label, same.to(torch.int64).argmax(1)]))
 
 
 def without_home(task: Task, shared: Any) -> Any:

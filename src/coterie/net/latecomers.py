@@ -90,7 +90,7 @@ def sides(roster: Roster, method: Method, settings: Settings, seed: int) -> Side
         )
     if not isinstance(method, PeerMethod | ServerMethod):
         raise ConfigError(
-            f"new_clients: {method.kind} is neither a PeerMethod nor a ServerMethod; nobody joins it late"
+            f"new_clients: nobody joins {method.kind} late, which is neither a PeerMethod nor a ServerMethod"
         )
     if not method.server and (method.exchanges > 1 or type(method).enroll is not Method.enroll):
         raise ConfigError(
