@@ -421,7 +421,7 @@ class Node:
             yield params, judged
 
     def _await_the_end(self) -> dict[str, Head]:
-        """Wait until those that take part are done, and return the heads of all that answer.
+        """Wait until those whom newcomers ask are done, and return the heads of all that answer.
 
         A run that goes on is waited for, however long it takes; members that do not answer for `Patience.start`
         seconds.
@@ -432,26 +432,26 @@ class Node:
         """
         self.transport.serve_head(self._head)
         self.post.serve_probe()
+        names = [self.roster.server] if self.plan.method.server else self.others
         seen, until = {}, time.monotonic() + self.patience.start
         while True:
-            met = self.ask_heads(self.others)
+            met = self.ask_heads(names)
             found = {name: (head.state, head.round) for name, head in met.items()}
             if found != seen:
                 seen, until = found, time.monotonic() + self.patience.start
                 self.log("waiting", text=", ".join(f"{n}: {s}, round {r}" for n, (s, r) in found.items()) or "nobody")
             ended = all(state == "done" for state, _ in found.values())
-            if ended and (len(met) == len(self.others) or time.monotonic() > until):
+            if ended and (len(met) == len(names) or time.monotonic() > until):
                 break
             if self._stop.wait(self.patience.poll):
                 return met
         odd = heads.check_study(self.roster, self.settings, self.schema, met)
-        server = [self.roster.server] if self.plan.method.server else []
-        if not set(met) - set(odd) or not set(server) <= set(met):
+        if not set(met) - set(odd):
             raise TransportError(
-                f"{', '.join(server or self.others)} did not answer for {self.patience.start:.0f} s; a finished member "
+                f"{', '.join(names)} did not answer for {self.patience.start:.0f} s; a finished member "
                 "answers new clients for `linger` seconds, and again when its `coterie node` is started again"
             )
-        self.exchange.away([n for n in self.others if n not in met], for_good=odd)
+        self.exchange.away([n for n in names if n not in met], for_good=odd)
         self._met = frozenset(met)
         return met
 

@@ -219,6 +219,21 @@ def test_a_round_is_simultaneous_where_the_others_train_on(kind):
     assert loss("training", 2) != loss("frozen", 2)
 
 
+@pytest.mark.parametrize("kind", ["dac", "ditto"])
+def test_optimizers_whose_state_is_kept_keep_it_where_the_others_train_on(kind):
+    """With momentum and several rounds, other results than with a fresh state in each."""
+    local = dataclasses.replace(STEP, momentum=0.9)
+    kept = dataclasses.replace(local, persistent_client_optimizer=True)
+    both = [
+        joined(
+            run_of(kind, new_client_others="training", participation=0.5, rounds=0, evaluate="final", local=one), "loss"
+        )
+        for one in (local, kept)
+    ]
+    assert np.isfinite(both[0]).all()
+    assert (both[0] != both[1]).all()
+
+
 def test_clients_that_have_stopped_stay_as_they_are_where_the_others_train_on():
     """With a learning rate of 0 everybody stops at once, and a newcomer finds the same models in either case."""
     local = dataclasses.replace(STEP, lr=1e-12)
