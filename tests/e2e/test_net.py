@@ -125,6 +125,7 @@ def test_a_member_that_joins_late_ends_with_the_bytes_of_the_simulation(tmp_path
     told = json.loads((own / "summary.json").read_text())["new_clients"]
     assert {(row["clients"], row["rounds"]) for row in told} == {(1, 2)}
     assert "New clients: 1 client took part in no round" in " ".join(coterie("show", own).split())
+    assert "report.html" in coterie("report", own)
 
 
 TOKENS = """

@@ -14,7 +14,7 @@ from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import selection
 from coterie.methods.base import Info, Round, State, cohort_noise
 from coterie.methods.fedavg import OneModel
-from coterie.methods.server import Averaging, Clusters, ServerContext, Weights, nothing, with_labels
+from coterie.methods.server import Averaging, Clusters, ServerContext, Weights, labels_with, nothing
 from coterie.rng import Rng
 
 
@@ -83,7 +83,7 @@ class FedProx(OneModel):
         fits = self.sampling == "uniform"
         require(fits, "new_client_others", "training", f"'frozen' with {self.kind}'s sampling = {self.sampling!r}")
         more = torch.ones(len(models), dtype=shared.samples.dtype)
-        return replace(with_labels(shared, models), samples=torch.cat([shared.samples, more]))
+        return replace(shared, label=labels_with(shared, models), samples=torch.cat([shared.samples, more]))
 
     def adapt(
         self, rnd: Round, params: Float[Tensor, "clients params"], received: Float[Tensor, "clients params"]

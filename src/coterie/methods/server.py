@@ -197,7 +197,7 @@ class ServerMethod(Method):
                 f"new_client_others is 'training'; what the server of {self.kind} remembers is of the clients that it "
                 "knew from the start: use 'frozen'"
             )
-        return with_labels(shared, models)
+        return replace(shared, label=labels_with(shared, models))
 
     @abstractmethod
     def merge(self, context: ServerContext, shared: Any, message: Message) -> Any:
@@ -310,10 +310,10 @@ class ServerMethod(Method):
         return moving(setting, 1)
 
 
-def with_labels(shared: Any, models: Float[Tensor, "newcomers params"]) -> Any:
-    """Return a `Clusters`-like state with new members, each in the cluster of its model."""
+def labels_with(shared: Clusters, models: Float[Tensor, "newcomers params"]) -> Int[Tensor, " population"]:
+    """Return the cluster of each member and of new ones behind them, which are in those of their models."""
     same = (models[:, None] == shared.models).all(2).cpu()
-    return replace(shared, label=torch.cat([shared.label, same.to(torch.int64).argmax(1)]))
+    return torch.cat([shared.label, same.to(torch.int64).argmax(1)])
 
 
 def without_home(task: Task, shared: Any) -> Any:

@@ -138,6 +138,7 @@ class Node:
         self.patience, self.log = patience or Patience(), log or Log(transport.name)
         self._sign, self._stop, self._state = sign, threading.Event(), "starting"
         self._met: frozenset[str] = frozenset()
+        self._told_done = 0  # how often this node has answered that it is done
         self._check(federation)
         clusters = torch.tensor(roster.clusters or [-1] * roster.population)
         planted = Truth(clusters[federation.ids], (), ()) if roster.clusters else None
@@ -213,6 +214,7 @@ class Node:
     # ------------------------------------------------------------------ meeting the others
 
     def _head(self, nonce: str) -> bytes:
+        self._told_done += self._state == "done"
         return Head(
             self.roster.run, self.transport.name, self.incarnation, nonce, self.loop.next_round, self._state, VERSION,
             heads.study_hash(self.settings), self.schema, self.roster.version, time.time(),
@@ -462,8 +464,9 @@ class Node:
         while time.monotonic() < until:
             found = {n: (h.state, h.round) for n, h in self.ask_heads([*self.others, *late]).items()}
             late = [n for n in late if n not in found or found[n][0] != "done"]
-            if self.late and not found:
-                return  # they know that this node is done
+            if self.late and (self._told_done >= len(self._met) or not found):
+                self._stop.wait(self.patience.poll)  # the last of those who waited for this node reads its answer
+                return
             if not late and not self.late and all(state != "running" for state, _ in found.values()):
                 return
             if found != seen:

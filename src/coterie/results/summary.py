@@ -127,8 +127,15 @@ class StoredRun:
 
     @cached_property
     def final_rows(self) -> pd.DataFrame:
-        """The rows of the final test evaluation, of the best models where those were kept, else of the last."""
-        return final_tests(self.metrics)
+        """The rows of the final test evaluation, of the best models where those were kept, else of the last.
+
+        In the folder of a node that joined late they are those of its own clients, which were in no round.
+        """
+        rows = final_tests(self.metrics)
+        if not rows.empty:
+            return rows
+        joined = (self.metrics["split"] == newcomers.SPLIT) & (self.metrics["model"] != newcomers.RECEIVED)
+        return self.metrics.loc[joined.to_numpy()]
 
     @property
     def results(self) -> list[str]:
