@@ -372,10 +372,11 @@ class SosicFlPlus(SimplexMethod):
             return memory, {}
         local = personal_training(rnd.local, self.personal_epochs, self.personal_steps)
         inputs = self.mixtures(rnd, offer, "alpha.personal", rnd.task.steps(local))
-        own = torch.where(memory.started.to(start.device)[:, None], memory.model, start)
+        own = _own_or(memory, start)
         model, info = rnd.task.train(
-            own, rnd.rng, local, anchor=start, prox=self.lam, inputs=inputs, purpose="batches.personal", track=1
-        )
+            own, rnd.rng, local, anchor=start, prox=self.lam, inputs=inputs, purpose="batches.personal", track=1,
+            in_place=own is not memory.model,
+        )  # fmt: skip
         return PersonalSimplex(model, torch.ones_like(memory.started)), {
             "personal_train_samples": info["train_samples"]
         }
@@ -384,5 +385,15 @@ class SosicFlPlus(SimplexMethod):
         """Stand at one's center of one's own simplex, or of the global one before there is an own."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
         received = rnd.task.apply_buffer_policy(state.params, first(offer))
-        own = torch.where(state.memory.started.to(received.device)[:, None], state.memory.model, received)
+        own = _own_or(state.memory, received)
         return self.placed(rnd, own, offer), {"label": offer.peers[:, 0]}
+
+
+def _own_or(memory: PersonalSimplex, received: Float[Tensor, "clients params"]) -> Float[Tensor, "clients params"]:
+    """Return each client's personal model, or what it received before there is one; no copy where all have one."""
+    started = memory.started
+    return (
+        memory.model
+        if bool(started.all())
+        else torch.where(started.to(received.device)[:, None], memory.model, received)
+    )
