@@ -95,6 +95,46 @@ def test_four_nodes_end_with_the_bytes_of_the_simulation(tmp_path, label, offset
         assert table(joined[name]).equals(table(pd.read_parquet(run / f"{name}.parquet")))
 
 
+@pytest.mark.parametrize(("label", "offset"), [("dac", 70), ("fedavg", 80), ("ifca", 90)])
+def test_a_member_that_joins_late_ends_with_the_bytes_of_the_simulation(tmp_path, label, offset):
+    """Three nodes end their run; the process of a fourth starts only then, and its results are the simulation's.
+
+    With IFCA the three are gone by then, and are started again to answer it.
+    """
+    held_out = "rounds = 4\nnew_clients = [3]\nnew_client_rounds = 2\n"
+    study = config.loads(STUDY.replace("rounds = 4\n", held_out)).only(label, 0)
+    files = fleet.lay_out(tmp_path, study, port=port(offset), network={**QUICK, "linger": 90.0})
+    (tmp_path / "logs").mkdir()
+    *early, late = files
+    over = {name: threading.Event() for name in early}
+
+    def look(name: str, event: Mapping[str, Any]) -> None:
+        if event["event"] == "done" and name in over:
+            over[name].set()
+
+    with fleet.Fleet(files, logs=tmp_path / "logs", listener=look) as nodes:
+        for name in early:
+            nodes.start(name)
+        assert all(event.wait(120) for event in over.values()), (tmp_path / "logs" / "node-00.log").read_text()
+        for name in early if label == "ifca" else []:
+            nodes.processes[name].terminate()
+            nodes.processes[name].wait(30)
+            nodes.start(name)
+        nodes.start(late)
+        assert nodes.wait(120) == dict.fromkeys(files, 0), (tmp_path / "logs" / f"{late}.log").read_text()
+    joined = fleet.gather(tmp_path, study, list(files), "nodes")
+    run_study(study, out=tmp_path / "simulated")
+    run = tmp_path / "simulated" / "four" / label / "seed-0"
+    for name in ("metrics", "edges"):
+        assert table(joined[name]).equals(table(pd.read_parquet(run / f"{name}.parquet")))
+    assert set(joined["metrics"].query("split == 'new_clients'")["client"]) == {3}
+    own = tmp_path / "nodes" / late / "four"
+    told = json.loads((own / "summary.json").read_text())["new_clients"]
+    assert {(row["clients"], row["rounds"]) for row in told} == {(1, 2)}
+    assert "New clients: 1 client took part in no round" in " ".join(coterie("show", own).split())
+    assert "report.html" in coterie("report", own)
+
+
 TOKENS = """
 name = "tokens"
 rounds = 3

@@ -150,6 +150,10 @@ class Ifca(ServerMethod):
         label, model = choice(rnd.task, offer)
         return rnd.task.apply_buffer_policy(state.params, model), {"label": label}
 
+    def enlarged(self, shared: Models, models: Float[Tensor, "newcomers params"]) -> Models:
+        """The server remembers nothing of its clients."""
+        return shared
+
     def cost(self, setting: Setting, round: int) -> Cost:
         """Score all models, and send one."""
         scored = self.clusters if self.clusters > 1 else 0

@@ -180,6 +180,29 @@ class ServerMethod(Method):
         """Answer any client with the model that serves it; changes nothing."""
         return self.offer(context, shared, message)
 
+    def serving(self, context: ServerContext, shared: Any) -> Float[Tensor, "models params"]:
+        """Return the models that serve clients now, each once: what a client that joins late chooses among."""
+        ids = torch.arange(context.population)
+        _, reply = self.deliver(context, shared, Message(torch.empty(len(ids), 0), ids=ids))
+        return reply.table[reply.index.unique().to(reply.table.device)].unique(dim=0)
+
+    def enlarged(self, shared: Any, models: Float[Tensor, "newcomers params"]) -> Any:
+        """Return the server's state in a population with new members at its end.
+
+        Args:
+            shared: the state.
+            models: of the server's models, the one with which each of them begins.
+
+        Raises:
+            ConfigError: when this method's state has no place for members that it has not known from the start.
+        """
+        if type(shared) is not Clusters:
+            raise ConfigError(
+                f"new_client_others is 'training'; what the server of {self.kind} remembers is of the clients that it "
+                "knew from the start: use 'frozen'"
+            )
+        return replace(shared, label=labels_with(shared, models))
+
     @abstractmethod
     def merge(self, context: ServerContext, shared: Any, message: Message) -> Any:
         """Return the server's new state. Rows of the message with NaN or infinity were left out before."""
@@ -310,6 +333,12 @@ class ServerMethod(Method):
     def measuring(self, setting: Setting) -> Cost:
         """Fetch the newest model."""
         return moving(setting, 1)
+
+
+def labels_with(shared: Clusters, models: Float[Tensor, "newcomers params"]) -> Int[Tensor, " population"]:
+    """Return the cluster of each member and of new ones behind them, which are in those of their models."""
+    same = (models[:, None] == shared.models).all(2).cpu()
+    return torch.cat([shared.label, same.to(torch.int64).argmax(1)])
 
 
 def without_home(task: Task, shared: Any) -> Any:

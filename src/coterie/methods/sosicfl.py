@@ -257,6 +257,11 @@ class SimplexMethod(WithPresets, OneModel):
         rows = rnd.task.apply_buffer_policy(state.params, first(offer))
         return self.placed(rnd, rows, offer), {"label": offer.peers[:, 0]}
 
+    def serving(self, context: ServerContext, shared: Regions) -> Float[Tensor, "models params"]:
+        """Return the model at the barycenter of the simplex."""
+        middle = torch.full((1, 1, self.endpoints), 1 / self.endpoints, dtype=torch.float64)
+        return simplex_layers.compose(context.layout, shared.models[:1], middle)
+
     def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
         """Fetch the simplex and stand at its barycenter."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)

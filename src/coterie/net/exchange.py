@@ -40,7 +40,7 @@ from coterie.net.transport import Delivery
 from coterie.net.wire import Address
 from coterie.rng import Rng
 
-_MAX_REPLY = 1 << 30
+MAX_REPLY = 1 << 30
 _MAX_COHORT = 1 << 20
 
 
@@ -117,6 +117,10 @@ class RemoteExchange:
         fields = {f"field.{name}": value[row] for name, value in message.fields.items()}
         return {"params": message.params[row], **fields}
 
+    def _publish(self, message: Message, number: int) -> None:
+        for row, client in enumerate(self._own.active.tolist()):
+            self.post.publish(self._tensors(message, row), self._at(number, client))
+
     # ------------------------------------------------------------------ asking
 
     def _template(self, message: Message, address: Address) -> Template:
@@ -135,8 +139,7 @@ class RemoteExchange:
         own, message = self._own.active, replace(message, ids=self._own.active)
         check_peers(own, peers, self.roster.population)
         board = self._own.board(message)
-        for row, client in enumerate(own.tolist()):
-            self.post.publish(self._tensors(message, row), self._at(number, client))
+        self._publish(message, number)
         assert board.ids is not None
         wanted = sorted(set(peers[peers >= 0].tolist()) - set(board.ids.tolist()))
         if not self._until:
@@ -274,12 +277,12 @@ class RemoteExchange:
             "table": (dtype, ("senders", "params" if width is None else width)),
             "index": (torch.int64, ("peers" if form is None else form.models,)),
         }
-        most = _MAX_REPLY
+        most = MAX_REPLY
         if form is not None:
             tensors |= {f"field.{name}": (kind, ("senders", *shape)) for name, (kind, shape) in form.fields.items()}
             each = sum(kind.itemsize * math.prod(shape) for kind, shape in form.fields.values())
             each += 8 + dtype.itemsize * (width or 0)
-            most = MAX_HEADER + 8 + form.models * each if width is not None or not form.models else _MAX_REPLY
+            most = MAX_HEADER + 8 + form.models * each if width is not None or not form.models else MAX_REPLY
         return Template(
             tensors, free="field." if form is None else "", lead="senders", halved=frozenset({"table"}), max_bytes=most
         )

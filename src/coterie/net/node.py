@@ -2,7 +2,8 @@
 
 A node waits for the others, runs the rounds, catches up when it has fallen behind, writes the files of a simulation
 (with its own rows) after every round, and stays until the others have fetched its last messages. When it is killed, it
-continues from its checkpoint as a new incarnation.
+continues from its checkpoint as a new incarnation. Where the study holds out new clients, their nodes join when the
+others have ended, which answer them until they are done: see `latecomers`.
 """
 
 import json
@@ -26,8 +27,9 @@ from coterie.data.federation import Federation, Truth
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, TransportError
 from coterie.methods.base import Method, Round
+from coterie.methods.server import ServerMethod
 from coterie.models.layout import ModelSource, own_name
-from coterie.net import catchup
+from coterie.net import catchup, latecomers
 from coterie.net import head as heads
 from coterie.net import identity as identities
 from coterie.net.exchange import RemoteExchange
@@ -41,7 +43,7 @@ from coterie.net.roster import Roster
 from coterie.net.transport import Transport
 from coterie.net.wire import VERSION
 from coterie.rng import Rng
-from coterie.simulation import checkpoint
+from coterie.simulation import checkpoint, newcomers
 from coterie.simulation.loop import Loop
 from coterie.simulation.models import models_of
 from coterie.simulation.record import Record
@@ -85,7 +87,8 @@ class Patience:
 
     Args:
         start: seconds to wait at the start for members that do not answer yet.
-        linger: seconds to stay at the end for members that are not done and make no progress.
+        linger: seconds to stay at the end for members, new ones included, that are not done and make no progress;
+            infinite to wait for them without limit.
         ask: seconds to wait for the answer to "how are you?".
         poll: seconds between two such questions.
     """
@@ -141,28 +144,36 @@ class Node:
         self._scouted: Future[tuple[str, bytes] | None] | None = None
         self._sign, self._stop, self._state = sign, threading.Event(), "starting"
         self._met: frozenset[str] = frozenset()
+        self._told_done = 0  # how often this node has answered that it is done
         self._check(federation)
         clusters = torch.tensor(roster.clusters or [-1] * roster.population)
         planted = Truth(clusters[federation.ids], (), ()) if roster.clusters else None
-        self.task = plan.task(replace(federation, truth=planted))
+        self.sides = latecomers.sides(roster, plan.method, plan.settings, plan.seed)
+        self.late = self.sides is not None and transport.name in self.sides.late
+        names, seen = {**roster.client_names, **federation.names}, roster
+        if self.sides is not None:
+            federation, seen = self.sides.numbered(federation, transport.name), self.sides.roster(transport.name)
+        self._federation = replace(federation, truth=planted)
+        self.task = plan.task(self._federation)
         self.schema = heads.schema_hash(self.task.layout)
         self.settings = heads.with_frozen(plan.agreed(roster.population), self.task.layout)
         folder.mkdir(parents=True, exist_ok=True)
         self.incarnation = self._new_incarnation()
         self._journal_file = (folder / ARRIVALS).open("a")
         self.post = Post(
-            transport, replace(roster, schema=self.schema), sign, incarnation=self.incarnation,
+            transport, replace(seen, schema=self.schema), sign, incarnation=self.incarnation,
             terms=terms or Terms(), deadline=self.deadline, journal=self._journal,
         )  # fmt: skip
         self.post.between = self.renew
-        self.exchange = RemoteExchange(self.post, self.task.part.shared.count)
-        names = {**roster.client_names, **federation.names}
-        record = Record(clusters, names)
+        door = latecomers.LateExchange if self.late else RemoteExchange
+        self.exchange = door(self.post, self.task.part.shared.count)
+        record = Record(clusters, names, None if self.sides is None else self.sides.ids)
         self.loop = NodeLoop(self.task, plan.method, self.exchange, plan.settings, Rng(plan.seed), record)
+        settings = plan.settings if self.late else replace(plan.settings, new_clients=None)  # whom others do not notice
         self._identity = checkpoint.identity(
-            plan.method, plan.settings, plan.seed, federation, self.task, own_name(plan.model)
+            plan.method, settings, plan.seed, federation, self.task, own_name(plan.model)
         )
-        self._earlier = checkpoint.load(folder, self.loop, self._identity)
+        self._earlier = {} if self.late else checkpoint.load(folder, self.loop, self._identity)
         self._started, self._local, self._deaf_until = time.perf_counter(), [0.0], -1
         self.clock = self._in_step()
 
@@ -181,10 +192,6 @@ class Node:
             )
         if self.plan.method.server and not self.roster.server:
             raise ConfigError(f"{self.plan.method.kind} needs a server; this roster names none")
-        if self.plan.settings.new_clients is not None:
-            raise ConfigError(
-                f"new_clients is {self.plan.settings.new_clients!r}; between machines nobody is held out: leave it out"
-            )
         if self.plan.settings.schedule != "synchronous":
             raise ConfigError(
                 f"schedule is {self.plan.settings.schedule!r}; between machines there is only 'synchronous'"
@@ -216,6 +223,7 @@ class Node:
     # ------------------------------------------------------------------ meeting the others
 
     def _head(self, nonce: str) -> bytes:
+        self._told_done += self._state == "done"
         return Head(
             self.roster.run, self.transport.name, self.incarnation, nonce, self.loop.next_round, self._state, VERSION,
             heads.study_hash(self.settings), self.schema, self.roster.version, time.time(),
@@ -246,8 +254,9 @@ class Node:
 
     @property
     def others(self) -> list[str]:
-        """The other members."""
-        return [m.name for m in self.roster.members if m.name != self.transport.name]
+        """The other members that take part in the rounds."""
+        members = self.roster.members if self.sides is None else self.sides.taking.members
+        return [m.name for m in members if m.name != self.transport.name]
 
     def look_around(self, seconds: float) -> dict[str, Head]:
         """Ask all members for their heads until all have answered, most have started, or `seconds` are over."""
@@ -360,14 +369,24 @@ class Node:
         """Go on under a newer roster: its members, their keys, and links that it allows."""
         check_same_run(self.roster, new, self.transport.name)
         self.log("roster", **changes(self.roster, new))
-        self.roster = new
-        self.post.renew(replace(new, schema=self.schema))
+        self.roster, seen = new, new
+        if self.sides is not None:
+            self.sides = latecomers.sides(new, self.plan.method, self.plan.settings, self.plan.seed)
+            assert self.sides is not None
+            seen = self.sides.roster(self.transport.name)
+        self.post.renew(replace(seen, schema=self.schema))
         self.transport.renew(new)
 
     # ------------------------------------------------------------------ the run
 
     def run(self) -> None:
         """Run from the checkpoint or the start to the end."""
+        if self.late:
+            self._join()
+            return
+        if self._answers and checkpoint.finished(self.folder):
+            self._answer_again()
+            return
         behind = self.meet()
         if self.loop.next_round < 0 and not self._stop.is_set():
             self._step()
@@ -382,12 +401,13 @@ class Node:
             raise TransportError(
                 "the server left this node out of every round: it has trained nothing and has no model"
             )
+        self._answer_newcomers()
         self._state = "done" if not self.plan.method.server else "running"
         self.loop.final()
         models = models_of(self.loop, self.plan.model, self.plan.method.kind)
         checkpoint.finish(self.folder, self.loop, self._identity, self._timing(), models.files())
         self._state = "done"
-        skipped = {"skipped": self.loop.skipped} if self.loop.skipped else {}
+        skipped: dict[str, Any] = {"skipped": self.loop.skipped} if self.loop.skipped else {}
         self.log("done", received=self.post.traffic.received, bytes=self.post.traffic.bytes, **skipped)
         self._linger()
 
@@ -425,13 +445,124 @@ class Node:
             "train_samples": self.loop.train_samples,
         }
 
+    # ------------------------------------------------------------------ members that join late
+
+    @property
+    def _answers(self) -> bool:
+        """Whether newcomers ask this node."""
+        return self.sides is not None and self.sides.answers(self.transport.name)
+
+    def _answer_newcomers(self) -> None:
+        """From the last round on, answer members that join late."""
+        if self._answers:
+            assert self.sides is not None
+            wide, engine = replace(self._federation, population=self.roster.population), self.task.engine.name
+            settings = replace(self.plan.settings, engine=engine, block=self.task.block)
+            plan = replace(self.plan, settings=settings)
+            if not latecomers.answer(self.post, self.loop, lambda: plan.task(wide)):
+                self.log("withheld", level="warning", text="the model is not finite; new clients get no answer")
+
+    def _answer_again(self) -> None:
+        """Answer members that join late after a run that this node has finished before."""
+        self.transport.serve_head(self._head)
+        self.post.serve_probe()
+        heads.check_study(self.roster, self.settings, self.schema, {})
+        self._answer_newcomers()
+        self._state = "done"
+        assert self.sides is not None
+        self.log("answering", text=f"the run is over; waiting for {', '.join(self.sides.late)} to join")
+        self._linger()
+
+    def _join(self) -> None:
+        """Join a run that has ended, by the method's own rule: train, be tested, and leave the others as they are."""
+        assert isinstance(self.exchange, latecomers.LateExchange)
+        assert self.sides is not None
+        met = self._await_the_end()
+        if self._stop.is_set():
+            self.log("stopped")
+            return
+        last, now = max(head.round for head in met.values()) - 1, latecomers.joining(self.loop, self.sides)
+        self._state = "running"
+        if isinstance(self.plan.method, ServerMethod):
+            models = newcomers.served(now, self._table())
+        else:
+            models = newcomers.with_peers(now, replace(self.loop.state, moments=None))
+        final = newcomers.tested(now, self._followed(models), self.loop.record, last)
+        self.loop.evaluated, self.loop.next_round = final, last + 1
+        if len(self.loop.tracker.best):
+            self.loop.tracker = replace(self.loop.tracker, best=final)
+        checkpoint.save(self.folder, self.loop, self._identity, self._timing())
+        models = models_of(self.loop, self.plan.model, self.plan.method.kind)
+        checkpoint.finish(self.folder, self.loop, self._identity, self._timing(), models.files())
+        self._state = "done"
+        self.log("done", received=self.post.traffic.received, bytes=self.post.traffic.bytes)
+        self._linger()
+
+    def _table(self) -> Tensor:
+        """The server's models, with 0 in what clients keep at home."""
+        assert isinstance(self.exchange, latecomers.LateExchange)
+        part = self.task.part
+        try:
+            table = self.exchange.served(self.loop.state.params)
+        except RoundMissed:
+            raise TransportError(f"the server {self.roster.server} has no model for new clients: see its log") from None
+        return table if part.whole else part.shared.widened(table)
+
+    def _followed(self, models: newcomers.Models) -> newcomers.Models:
+        """Pass a newcomer's models on, and log its rounds."""
+        for index, (params, judged) in enumerate(models, start=-1):
+            self.loop.state = replace(self.loop.state, params=params)
+            self.log.round = index
+            self.log("joined" if index < 0 else "round", received=self.post.traffic.received)
+            yield params, judged
+
+    def _await_the_end(self) -> dict[str, Head]:
+        """Wait until those whom newcomers ask are done, and return the heads of all that answer.
+
+        A run that goes on is waited for, however long it takes; members that do not answer for `Patience.start`
+        seconds.
+
+        Raises:
+            TransportError: when those that newcomers ask do not answer.
+            PeerMismatch: when this node's study or model differs from the roster's.
+        """
+        self.transport.serve_head(self._head)
+        self.post.serve_probe()
+        names = [self.roster.server] if self.plan.method.server else self.others
+        seen, until = {}, time.monotonic() + self.patience.start
+        while True:
+            met = self.ask_heads(names)
+            found = {name: (head.state, head.round) for name, head in met.items()}
+            if found != seen:
+                seen, until = found, time.monotonic() + self.patience.start
+                self.log("waiting", text=", ".join(f"{n}: {s}, round {r}" for n, (s, r) in found.items()) or "nobody")
+            ended = all(state == "done" for state, _ in found.values())
+            if ended and (len(met) == len(names) or time.monotonic() > until):
+                break
+            if self._stop.wait(self.patience.poll):
+                return met
+        odd = heads.check_study(self.roster, self.settings, self.schema, met)
+        if not set(met) - set(odd):
+            raise TransportError(
+                f"{', '.join(names)} did not answer for {self.patience.start:.0f} s; a finished member "
+                "answers new clients for `linger` seconds, and again when its `coterie node` is started again"
+            )
+        self.exchange.away([n for n in names if n not in met], for_good=odd)
+        self._met = frozenset(met)
+        return met
+
     def _linger(self) -> None:
-        """Stay while others are running, so that they can fetch this node's messages."""
+        """Stay while others need this node's messages: those that are running, and new ones that are not done."""
         seen, until = {}, time.monotonic() + self.patience.linger
+        late = [] if self.late or not self._answers else list(self.sides.late if self.sides is not None else [])
         while time.monotonic() < until:
             self.renew()
-            found = {n: (h.state, h.round) for n, h in self.ask_heads(self.others).items()}
-            if all(state != "running" for state, _ in found.values()):
+            found = {n: (h.state, h.round) for n, h in self.ask_heads([*self.others, *late]).items()}
+            late = [n for n in late if n not in found or found[n][0] != "done"]
+            if self.late and (self._told_done >= len(self._met) or not found):
+                self._stop.wait(self.patience.poll)  # the last of those who waited for this node reads its answer
+                return
+            if not late and not self.late and all(state != "running" for state, _ in found.values()):
                 return
             if found != seen:
                 seen, until = found, time.monotonic() + self.patience.linger

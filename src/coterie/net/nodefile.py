@@ -72,7 +72,8 @@ class NetworkSettings(Configurable):
         half: send models in half precision.
         chunk: bytes in a chunk, 1024 to 524288; 262144 below 1 Mbit/s.
         start: seconds to wait at the start for members that do not answer.
-        linger: seconds to stay at the end for members that make no progress.
+        linger: seconds to stay at the end for members that make no progress, new clients that have not joined yet
+            included; inf to wait for them without limit.
         lease: seconds without a sign of life after which a member counts as down; 10 over long distances, 3 in one
             building.
     """

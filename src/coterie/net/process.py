@@ -13,7 +13,7 @@ from types import FrameType
 from coterie._util import manifest
 from coterie._util.claims import claimed
 from coterie.errors import ConfigError, TransportError
-from coterie.net import nodefile
+from coterie.net import latecomers, nodefile
 from coterie.net import roster as rosters
 from coterie.net.engine_log import listening
 from coterie.net.identity import Identity
@@ -149,7 +149,7 @@ def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
         file = replace(file, role=role)
     name = credentials(file)[1].name
     folder = run_folder(file, name)
-    if checkpoint.finished(folder):
+    if checkpoint.finished(folder) and not _answers(file, name):
         Log(name, level=file.log)("done", text=f"the run in {folder} is over; delete the folder to run it again")
         return 0
     signal.signal(signal.SIGTERM, _terminate)
@@ -163,6 +163,13 @@ def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
         raise
     summary.write_summary(folder.parent.parent)
     return 0
+
+
+def _answers(file: NodeFile, name: str) -> bool:
+    """Whether members that join late ask this one when its run is over."""
+    plan = nodefile.plan_of(file.chosen()[0])
+    sides = latecomers.sides(credentials(file)[0].roster, plan.method, plan.settings, plan.seed)
+    return sides is not None and sides.answers(name)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from coterie._util.files import write_atomically
 from coterie.errors import ConfigError, TransportError
 from coterie.models.layout import Layout, source, template
-from coterie.net import head, nodefile
+from coterie.net import head, latecomers, nodefile
 from coterie.net import roster as rosters
 from coterie.net.identity import Identity, certificate_name, read_certificate, sign_request
 from coterie.net.roster import Member, Roster
@@ -151,6 +151,7 @@ def write_roster(folder: Path, study: Path, features: tuple[int, ...], classes: 
         issued=datetime.now(UTC).isoformat(timespec="seconds"),
         removed=tuple(removed),
     )
+    latecomers.sides(made, plan.method, plan.settings, plan.seed)  # whom the study holds out must be on it
     rosters.write(folder / "roster.toml", made, folder / "organizer.key")
     return made
 

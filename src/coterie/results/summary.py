@@ -127,8 +127,15 @@ class StoredRun:
 
     @cached_property
     def final_rows(self) -> pd.DataFrame:
-        """The rows of the final test evaluation, of the best models where those were kept, else of the last."""
-        return final_tests(self.metrics)
+        """The rows of the final test evaluation, of the best models where those were kept, else of the last.
+
+        In the folder of a node that joined late they are those of its own clients, which were in no round.
+        """
+        rows = final_tests(self.metrics)
+        if not rows.empty:
+            return rows
+        joined = (self.metrics["split"] == newcomers.SPLIT) & (self.metrics["model"] != newcomers.RECEIVED)
+        return self.metrics.loc[joined.to_numpy()]
 
     @property
     def results(self) -> list[str]:
@@ -824,7 +831,7 @@ def new_clients(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
 
     A row for each method, metric and `model`: "joined" (after they trained), or "received" (with a server: before). It
     has `mean` and `std` over seeds of the mean over these clients, the number of `seeds`, of `clients` in the first of
-    them, and of the `rounds` that each trained.
+    them, and of the `rounds` that each trained; and `others` where the others did not stay as they were: "training".
     """
     rows = []
     for label, group in by_label(runs).items():
@@ -839,16 +846,18 @@ def new_clients(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
             first = group[0].metrics
             new = first.loc[(first["split"] == newcomers.SPLIT).to_numpy(), "client"].nunique()
             rounds = int(group[0].config.get("new_client_rounds", _ROUNDS))
+            others = str(group[0].config.get("new_client_others", _OTHERS))
             rows.append(
                 {
                     "label": label, "metric": metric, "model": model, "mean": mean, "std": deviation,
                     "seeds": len(values), "clients": int(new), "rounds": rounds,
+                    **({} if others == _OTHERS else {"others": others}),
                 }
             )  # fmt: skip
     return rows
 
 
-_ROUNDS = Settings.new_client_rounds
+_ROUNDS, _OTHERS = Settings.new_client_rounds, Settings.new_client_others
 
 
 def told_of_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
@@ -871,8 +880,9 @@ def told_of_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
             was = "" if before is None else f" ({known.show(before, brief=True)} as received)"
             parts.append(f"{row['label']} {known.show(row['mean'], brief=True)}{spread}{was}")
     many = f"{rows[0]['clients']} client{'s' * (rows[0]['clients'] > 1)}"
+    beside = " while the others trained on" if rows[0].get("others") == "training" else ""
     return [
-        f"New clients: {many} took part in no round, joined at the end and trained {rows[0]['rounds']} rounds; "
+        f"New clients: {many} took part in no round, joined at the end and trained {rows[0]['rounds']} rounds{beside}; "
         f"{known.heading('test')}: {', '.join(parts)}"
     ]
 

@@ -62,6 +62,8 @@ def identity(
     kept = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _NOT_IDENTITY}
     if settings.precision == "full":  # younger than checkpoints that are about, as are the next
         del kept["precision"]
+    if settings.new_clients is None or settings.new_client_others == "frozen":
+        del kept["new_client_others"]
     if settings.new_clients is None:
         del kept["new_clients"], kept["new_client_rounds"]
     kept = {name: value for name, value in kept.items() if name not in _OPTIONAL or value}
