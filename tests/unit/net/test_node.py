@@ -118,6 +118,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "fedgwc": {"eps": 1.0, "patience": 1, "min_pair_updates": 0.0},
     "fedper": {"personal_layers": 0},  # the model has one layer
     "fedrep": {"personal_layers": 0},
+    "dfedalt": {"personal_layers": 0},
     "ifca": {"clusters": 2},
     "one-shot": {"warmup_rounds": 2},
     "panm-grad": {"num_peers": 1, "num_candidates": 2, "stage_one_rounds": 2, "interval": 1},
@@ -547,7 +548,7 @@ def test_the_log_is_one_json_object_a_line_from_a_level_on():
 
 
 BYTES = {"pens": {"num_sampled": 3, "num_kept": 2, "stage_one_rounds": 9}, "one-shot": {"warmup_rounds": 1}}
-BYTES |= {kind: {"personal_layers": 0} for kind in ("fedper", "fedrep")}  # the model has one layer
+BYTES |= {kind: {"personal_layers": 0} for kind in ("dfedalt", "fedper", "fedrep")}  # the model has one layer
 BYTES |= {kind: {"num_peers": 2, "num_candidates": 3} for kind in ("panm-grad", "panm-loss")}
 UNDETERMINED = {"sosicfl", "sosicfl-all", "sosicfl-plus"}
 """What they send depends on the model and the stage, and the ledger says so (see test_traffic)."""

@@ -31,6 +31,7 @@ OPTIONS = {
     "ifca": {"clusters": 2, "start": "resample", "resample_share": 0.3},
     "fedper": {"personal_layers": 0},  # the model has one layer
     "fedrep": {"personal_layers": 0},
+    "dfedalt": {"personal_layers": 0, "num_peers": 2},
     "fesem": {"clusters": 2},
     "sosicfl": {"endpoints": 3, "regions": 2, "warmup_rounds": 1},
 }
