@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coterie.cli.app import app
-from coterie.net import fleet
+from coterie.net import fleet, setup
 from coterie.report.watch import Follower
 from coterie.studies import config
 from coterie.studies.run import run_study
@@ -190,7 +190,7 @@ def test_an_organizer_and_two_members_set_up_a_run_and_the_doctor_finds_what_is_
     for name, number in (("north", 20), ("south", 21)):
         address = f"127.0.0.1:{port(number)}"
         assert "stays on this machine" in coterie("net", "join", name, address, "--folder", north)
-        assert "fingerprint" in coterie("net", "sign", organizer, north / f"{name}.csr", address)
+        assert "fingerprint" in coterie("net", "sign", organizer, north / f"{name}.csr", address, "--name", name)
     assert "never overwritten" in coterie("net", "join", "north", f"127.0.0.1:{port(20)}", "--folder", north)
     written = coterie("net", "roster", organizer, "--study", study, "--features", "1,8,8", "--classes", "10")
     assert "version 1" in written
@@ -230,3 +230,29 @@ def test_a_node_ends_in_order_when_it_is_told_to(tmp_path):
         assert process.wait(20) == 143
     assert events[-1]["event"] == "stopped"
     assert json.loads((tmp_path / "node-00.log").read_text().splitlines()[0])["level"] == "warning"
+
+
+def test_a_member_is_removed_while_the_others_run(tmp_path):
+    """After round 1 the organizer removes node-03: it ends, and three nodes come to their end without a restart."""
+    study = config.loads(STUDY.replace("rounds = 4", "rounds = 10")).only("dac", 0)
+    files = fleet.lay_out(tmp_path, study, port=port(80), network=QUICK)
+    events: list[tuple[str, Mapping[str, Any]]] = []
+    removed = threading.Event()
+
+    def look(name: str, event: Mapping[str, Any]) -> None:
+        events.append((name, event))
+        if name == "node-01" and event["event"] == "round" and event["round"] == 1 and not removed.is_set():
+            removed.set()
+            setup.remove(tmp_path / "keys", "node-03")
+
+    with fleet.Fleet(files, logs=tmp_path, listener=look) as nodes:
+        for name in files:
+            nodes.start(name)
+        statuses = nodes.wait(120)
+    assert statuses == {"node-00": 0, "node-01": 0, "node-02": 0, "node-03": 2}
+    told = {name: e for name, e in events if e["event"] == "roster"}
+    assert {name: e["removed"] for name, e in told.items()} == {name: ["node-03"] for name in list(files)[:3]}
+    for name in list(files)[:3]:
+        edges = pd.read_parquet(tmp_path / "nodes" / name / "four" / "dac" / "seed-0" / "edges.parquet")
+        assert edges["round"].max() == 9
+        assert not (edges[(edges["round"] > told[name]["round"]) & (edges["weight"] > 0)]["read"] == 3).any()

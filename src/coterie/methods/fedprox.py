@@ -14,7 +14,7 @@ from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import selection
 from coterie.methods.base import Info, Round, State, cohort_noise
 from coterie.methods.fedavg import OneModel
-from coterie.methods.server import Averaging, Clusters, ServerContext, Weights, labels_with, nothing
+from coterie.methods.server import NOTHING, Averaging, Clusters, ServerContext, Weights, labels_with, nothing
 from coterie.rng import Rng
 
 
@@ -67,7 +67,7 @@ class FedProx(OneModel):
         if self.sampling == "uniform":
             return state
         message = Message(state.params[:, :0], {"samples": rnd.task.samples})
-        return replace(state, shared=self.ask(rnd, _register, message, state.shared)[0])
+        return replace(state, shared=self.ask(rnd, _register, message, state.shared, NOTHING)[0])
 
     def cohort(self, shared: Enrolled, rng: Rng, population: int, participation: float | int) -> Int[Tensor, " active"]:
         """Draw uniformly, or by samples."""

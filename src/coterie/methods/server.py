@@ -19,7 +19,7 @@ from torch import Tensor
 from coterie._util.importing import imported_function
 from coterie.engine.task import Task, not_finite
 from coterie.errors import ConfigError
-from coterie.exchange.base import Inbox, Message, Reply
+from coterie.exchange.base import Inbox, Message, Reply, ReplyForm
 from coterie.exchange.narrowed import cut
 from coterie.functional import aggregation, metrics
 from coterie.functional.metrics import Metric
@@ -152,6 +152,10 @@ def sizes(label: Int[Tensor, " population"], clusters: int) -> Int[Tensor, " clu
 ServerRule = Callable[[ServerContext, Any, Message], tuple[Any, Reply]]
 
 
+NOTHING = ReplyForm(0)
+"""An answer without a model: that the message has come."""
+
+
 @dataclass(frozen=True)
 class ServerMethod(Method):
     """A method with a server. Subclasses write `merge` and, where they differ from FedAvg, the other parts."""
@@ -215,8 +219,29 @@ class ServerMethod(Method):
 
     # ---------------------------------------------------------------- where the clients are
 
-    def ask(self, rnd: Round, rule: ServerRule, message: Message, shared: Any) -> tuple[Any, Inbox]:
-        """Send a message to the server and return its new state (where it is) and its answer."""
+    def offered(self) -> ReplyForm | None:
+        """Return what `offer` and `deliver` show each client: one model, where they are not written anew.
+
+        Between machines an answer of another form is refused. None: nothing is known of it but that its parts fit.
+        """
+        plain = type(self).offer is ServerMethod.offer and type(self).deliver is ServerMethod.deliver
+        return ReplyForm(1) if plain else None
+
+    def ask(
+        self, rnd: Round, rule: ServerRule, message: Message, shared: Any, expects: ReplyForm | None = None
+    ) -> tuple[Any, Inbox]:
+        """Send a message to the server and return its new state (where it is) and its answer.
+
+        Args:
+            rnd: the round.
+            rule: what the server does with the messages.
+            message: this one.
+            shared: the server's state, where it is.
+            expects: what the answer shows each client; that of `offered` for `offer` and `deliver`.
+        """
+        if expects is None and rule in (self.offer, self.deliver):
+            expects = self.offered()
+        message = replace(message, expects=expects)
         task, taking = rnd.task, int(rnd.reachable.sum())
         context = ServerContext(rnd.index, rnd.rng, task.layout, task.population, taking, task.part)
         return rnd.exchange.serve(message, partial(rule, context), shared)
@@ -278,7 +303,7 @@ class ServerMethod(Method):
         start = rnd.task.apply_buffer_policy(state.params, first(offer))
         params, memory, info = self.learn(rnd, state.memory, start, offer)
         message = Message(params, self.report(rnd, info))
-        shared, _ = self.ask(rnd, self._merge, message, shared)
+        shared, _ = self.ask(rnd, self._merge, message, shared, NOTHING)
         info = {**info, **traffic(rnd.task.part, offer, request, message), **self.extra(rnd, start, params, shared)}
         if "personal_train_samples" in info:
             info["train_samples"] = info["train_samples"] + info.pop("personal_train_samples")

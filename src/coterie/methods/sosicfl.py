@@ -11,13 +11,13 @@ from torch import Tensor
 from coterie._util.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, WithPresets
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, require
-from coterie.exchange.base import Inbox, Message, Reply
+from coterie.exchange.base import Inbox, Message, Reply, ReplyForm
 from coterie.functional import simplex
 from coterie.methods.base import Info, Round, State
 from coterie.methods.cost import Cost, Setting
 from coterie.methods.ditto import personal_training
 from coterie.methods.fedavg import OneModel
-from coterie.methods.server import Averaging, Clusters, ServerContext, first, nothing
+from coterie.methods.server import NOTHING, Averaging, Clusters, ServerContext, first, nothing
 from coterie.models import simplex_layers
 from coterie.models.layout import ModelFactory
 from coterie.rng import Rng
@@ -209,12 +209,16 @@ class SimplexMethod(WithPresets, OneModel):
 
     # ---------------------------------------------------------------- where the clients are
 
+    def offered(self) -> ReplyForm:
+        """One model, and the client's region."""
+        return ReplyForm(1, {"center": (torch.float64, (self.endpoints,)), "radius": (torch.float64, ())})
+
     def enroll(self, rnd: Round, state: State) -> State:
         """Tell the server how many samples of each class each client has."""
         if self.assignment == "gradient":
             return state
         message = Message(state.params[:, :0], {"counts": rnd.task.class_counts()})
-        return replace(state, shared=self.ask(rnd, self._register, message, state.shared)[0])
+        return replace(state, shared=self.ask(rnd, self._register, message, state.shared, NOTHING)[0])
 
     def draw(self, rnd: Round, offer: Inbox, purpose: str, count: int) -> Float[Tensor, "clients count topics"]:
         """Draw points from each client's region, from the client's own stream."""

@@ -13,8 +13,9 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,14 @@ from coterie.errors import ConfigError, TransportError
 from coterie.methods.base import Method, Round
 from coterie.methods.server import ServerMethod
 from coterie.models.layout import ModelSource, own_name
+from coterie.net import catchup, latecomers
 from coterie.net import head as heads
 from coterie.net import identity as identities
-from coterie.net import latecomers
 from coterie.net.exchange import RemoteExchange
 from coterie.net.head import Head
+from coterie.net.keeper import Keeper, changes, check_same_run
 from coterie.net.log import Log, Sample
-from coterie.net.outbox import Missing
+from coterie.net.outbox import KEEP, Missing
 from coterie.net.payload import Refused
 from coterie.net.post import Post, RoundMissed, Terms
 from coterie.net.roster import Roster
@@ -119,6 +121,7 @@ class Node:
         terms: deadlines and options of the exchange; a deadline of 0 is measured (see `deadline`).
         patience: how long it waits for others.
         log: receives events.
+        keeper: knows of newer rosters; without one, the roster stays as it is.
     """
 
     def __init__(
@@ -133,9 +136,12 @@ class Node:
         terms: Terms | None = None,
         patience: Patience | None = None,
         log: Log | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self.plan, self.roster, self.transport, self.folder = plan, roster, transport, folder
         self.patience, self.log = patience or Patience(), log or Log(transport.name)
+        self.keeper, self._scout = keeper, ThreadPoolExecutor(1, "coterie-scout")
+        self._scouted: Future[tuple[str, bytes] | None] | None = None
         self._sign, self._stop, self._state = sign, threading.Event(), "starting"
         self._met: frozenset[str] = frozenset()
         self._told_done = 0  # how often this node has answered that it is done
@@ -158,6 +164,7 @@ class Node:
             transport, replace(seen, schema=self.schema), sign, incarnation=self.incarnation,
             terms=terms or Terms(), deadline=self.deadline, journal=self._journal,
         )  # fmt: skip
+        self.post.between = self.renew
         door = latecomers.LateExchange if self.late else RemoteExchange
         self.exchange = door(self.post, self.task.part.shared.count)
         record = Record(clusters, names, None if self.sides is None else self.sides.ids)
@@ -167,7 +174,8 @@ class Node:
             plan.method, settings, plan.seed, federation, self.task, own_name(plan.model)
         )
         self._earlier = {} if self.late else checkpoint.load(folder, self.loop, self._identity)
-        self._started, self._local = time.perf_counter(), [0.0]
+        self._started, self._local, self._deaf_until = time.perf_counter(), [0.0], -1
+        self.clock = self._in_step()
 
     def _check(self, federation: Federation) -> None:
         own = sorted(self.roster.member(self.transport.name).clients)
@@ -201,7 +209,8 @@ class Node:
         self._journal_file.write(json.dumps(event) + "\n")
         self._journal_file.flush()
         details = {k: v for k, v in event.items() if k not in ("event", "round")}
-        self.log(str(event["event"]), level="warning" if details.get("missing") else "debug", **details)
+        grave = details.get("missing") or event["event"] == "refused"
+        self.log(str(event["event"]), level="warning" if grave else "debug", **details)
 
     def deadline(self) -> float:
         """Return the deadline of a round: as set, or three transfers and two trainings, at least half a minute."""
@@ -239,7 +248,8 @@ class Node:
                 return None
 
         with ThreadPoolExecutor(8, "coterie-heads") as pool:
-            names = list(names)
+            known = {m.name for m in self.roster.members}  # one that was just removed is not asked
+            names = [n for n in names if n in known]
             return {n: h for n, h in zip(names, pool.map(one, names), strict=True) if h is not None}
 
     @property
@@ -249,15 +259,24 @@ class Node:
         return [m.name for m in members if m.name != self.transport.name]
 
     def look_around(self, seconds: float) -> dict[str, Head]:
-        """Ask all members for their heads until all have answered, some have started, or `seconds` are over."""
+        """Ask all members for their heads until all have answered, most have started, or `seconds` are over."""
         until, met = time.monotonic() + seconds, {}
         while len(met) < len(self.others):
             met |= self.ask_heads(n for n in self.others if n not in met)
-            if time.monotonic() > until or any(h.state == "running" and h.round > 0 for h in met.values()):
+            started = [n for n, h in met.items() if h.state == "running" and h.round > 0]
+            if time.monotonic() > until or 2 * len(started) > len(self.others):
                 break
             if len(met) < len(self.others) and self._stop.wait(self.patience.poll):
                 break
         return met
+
+    def _open(self) -> None:
+        """Answer those who ask how this node is, which roster it has, and how good the link is."""
+        self.transport.serve_head(self._head)
+        if (keeper := self.keeper) is not None:
+            keeper.keep()
+            self.transport.serve_roster(lambda: keeper.sealed)
+        self.post.serve_probe()
 
     def meet(self) -> bool:
         """Wait for the other members and check that they run the same study.
@@ -268,9 +287,10 @@ class Node:
         Raises:
             PeerMismatch: when this node's study or model differs from the roster's.
         """
-        self.transport.serve_head(self._head)
-        self.post.serve_probe()
+        self._open()
         met = self.look_around(self.patience.start)
+        if (newer := self._newer(met)) is not None:
+            self._take(*newer)
         odd = heads.check_study(self.roster, self.settings, self.schema, met)
         for name in odd:
             text = heads.difference(self.settings, met[name].settings)
@@ -284,13 +304,81 @@ class Node:
         return late or self.loop.next_round >= 0
 
     def _catch_up(self) -> None:
-        """Jump to the round of the others, which do not wait for a node that has fallen behind."""
-        self.post.ahead = None
-        rounds = [h.round for h in self.ask_heads(self.others).values() if h.state != "done"]
-        target = int(statistics.median_high(rounds)) if rounds else -1
-        if target > self.loop.next_round >= 0:
-            self.log("catch_up", level="warning", came_from=self.loop.next_round, goes_to=target)
-            self.loop.next_round = min(target, self.plan.settings.rounds)
+        """Jump to the round of the others, which do not wait for a node that has fallen behind: see `catchup`."""
+        heads, here = self.ask_heads(self.others), self.loop.next_round
+        hint, self.post.ahead = self.post.ahead, None
+        claimed = catchup.backed((h.round for h in heads.values()), len(self.others))
+        possible = self.clock.newest(self._pace())
+        target = min(claimed, self.plan.settings.rounds - 1, claimed if possible is None else possible)
+        if target > here >= 0:
+            self.log("catch_up", level="warning", came_from=here, goes_to=target, **_apart("claimed", claimed, target))
+            self.loop.skip(target)
+        elif hint is not None:
+            self._deaf_until = here + KEEP
+            self.log("not_backed", level="warning", text=f"a peer says that it is past round {here}; most are not")
+
+    def _pace(self) -> float:
+        """Seconds that this node has trained in a round so far."""
+        done = self.loop.next_round + 1 - sum(last + 1 - first for first, last in self.loop.skipped)
+        return self._timing()["train_s"] / max(1, done)
+
+    def _in_step(self) -> catchup.RunClock:
+        """The clock of the run: from the checkpoint on, or from when the roster was signed."""
+        saved = self.folder / checkpoint.FILE
+        if self.loop.next_round >= 0 and saved.exists():
+            return catchup.RunClock(self.loop.next_round, saved.stat().st_mtime)
+        issued = self.roster.issued
+        return catchup.RunClock(-1, datetime.fromisoformat(issued).timestamp() if issued else None)
+
+    # ------------------------------------------------------------------ the roster
+
+    def renew(self) -> None:
+        """Take a newer roster, from its file or from a member that has one; look for one, once a round.
+
+        Raises:
+            TransportError: when this node cannot go on with it: see `keeper.check_same_run`.
+        """
+        if self.keeper is None:
+            return
+        found = self.keeper.look()
+        if found is not None:
+            self._adopt(found)
+        if self._scouted is None:
+            self._scouted = self._scout.submit(self._ask_around, self.loop.next_round)
+        elif self._scouted.done():
+            offered, self._scouted = self._scouted.result(), None
+            if offered is not None:
+                self._take(*offered)
+
+    def _ask_around(self, number: int) -> tuple[str, bytes] | None:
+        """Ask one member, another one every time, whether it has a newer roster."""
+        alive = sorted(self.transport.alive())
+        return self._newer(self.ask_heads([alive[number % len(alive)]])) if alive else None
+
+    def _newer(self, met: Mapping[str, Head]) -> tuple[str, bytes] | None:
+        """Return the newest roster of some members, when by their signed heads it is newer than this node's."""
+        name = max(met, key=lambda n: met[n].roster, default="")
+        if self.keeper is None or not name or met[name].roster <= self.roster.version:
+            return None
+        data = self.transport.roster_of(name, self.patience.ask)
+        return None if isinstance(data, Missing) else (name, data)
+
+    def _take(self, peer: str, data: bytes) -> None:
+        assert self.keeper is not None
+        found = self.keeper.offered(data, peer)
+        if found is not None:
+            self._adopt(found)
+
+    def _adopt(self, new: Roster) -> None:
+        """Go on under a newer roster: its members, their keys, and links that it allows."""
+        check_same_run(self.roster, new, self.transport.name)
+        self.log("roster", **changes(self.roster, new))
+        self.roster = seen = new
+        if self.sides is not None:
+            self.sides = self.sides.renewed(new)
+            seen = self.sides.roster(self.transport.name)
+        self.post.renew(replace(seen, schema=self.schema))
+        self.transport.renew(new)
 
     # ------------------------------------------------------------------ the run
 
@@ -312,18 +400,25 @@ class Node:
         if self._stop.is_set():
             self.log("stopped", resumes=self.loop.next_round)
             return
+        if self.loop.untrained:
+            raise TransportError(
+                "the server left this node out of every round: it has trained nothing and has no model"
+            )
         self._answer_newcomers()
         self._state = "done" if not self.plan.method.server else "running"
         self.loop.final()
         models = models_of(self.loop, self.plan.model, self.plan.method.kind)
         checkpoint.finish(self.folder, self.loop, self._identity, self._timing(), models.files())
         self._state = "done"
-        self.log("done", received=self.post.traffic.received, bytes=self.post.traffic.bytes)
+        skipped = {"skipped": self.loop.skipped} if self.loop.skipped else {}
+        self.log("done", received=self.post.traffic.received, bytes=self.post.traffic.bytes, **skipped)
         self._linger()
 
     def _step(self) -> None:
         index, exchanging, began = self.loop.next_round, self.post.traffic.seconds, time.perf_counter()
+        received = self.post.traffic.received
         self.log.round = index
+        self.renew()
         try:
             self.loop.step()
         except RoundMissed as missed:
@@ -333,7 +428,9 @@ class Node:
                 ) from None
             self.log("round_missed", level="warning", text=str(missed))
             self._journal({"event": "missed", "round": index})
-            self.loop.next_round = index + 1
+            self.loop.skip(index + 1)
+        if self.post.traffic.received > received:
+            self.clock.in_step(index)
         seconds = time.perf_counter() - began
         exchanging = self.post.traffic.seconds - exchanging
         self._local = [*self._local[-20:], seconds - exchanging]
@@ -341,7 +438,7 @@ class Node:
         self._journal({"event": "round", "round": index})
         values: dict[str, Any] = {name: float(value.nanmean()) for name, value in self.loop.validation.items()}
         self.log("round", seconds=seconds, exchanging=exchanging, **values)
-        if self.post.ahead is not None and self.post.ahead > self.loop.next_round:
+        if self.post.ahead is not None and self.post.ahead > self.loop.next_round > self._deaf_until:
             self._catch_up()
 
     def _timing(self) -> dict[str, float]:
@@ -370,8 +467,7 @@ class Node:
 
     def _answer_again(self) -> None:
         """Answer members that join late after a run that this node has finished before."""
-        self.transport.serve_head(self._head)
-        self.post.serve_probe()
+        self._open()
         heads.check_study(self.roster, self.settings, self.schema, {})
         self._answer_newcomers()
         self._state = "done"
@@ -432,11 +528,11 @@ class Node:
             TransportError: when those that newcomers ask do not answer.
             PeerMismatch: when this node's study or model differs from the roster's.
         """
-        self.transport.serve_head(self._head)
-        self.post.serve_probe()
+        self._open()
         names = [self.roster.server] if self.plan.method.server else self.others
         seen, until = {}, time.monotonic() + self.patience.start
         while True:
+            self.renew()
             met = self.ask_heads(names)
             found = {name: (head.state, head.round) for name, head in met.items()}
             if found != seen:
@@ -462,6 +558,7 @@ class Node:
         seen, until = {}, time.monotonic() + self.patience.linger
         late = [] if self.late or not self._answers else list(self.sides.late if self.sides is not None else [])
         while time.monotonic() < until:
+            self.renew()
             found = {n: (h.state, h.round) for n, h in self.ask_heads([*self.others, *late]).items()}
             late = [n for n in late if n not in found or found[n][0] != "done"]
             if self.late and (self._told_done >= len(self._met) or not found):
@@ -482,6 +579,7 @@ class Node:
         """Stop asking and close the journal. The transport's owner closes the transport."""
         self._stop.set()
         self.post.close()
+        self._scout.shutdown(wait=False, cancel_futures=True)
         self._journal_file.close()
 
     def samples(self) -> list[Sample]:
@@ -501,3 +599,8 @@ class Node:
             out.append((f"coterie_validation_{name}", "newest, mean over clients", labels, mean))
         out.append(("coterie_process_id", "id of the process", labels, os.getpid()))
         return out
+
+
+def _apart(name: str, value: int, other: int) -> dict[str, int]:
+    """A value by its name, where it is not what another says."""
+    return {name: value} if value != other else {}

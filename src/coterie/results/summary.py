@@ -510,8 +510,8 @@ def summarize(study: str | Path, seeds: Iterable[int] | None = None) -> dict[str
         clusters ("clusters"); then mean and population standard deviation over seeds, the same `seeds` for every method
         (see `compared`); a single seed has no deviation. `left_out` tells how each run stands that is not among them. A
         pair has the fields of `pairs.Pair` (see `pairs_of`); `about` says what their intervals speak of.
-        `participation`, `spent`, `time_to_accuracy` and `undefined` are those of the functions below. `metrics` is
-        there when methods declared some, and `scale` when the rounds were scaled.
+        `participation`, `spent`, `time_to_accuracy`, `undefined` and, where a node left out rounds, `skipped` are those
+        of the functions below. `metrics` is there when methods declared some, and `scale` when the rounds were scaled.
 
     Raises:
         DataError: when the folder holds no run, or several studies.
@@ -564,6 +564,7 @@ def summary_of(
     about = {"about": pairs.about(chosen[0].config, client_names(chosen))} if found else {}
     content |= {"rows": rows, "pairs": found, **about, "timing": timing}
     content |= {one.__name__: one(chosen) for one in (participation, spent, time_to_accuracy, undefined)}
+    content |= {"skipped": rows} if (rows := skipped(chosen)) else {}
     if declared := metrics.stored(metrics_of(runs).values()):
         content["metrics"] = declared
     if joined := new_clients(chosen):
@@ -904,3 +905,12 @@ def undefined(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
             if row not in rows:
                 rows.append(row)
     return rows
+
+
+def skipped(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
+    """Return the rounds that nodes left out: `label`, `seed` and `rounds`, pairs of the first and last of each gap."""
+    return [
+        {"label": run.label, "seed": run.seed, "rounds": left_out}
+        for run in runs
+        if (left_out := run.provenance.get("skipped"))
+    ]

@@ -106,6 +106,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
         "samples": loop.train_samples,
         "engine": _engine(loop),
         **({"compact": compact} if compact else {}),
+        **({"skipped": loop.skipped} if loop.skipped else {}),
     }
     files = {FILE: partial(_write, tensors, meta), **_described(loop, run, timing, done=False)}
     manifest.replace_files(folder, files, rotate={FILE: BEFORE})
@@ -181,6 +182,7 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     if restore is not None:
         restore(part("exchange."))
     loop.next_round, loop.train_samples = found["round"], found["samples"]
+    loop.skipped = [(first, last) for first, last in found.get("skipped", ())]
     return earlier
 
 
@@ -271,6 +273,7 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "threads": torch.get_num_threads(),
         "timing": timing,
         "undefined": loop.undefined,
+        **({"skipped": loop.skipped} if loop.skipped else {}),
         **({"metrics": own} if own else {}),
         **({"client_names": names} if (names := loop.record.client_names) else {}),
     }
