@@ -6,7 +6,7 @@ from now on; with a server, the server answers with the models that serve client
 those that answer, or its model among the server's, trains its rounds, is tested, and changes nobody.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
-from coterie.errors import ConfigError, TransportError
+from coterie.errors import ConfigError
 from coterie.exchange.base import Message
 from coterie.exchange.narrowed import cut
 from coterie.methods.base import Method, PeerMethod, Round
@@ -54,6 +54,10 @@ class Sides:
         """The members that join late."""
         here = {member.name for member in self.taking.members}
         return [member.name for member in self.whole.members if member.name not in here]
+
+    def renewed(self, roster: Roster) -> "Sides":
+        """Return the same sides with a newer roster of the run, in which members were removed or have other keys."""
+        return _sides(roster, self.method, self.ids, self.taking.population)
 
     def answers(self, name: str) -> bool:
         """Return whether a member answers newcomers when the run has ended."""
@@ -101,26 +105,31 @@ def sides(roster: Roster, method: Method, settings: Settings, seed: int) -> Side
     names = [known.get(client, "") for client in range(population)] if known else []
     new = set(chosen(settings.new_clients, population, names, seed).tolist())
     order = [c for c in range(population) if c not in new] + sorted(new)
-    place = {client: number for number, client in enumerate(order)}
     for member in roster.members:
         if new & set(member.clients) and not set(member.clients) <= new:
             raise ConfigError(
                 f"new_clients: some of the clients of {member.name} are new and some are not; a member's join together"
             )
-    numbered = tuple(replace(m, clients=tuple(place[c] for c in m.clients)) for m in roster.members)
-    taking = tuple(m for m in numbered if all(c < population - len(new) for c in m.clients))
     if len(order) - len(new) < 2:
         raise ConfigError(
             f"new_clients is {settings.new_clients!r}: of {population} clients {population - len(new)} would take "
             "part; expected two or more"
         )
-    if roster.server and roster.server not in {m.name for m in taking}:
+    if roster.server and set(roster.member(roster.server).clients) & new:
         raise ConfigError(f"new_clients: {roster.server} has the server role and cannot join late")
+    return _sides(roster, method, torch.tensor(order), population - len(new))
+
+
+def _sides(roster: Roster, method: Method, ids: Int[Tensor, " clients"], taking: int) -> Sides:
+    """The sides of a roster, of whose clients, in the order of `ids`, the first take part."""
+    place = {client: number for number, client in enumerate(ids.tolist())}
+    numbered = tuple(replace(m, clients=tuple(place[c] for c in m.clients)) for m in roster.members)
     removed = tuple(sorted(place[c] for c in roster.removed))
-    gone = tuple(c for c in removed if c < population - len(new))
+    here = tuple(m for m in numbered if all(c < taking for c in m.clients))
+    gone = tuple(c for c in removed if c < taking)
     return Sides(
-        torch.tensor(order),
-        replace(roster, members=taking, population=population - len(new), clusters=(), removed=gone),
+        ids,
+        replace(roster, members=here, population=taking, clusters=(), removed=gone),
         replace(roster, members=numbered, clusters=(), removed=removed),
         method,
     )
@@ -185,14 +194,17 @@ class LateExchange(RemoteExchange):
             like: has the type and the device that they get.
 
         Raises:
+            RoundMissed: when the server says that it has none.
             TransportError: when the server does not answer, or with something else.
         """
-        shapes = {"table": (like.dtype, ("models", "params"))}
+        shapes = {"table": (like.dtype, ("models", "params" if self.width is None else self.width))}
         template = Template(shapes, halved=frozenset({"table"}), max_bytes=MAX_REPLY)
-        table = self.post.from_server(Address(-1, 0, -1, KIND), template).tensors["table"]
-        if not len(table) or self.width not in (None, table.shape[1]):
-            raise TransportError(f"the server's models are {tuple(table.shape)}; expected one or more of {self.width}")
-        return table.to(like.device)
+
+        def check(tensors: Mapping[str, Tensor]) -> None:
+            if not len(tensors["table"]):
+                raise Refused("shape", "the server answers with no model; expected one or more")
+
+        return self.post.from_server(Address(-1, 0, -1, KIND), template, check).tensors["table"].to(like.device)
 
 
 class NodeJoining(Joining):

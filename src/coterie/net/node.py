@@ -270,6 +270,14 @@ class Node:
                 break
         return met
 
+    def _open(self) -> None:
+        """Answer those who ask how this node is, which roster it has, and how good the link is."""
+        self.transport.serve_head(self._head)
+        if (keeper := self.keeper) is not None:
+            keeper.keep()
+            self.transport.serve_roster(lambda: keeper.sealed)
+        self.post.serve_probe()
+
     def meet(self) -> bool:
         """Wait for the other members and check that they run the same study.
 
@@ -279,11 +287,7 @@ class Node:
         Raises:
             PeerMismatch: when this node's study or model differs from the roster's.
         """
-        self.transport.serve_head(self._head)
-        if (keeper := self.keeper) is not None:
-            keeper.keep()
-            self.transport.serve_roster(lambda: keeper.sealed)
-        self.post.serve_probe()
+        self._open()
         met = self.look_around(self.patience.start)
         if (newer := self._newer(met)) is not None:
             self._take(*newer)
@@ -369,10 +373,9 @@ class Node:
         """Go on under a newer roster: its members, their keys, and links that it allows."""
         check_same_run(self.roster, new, self.transport.name)
         self.log("roster", **changes(self.roster, new))
-        self.roster, seen = new, new
+        self.roster = seen = new
         if self.sides is not None:
-            self.sides = latecomers.sides(new, self.plan.method, self.plan.settings, self.plan.seed)
-            assert self.sides is not None
+            self.sides = self.sides.renewed(new)
             seen = self.sides.roster(self.transport.name)
         self.post.renew(replace(seen, schema=self.schema))
         self.transport.renew(new)
@@ -464,8 +467,7 @@ class Node:
 
     def _answer_again(self) -> None:
         """Answer members that join late after a run that this node has finished before."""
-        self.transport.serve_head(self._head)
-        self.post.serve_probe()
+        self._open()
         heads.check_study(self.roster, self.settings, self.schema, {})
         self._answer_newcomers()
         self._state = "done"
@@ -526,11 +528,11 @@ class Node:
             TransportError: when those that newcomers ask do not answer.
             PeerMismatch: when this node's study or model differs from the roster's.
         """
-        self.transport.serve_head(self._head)
-        self.post.serve_probe()
+        self._open()
         names = [self.roster.server] if self.plan.method.server else self.others
         seen, until = {}, time.monotonic() + self.patience.start
         while True:
+            self.renew()
             met = self.ask_heads(names)
             found = {name: (head.state, head.round) for name, head in met.items()}
             if found != seen:

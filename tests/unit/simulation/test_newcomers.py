@@ -220,6 +220,21 @@ def test_a_round_is_simultaneous_where_the_others_train_on(kind):
     assert loss("training", 2) != loss("frozen", 2)
 
 
+def test_where_everybody_reads_everybody_a_round_leaves_one_mean():
+    """Different first models and no training: were a round not simultaneous, a second one would change the mean."""
+
+    def loss(rounds):
+        chosen = settings(
+            rounds=0, init="per_client", local=dataclasses.replace(STEP, lr=1e-12), evaluate="final", new_clients=[4],
+            new_client_others="training", new_client_rounds=rounds,
+        )  # fmt: skip
+        method = METHODS["random"](num_peers=7)
+        return joined(simulate(federation(), method, model=torch.nn.Linear(4, 3), seed=3, settings=chosen), "loss")[4]
+
+    assert loss(0) != pytest.approx(loss(1), rel=1e-3)
+    assert loss(1) == pytest.approx(loss(2), rel=1e-9)
+
+
 @pytest.mark.parametrize("kind", ["dac", "ditto"])
 def test_optimizers_whose_state_is_kept_keep_it_where_the_others_train_on(kind):
     """With momentum and several rounds, other results than with a fresh state in each."""
