@@ -154,7 +154,7 @@ class Node:
             transport, replace(roster, schema=self.schema), sign, incarnation=self.incarnation,
             terms=terms or Terms(), deadline=self.deadline, journal=self._journal,
         )  # fmt: skip
-        self.post.between = self.renew
+        self.post.between, self.post.believes = self.renew, self._server_signs
         self.exchange = RemoteExchange(self.post, self.task.part.shared.count)
         names = {**roster.client_names, **federation.names}
         record = Record(clusters, names)
@@ -303,6 +303,11 @@ class Node:
         elif hint is not None:
             self._deaf_until = here + KEEP
             self.log("not_backed", level="warning", text=f"a peer says that it is past round {here}; most are not")
+
+    def _server_signs(self, round: int) -> bool:
+        """Whether the server's signed head says that it is in a round or past it."""
+        head = self.ask_heads([self.roster.server]).get(self.roster.server)
+        return head is not None and head.round >= round
 
     def _pace(self) -> float:
         """Seconds that this node has trained in a round so far."""
