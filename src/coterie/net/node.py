@@ -392,7 +392,7 @@ class Node:
         models = models_of(self.loop, self.plan.model, self.plan.method.kind)
         checkpoint.finish(self.folder, self.loop, self._identity, self._timing(), models.files())
         self._state = "done"
-        skipped = {"skipped": self.loop.skipped} if self.loop.skipped else {}
+        skipped: dict[str, Any] = {"skipped": self.loop.skipped} if self.loop.skipped else {}
         self.log("done", received=self.post.traffic.received, bytes=self.post.traffic.bytes, **skipped)
         self._linger()
 
