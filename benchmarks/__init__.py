@@ -1,1 +1,1 @@
-"""Measurements of Coterie. A package, so that `python -m benchmarks.engines` finds this one and no installed namesake."""
+"""Measurements of Coterie; a package, so that `python -m benchmarks.engines` finds no installed namesake."""

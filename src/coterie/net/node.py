@@ -164,7 +164,7 @@ class Node:
             transport, replace(seen, schema=self.schema), sign, incarnation=self.incarnation,
             terms=terms or Terms(), deadline=self.deadline, journal=self._journal,
         )  # fmt: skip
-        self.post.between = self.renew
+        self.post.between, self.post.believes = self.renew, self._server_signs
         door = latecomers.LateExchange if self.late else RemoteExchange
         self.exchange = door(self.post, self.task.part.shared.count)
         record = Record(clusters, names, None if self.sides is None else self.sides.ids)
@@ -316,6 +316,11 @@ class Node:
         elif hint is not None:
             self._deaf_until = here + KEEP
             self.log("not_backed", level="warning", text=f"a peer says that it is past round {here}; most are not")
+
+    def _server_signs(self, round: int) -> bool:
+        """Whether the server's signed head says that it is in a round or past it."""
+        head = self.ask_heads([self.roster.server]).get(self.roster.server)
+        return head is not None and head.round >= round
 
     def _pace(self) -> float:
         """Seconds that this node has trained in a round so far."""

@@ -108,6 +108,8 @@ class Post:
         ahead: the latest round of a peer that says, without a signature, that it has passed this node's round: a reason
             to ask for signed heads.
         between: called between two questions to a server that does not answer.
+        believes: whether the server has signed that it is in a round or past it; asked when it says, without a
+            signature, that it went on without this node.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Post:
         self.traffic = Traffic()
         self.ahead: int | None = None
         self.between: Callable[[], None] = lambda: None
+        self.believes: Callable[[int], bool] = lambda round: True
         self._sign, self._newest = sign, dict[str, int]()
         self.renew(roster)
         self._pool = ThreadPoolExecutor(_AT_A_TIME, "coterie-fetch")
@@ -240,7 +243,7 @@ class Post:
                     return found
                 except Refused as refused:
                     found = self._refused(refused)
-            if found.reason in ("absent", "gone", "withheld"):
+            if found.reason in ("absent", "gone", "withheld") and self.believes(address.round):
                 raise RoundMissed(found.reason, found.round)
             self.journal({"event": "waiting", "round": address.round, "for": self.roster.server, "why": found.reason})
             self.between()

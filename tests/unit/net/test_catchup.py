@@ -194,18 +194,37 @@ def replace_head(node: Node, name: str, round: int) -> Head:
     )  # fmt: skip
 
 
-def test_a_server_that_leaves_a_node_out_of_every_round_gives_it_no_success(tmp_path):
-    """The server answers "absent" each time: the node ends with an error, and its results say that none was trained."""
+@pytest.fixture
+def left_out(tmp_path) -> Iterator[tuple[Honest, Node, Liar]]:
+    """A node whose server answers "absent" each time."""
     honest = Honest(tmp_path, "fedavg", rounds=3)
     a = honest.node(0, start=0.0)
-    server = InProcess(honest.hub, "n2")
+    server = Liar(honest.hub, "n2", a, local.signer(honest.keys[2]))
     server.outbox.ask = lambda asker, address, wait, answer: answer(Missing("absent", FAR))  # type: ignore
-    try:
-        with pytest.raises(TransportError, match="left this node out of every round"):
-            a.run()
-        assert not checkpoint.done(a.folder)
-        stored = json.loads((a.folder / checkpoint.PROVENANCE).read_text())
-        assert stored["skipped"] == [[-1, 2]]
-    finally:
-        server.close()
-        honest.close()
+    yield honest, a, server
+    server.close()
+    honest.close()
+
+
+def test_a_node_leaves_out_a_round_when_its_server_signs_that_it_is_past_it(left_out):
+    """The server's word without a signature is as if it had not answered: its signed head is in the warm-up."""
+    _, a, server = left_out
+    a.post.terms = replace(a.post.terms, server_wait=0.0)
+    a.loop.next_round = 1
+    with pytest.raises(TransportError, match="the server n2 has not answered for 0 s"):
+        a._step()
+    assert a.loop.skipped == []
+    server.ahead = True
+    a._step()
+    assert a.loop.skipped == [(1, 1)]
+
+
+def test_a_server_that_leaves_a_node_out_of_every_round_gives_it_no_success(left_out):
+    """The node ends with an error, and its results say that none was trained."""
+    _, a, server = left_out
+    server.ahead = True
+    with pytest.raises(TransportError, match="left this node out of every round"):
+        a.run()
+    assert not checkpoint.done(a.folder)
+    stored = json.loads((a.folder / checkpoint.PROVENANCE).read_text())
+    assert stored["skipped"] == [[-1, 2]]

@@ -17,6 +17,7 @@ from coterie.net import head, identity, local, roster, setup
 from coterie.net.keeper import SEEN, Keeper
 from coterie.net.log import Log
 from coterie.net.node import Node, Patience, RunSpec
+from coterie.net.outbox import Missing
 from coterie.net.payload import Template
 from coterie.net.post import Terms
 from coterie.net.transport import Hub, InProcess
@@ -24,7 +25,7 @@ from coterie.rng import Rng
 from coterie.testing import tiny_federation, tiny_settings
 
 FEDERATION = tiny_federation(num_clients=4)
-PLAN = RunSpec(METHODS["random"](num_peers=3), tiny_settings(rounds=8), "linear", "linear", seed=3)
+PLAN = RunSpec(METHODS["random"](**{"num_peers": 3}), tiny_settings(rounds=8), "linear", "linear", seed=3)
 
 
 @pytest.fixture
@@ -275,7 +276,7 @@ def test_a_removed_client_is_not_asked_by_a_server_either():
         found = post.gather(
             [replace(exchanges[0]._at(0, 2), kind="request")], Template.of({"params": torch.zeros(4)}), 1.0
         )
-        assert found[2].reason == "removed"
+        assert found[2] == Missing("removed")
     finally:
         for exchange in exchanges:
             exchange.post.close()
