@@ -28,6 +28,7 @@ STUDIES = {
     "feature-shift": "Feature shift: the same digits, in four rotations",
     "label-shift": "Label shift: a mixture of digits for each client",
 }
+NUMBERS = {5: "five", 8: "eight", 10: "ten"}
 NOT_CHOSEN = {"label", "seed", "metric", "value"}
 
 
@@ -176,9 +177,22 @@ def origin(name: str) -> str:
     )
 
 
+def head() -> str:
+    """Return the beginning of the page, with the seeds of tuning and results."""
+    name = next(iter(STUDIES))
+    config = tomllib.loads((STORED / "personalized" / name / "config.toml").read_text("utf-8"))
+    tried = sorted({one["seed"] for one in stored(name, "trials.json")})
+    samples = len(tried) * config["data"]["num_clients"] * config["data"]["validation"]
+    seeds = config["seeds"]
+    return HEAD.format(
+        tuning=f"one seed ({tried[0]})" if len(tried) == 1 else f"{len(tried)} seeds ({tried[0]} to {tried[-1]})",
+        samples=samples, seeds=NUMBERS.get(len(seeds), len(seeds)), reported=f"{seeds[0]} to {seeds[-1]}",
+    )  # fmt: skip
+
+
 def page() -> str:
     """Return the page."""
-    parts = [HEAD]
+    parts = [head()]
     for name, title in STUDIES.items():
         check(name)
         parts += [f"## {title}\n", results(name), "Tuned, and spent:\n", spent(name), READING[name]]
@@ -198,19 +212,19 @@ much to gain from the others; with this net and these data nothing is said of la
 
 ## How it is measured
 
-*Tuning.* Every method is tried with 18 settings, by the mean accuracy of the clients' validation samples over two
-seeds (100 and 101) without test sets: 640 samples, which hardly tell settings apart that lie close to each other.
-Results are over eight other seeds (0 to 7). Most methods have 3 learning rates, 2 policies for running statistics
+*Tuning.* Every method is tried with 18 settings, by the mean accuracy of the clients' validation samples over {tuning},
+without test sets: {samples} samples, which hardly tell settings apart that lie close to each other. Results are over
+{seeds} other seeds ({reported}). Most methods have 3 learning rates, 2 policies for running statistics
 ([`buffers`](study-files.md): averaged with the parameters, or each client's own) and 3 values of their own; FedAvg has
 more learning rates instead, Local and FedBN have them alone. Other settings are as the study says, or defaults. The
-grids were moved once, on these seeds, since in a first tuning most of the best values lay at an edge. All seeds draw
-from the same 1,797 images, so an image can be a validation sample of one seed and a test sample of another; what is
-chosen is a handful of numbers, for all methods alike.
+grids were moved once, since in a first tuning most of the best values lay at an edge. All seeds draw from the same
+1,797 images, so an image can be a validation sample of one seed and a test sample of another; what is chosen is a
+handful of numbers, for all methods alike.
 
 *Not equal* is what a method costs: see the tables. FedRep and DFedAlt train their heads in epochs of their own, Ditto
 and APFL a second model, pFedMe five gradients a batch; peer-to-peer methods read up to five models a round.
 
-*Comparing.* Differences are paired by client and seed; intervals are Student's over the eight seeds, 95 % each. A
+*Comparing.* Differences are paired by client and seed; intervals are Student's over the {seeds} seeds, 95 % each. A
 difference is established, and bold, where its p value is below 0.05 after Holm's correction: over 12 pairs in the
 columns "over Local" and "over FedAvg", over all 78 pairs of a study in the last two
 ([comparisons](../explanation/comparisons.md)).

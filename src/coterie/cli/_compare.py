@@ -223,11 +223,11 @@ def tune(
     from coterie.studies import tune as tuning
 
     chosen = config.load(study, set_ or ())
-    axes = tuning.read_grid(grid) if grid else dict(chosen.tune)
+    axes: dict[str, list[Any]] = tuning.read_grid(grid) if grid else {k: list(v) for k, v in chosen.tune.items()}
     if seeds is not None:
-        axes["seeds"] = config.load(study, [f"seeds={config.read_seeds(seeds)}"]).seeds
+        axes["seeds"] = list(config.load(study, [f"seeds={config.read_seeds(seeds)}"]).seeds)
     elif "seeds" in chosen.tune:
-        axes.setdefault("seeds", chosen.tune["seeds"])
+        axes.setdefault("seeds", list(chosen.tune["seeds"]))
     if not set(axes) - {"seeds"}:
         raise ConfigError("there is nothing to tune; give --grid lr=0.001,0.003, or [tune] in the study file")
     console = Console(stderr=True)

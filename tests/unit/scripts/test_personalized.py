@@ -20,7 +20,9 @@ def test_the_page_is_up_to_date():
 def test_the_bundled_study_is_the_one_that_was_tuned_and_stored(name):
     """Its methods have the values that tuning found, its trials were as many for each, over seeds of their own."""
     study, found = config.load(f"personalized/{name}"), personalized.trials(name)
-    assert {label: len(points) for label, points in found.items()} == dict.fromkeys([entry.label for entry in study.methods], 18)
+    assert {label: len(points) for label, points in found.items()} == dict.fromkeys(
+        [entry.label for entry in study.methods], 18
+    )
     seeds = {one["seed"] for one in personalized.stored(name, "trials.json")}
     assert seeds == set(study.tune["seeds"])
     assert not seeds & set(study.seeds)
