@@ -12,7 +12,7 @@ Jaggi, 2022, https://arxiv.org/abs/2202.01545), here with a radius that a client
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
 from annotated_types import Ge
@@ -44,8 +44,8 @@ class Acceptance(Configurable):
             that it is accepted takes one doubling back.
     """
 
-    worse: Annotated[float, Ge(1)] = 2.0
-    clip: PositiveFloat = 10.0
+    worse: Annotated[float, Ge(1)] = 1.5
+    clip: PositiveFloat = 3.0
     samples: PositiveFloat = 4.0
     quarantine: bool = True
 
@@ -102,6 +102,7 @@ class Reputation:
         return replace(self, strikes=strikes, until=torch.where(refused, round + 1 + pause, self.until).to(torch.int32))
 
 
+@runtime_checkable
 class Judge(Protocol):
     """What a client judges with: its own data. An `engine.task.Task` is one."""
 

@@ -21,7 +21,7 @@ from coterie.exchange.base import SAMPLES, Exchange, Inbox, Message, Rule
 from coterie.rng import Rng
 
 LABEL_FLIP, COPY = "label-flip", "copy"
-STRENGTHS = {"sign-flip": 5.0, "noise": 1.0, "scale": 10.0, "a-little-is-enough": 1.5}
+STRENGTHS = {"sign-flip": 5.0, "noise": 3.0, "scale": 10.0, "a-little-is-enough": 1.5}
 """The strength of each kind that has one, where none is given."""
 KINDS = (*STRENGTHS, LABEL_FLIP, COPY)
 
@@ -40,7 +40,7 @@ class Attack(Configurable):
             yours, (Seen) -> models.
         clients: who does it: a share of all below 1, a count from 1 on, or a list of names or numbers. Of several attacks
             each draws among the clients that the ones before left.
-        strength: 5 for "sign-flip", 1 for "noise", 10 for "scale", 1.5 for "a-little-is-enough" when None.
+        strength: 5 for "sign-flip", 3 for "noise", 10 for "scale", 1.5 for "a-little-is-enough" when None.
         samples: the number of training samples that they claim; their own when None.
     """
 

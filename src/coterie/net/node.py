@@ -176,6 +176,8 @@ class Node:
             raise ConfigError(
                 f"new_clients is {self.plan.settings.new_clients!r}; between machines nobody is held out: leave it out"
             )
+        if self.plan.settings.attacks is not None:
+            raise ConfigError("attacks are set; between machines nobody is made to attack: leave them out")
         if self.plan.settings.schedule != "synchronous":
             raise ConfigError(
                 f"schedule is {self.plan.settings.schedule!r}; between machines there is only 'synchronous'"

@@ -123,7 +123,7 @@ class Loop:
         self.attackers: Tensor | None = getattr(exchange, "attackers", None)  # of the population
         hosted = torch.ones(len(task), dtype=torch.bool)
         self.honest = hosted if self.attackers is None else ~self.attackers[task.ids]
-        self.rules = settings.accepts if isinstance(method, PeerMethod) else None
+        self.rules = settings.rules_of(method)
         if self.rules is not None:
             first = own_losses(self._then(-1), self.state.params)
             self.state = dataclasses.replace(self.state, reputation=Reputation.start(first, task.population))

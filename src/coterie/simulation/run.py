@@ -373,6 +373,9 @@ def _forecast(
     task: Task, federation: Federation, method: Method, settings: Settings, *, stored: bool
 ) -> _memory.Forecast:
     remembered, published = _memory.remembered(method, task)
+    judges = settings.rules_of(method) is not None
+    if judges:  # strikes and pauses, of a byte and four
+        remembered += 5 * len(task) * task.population
     return _memory.forecast(
         clients=len(task),
         params=task.layout.size,
@@ -386,7 +389,8 @@ def _forecast(
             narrowed=not task.part.whole,
             tracks=method.tracks,
             train_first=(settings.order or method.order) == "train_first",
-        ),
+        )
+        + judges,
         moments=method.tracks * settings.local.moments * settings.local.persistent_client_optimizer,
         remembered=remembered,
         published=published,

@@ -24,7 +24,7 @@ from coterie.exchange.accepting import Acceptance
 from coterie.exchange.attacking import Attack
 from coterie.functional.losses import Loss, loss_table, read_loss
 from coterie.functional.metrics import ExtraMetric, metric_name
-from coterie.methods.base import Order
+from coterie.methods.base import Method, Order, PeerMethod
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 Schedule = Literal["synchronous", "sequential_exchange", "sequential"]
@@ -150,6 +150,10 @@ class Settings(Configurable):
         if self.acceptance is None or self.acceptance is False:
             return None
         return parse(Acceptance, {} if self.acceptance is True else self.acceptance, "acceptance")
+
+    def rules_of(self, method: Method) -> Acceptance | None:
+        """Return the rules by which clients of a method judge: None for methods with a server or without exchanges."""
+        return self.accepts if isinstance(method, PeerMethod) and method.exchanges else None
 
     @property
     def attacking(self) -> tuple[Attack, ...]:
