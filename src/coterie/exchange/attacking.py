@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie._util.importing import imported_function
-from coterie._util.settings import Configurable, PositiveFloat
+from coterie._util.settings import Configurable, OwnFunction, PositiveFloat
 from coterie.errors import ConfigError, require, unknown
 from coterie.exchange.base import SAMPLES, Exchange, Inbox, Message, Rule
 from coterie.rng import Rng
@@ -44,22 +44,23 @@ class Attack(Configurable):
         samples: the number of training samples that they claim; their own when None.
     """
 
-    kind: str
+    kind: str | OwnFunction
     clients: PositiveFloat | Annotated[Sequence[int | str], MinLen(1)]
     strength: PositiveFloat | None = None
     samples: PositiveFloat | None = None
 
     def check(self) -> None:
         """A kind is known, or an import path; a strength is for kinds that have one."""
-        if ":" not in self.kind and self.kind not in KINDS:
-            raise ConfigError(f"{unknown('kind', self.kind, KINDS)}, or an import path (package.module:name)")
+        if ":" not in str(self.kind) and self.kind not in KINDS:
+            known = unknown("kind", str(self.kind), KINDS)
+            raise ConfigError(f"{known}, or an import path (package.module:name)")
         fits = self.strength is None or self.kind not in (LABEL_FLIP, COPY)
         require(fits, "strength", self.strength, f"none for {self.kind!r}")
 
     @property
     def power(self) -> float:
         """The strength, given or not."""
-        return STRENGTHS.get(self.kind, 1.0) if self.strength is None else self.strength
+        return STRENGTHS.get(str(self.kind), 1.0) if self.strength is None else self.strength
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class Attacking:
         return out
 
     def _made(self, attack: Attack, own: Tensor, honest: Tensor, ids: Tensor, number: int) -> Tensor:
-        kind, power = attack.kind, attack.power
+        kind, power = str(attack.kind), attack.power
         if kind == LABEL_FLIP:
             return own
         if kind == COPY:
