@@ -2,14 +2,13 @@
 
     python benchmarks/poisoning.py --out docs/reference/runs/poisoning.json
 
-Twenty clients hold digits that are turned by 0, 90, 180 or 270 degrees, five clients each; none, two or six of them attack.
-Accuracies are of the honest clients, on test digits turned like theirs.
+Twenty clients hold digits that are turned by 0, 90, 180 or 270 degrees, five clients each; none, two or six of them
+attack. Accuracies are of the honest clients, on test digits turned like theirs.
 """
 
 import argparse
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from coterie.exchange.attacking import KINDS
 from coterie.functional import metrics
 from coterie.methods import METHODS
 from coterie.methods.base import Method
-from coterie.results import traffic
 from coterie.simulation.final_metrics import final_tests
 from coterie.simulation.run import Run, Settings, simulate
 
@@ -84,7 +82,9 @@ def row(run: Run, kind: str, attack: str, share: float, accepts: bool, seconds: 
     }
 
 
-def measure(methods: Sequence[str], attacks: Sequence[str], seeds: Sequence[int], rounds: int, **rules: Any) -> list[dict[str, Any]]:
+def measure(
+    methods: Sequence[str], attacks: Sequence[str], seeds: Sequence[int], rounds: int, **rules: Any
+) -> list[dict[str, Any]]:
     """Run every cell."""
     rows: list[dict[str, Any]] = []
     for seed in seeds:
@@ -92,7 +92,7 @@ def measure(methods: Sequence[str], attacks: Sequence[str], seeds: Sequence[int]
         cells = [("none", 0.0), *((attack, share) for attack in attacks for share in SHARES)]
         for kind in methods:
             for attack, share in cells:
-                for accepts in ((True,) if rules else (False, True)):
+                for accepts in (True,) if rules else (False, True):
                     began = time.perf_counter()
                     given = settings(accepts, attack, share, rounds, **rules)
                     run = simulate(data, PEER_METHODS[kind], model="cnn-b", settings=given, seed=seed)

@@ -17,11 +17,12 @@ from stored import told
 HEAD = """<!-- made by scripts/poisoning.py; do not edit -->
 # Poisoning, measured
 
-Every peer-to-peer method under every attack of the [simulator](../how-to/hostile-members.md), by 10 and 30 % of the clients, with
-the acceptance step and without: {clients} clients hold digits turned by 0, 90, 180 or 270 degrees, five clients each, with 60 training
-and 15 validation samples; a small CNN, {rounds} rounds, seed{seeds}. Accuracies are means over the honest clients, on test digits turned
-like theirs, of each client's best model on its validation data. **One federation of one small data set: the table shows what goes
-wrong and what helps, not how much it is elsewhere.** Differences of one or two points are within the noise of a seed.
+Every peer-to-peer method under every attack of the [simulator](../how-to/hostile-members.md), by 10 and 30 % of the
+clients, with the acceptance step and without: {clients} clients hold digits turned by 0, 90, 180 or 270 degrees, five
+clients each, with 60 training and 15 validation samples; a small CNN, {rounds} rounds, seed{seeds}. Accuracies are
+means over the honest clients, on test digits turned like theirs, of each client's best model on its validation data.
+**One federation of one small data set: the table shows what goes wrong and what helps, not how much it is elsewhere.**
+Differences of one or two points are within the noise of a seed.
 """
 
 ACCURACY = """## Accuracy of the honest
@@ -30,15 +31,16 @@ In percent; *without -> with* acceptance.
 """
 WEIGHT = """## How much attackers are mixed
 
-The attackers' share of the honest clients' mixing weight in percent, after clipping, over all rounds; *without -> with* acceptance. A
-method that weighs everybody alike gives 10 % of attackers about a tenth less than their share of those it reads, for its own
-model counts too.
+The attackers' share of the honest clients' mixing weight in percent, after clipping, over all rounds; *without ->
+with* acceptance. A method that weighs everybody alike gives 10 % of attackers about a tenth less than their share of
+those it reads, for its own model counts too.
 """
 COST = """## What it costs without attackers
 
-The accuracy is that of the column *none* above. *Refused* is the share of all models read that honest clients refused of each other, for they
-are of a cluster whose digits are turned otherwise, or learn slowly. *Further passes* are forward passes of one sample to try
-models, a client and round, beside the 120 samples that it trains on. How long runs took is told of one run each, beside other work.
+The accuracy is that of the column *none* above. *Refused* is the share of all models read that honest clients refused
+of each other, for they are of a cluster whose digits are turned otherwise, or learn slowly. *Further passes* are
+forward passes of one sample to try models, a client and round, beside the 120 samples that it trains on. How long runs
+took is told of one run each, beside other work.
 """
 Rows = list[dict[str, Any]]
 CLIENTS = 20
@@ -127,7 +129,8 @@ def page() -> str:
     told_seeds = f" {seeds[0]}" if len(seeds) == 1 else f"s {', '.join(map(str, seeds))}"
     parts = [
         HEAD.format(clients=CLIENTS, rounds=rounds, seeds=told_seeds),
-        "## In short\n\nAccuracy lost against the same method without attackers and without acceptance, *without -> with* "
+        "## In short\n\nAccuracy lost against the same method without attackers and without acceptance, "
+        "*without -> with* "
         "acceptance; below 0 it gained.\n",
         reading(rows) + "\n",
         path.with_suffix(".md").read_text("utf-8").strip() + "\n",

@@ -256,4 +256,5 @@ def test_a_method_whose_clients_judge_each_other_depends_on_no_grouping(kind: st
     assert torch.equal(whole.params, apart)
     free = simulate(data, method, model="linear", settings=tiny_settings(evaluate="final"), seed=3)
     assert not torch.equal(whole.params, free.params)
-    assert bool((whole.edges["purpose"] == "refused").any())
+    if kind != "oracle":  # it reads its own cluster alone, where nobody is much worse
+        assert bool((whole.edges["purpose"] == "refused").any())

@@ -1,13 +1,14 @@
 """Accepting: an exchange whose messages are judged before a method sees them.
 
-A member of a run is known, not trusted. What is no number is refused; so is a model that does worse on the reader's own
-data than both the reader's model and one that has learned nothing. What is accepted moves its reader by a bounded way and
-counts for a bounded number of samples. Methods need no change: a refused message is one that did not arrive.
+A member of a run is known, not trusted. What is no number is refused; so is a model that does worse on the reader's
+own data than both the reader's model and one that has learned nothing. What is accepted moves its reader by a bounded
+way and counts for a bounded number of samples. Methods need no change: a refused message is one that did not arrive.
 
 The rules are those of the literature, put together: a loss on the own data is what UBAR (Guo et al., 2021,
-https://arxiv.org/abs/1907.07324) selects by, a reader that holds others against its own model is the idea of BALANCE (Fang
-et al., 2024, https://arxiv.org/abs/2406.10416), and clipping the way to a peer's model is ClippedGossip (He, Karimireddy,
-Jaggi, 2022, https://arxiv.org/abs/2202.01545), here with a radius that a client knows: the length of its own training step.
+https://arxiv.org/abs/1907.07324) selects by, a reader that holds others against its own model is the idea of BALANCE
+(Fang et al., 2024, https://arxiv.org/abs/2406.10416), and clipping the way to a peer's model is ClippedGossip (He,
+Karimireddy, Jaggi, 2022, https://arxiv.org/abs/2202.01545), here with a radius that a client knows: the length of its
+own training step.
 """
 
 from collections.abc import Callable, Mapping

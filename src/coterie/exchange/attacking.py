@@ -1,7 +1,7 @@
 """Attacking: an exchange in which some clients publish something else than their models, for experiments and tests.
 
-A simulation of members that are hostile, broken or idle. Their local training, and what they read, go on as the method has
-it; what leaves them is changed. "label-flip" changes their training data instead, see `simulation.attackers`.
+A simulation of members that are hostile, broken or idle. Their local training, and what they read, go on as the method
+has it; what leaves them is changed. "label-flip" changes their training data instead, see `simulation.attackers`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,15 +31,15 @@ class Attack(Configurable):
     """What some clients do.
 
     Args:
-        kind: "sign-flip", -`strength` times the own model; "scale", `strength` times; "noise", the own model and in each
-            number a normal draw of deviation `strength` times the root mean square of its numbers;
-            "a-little-is-enough" (Baruch et al., 2019, https://arxiv.org/abs/1902.06156), in each number the mean of the
-            honest models of the exchange less `strength` deviations over them; "label-flip", an honest model of training
-            data in which class c of C is C - 1 - c; "copy", a free rider: the model that arrived in its last exchange from
-            the peer of the lowest number, and its first model until one arrived. Or the import path of a function of
-            yours, (Seen) -> models.
-        clients: who does it: a share of all below 1, a count from 1 on, or a list of names or numbers. Of several attacks
-            each draws among the clients that the ones before left.
+        kind: "sign-flip", -`strength` times the own model; "scale", `strength` times; "noise", the own model and in
+            each number a normal draw of deviation `strength` times the root mean square of its numbers;
+            "a-little-is-enough" (Baruch et al., 2019, https://arxiv.org/abs/1902.06156), in each number the mean of
+            the honest models of the exchange less `strength` deviations over them; "label-flip", an honest model of
+            training data in which class c of C is C - 1 - c; "copy", a free rider: the model that arrived in its last
+            exchange from the peer of the lowest number, and its first model until one arrived. Or the import path of a
+            function of yours, (Seen) -> models.
+        clients: who does it: a share of all below 1, a count from 1 on, or a list of names or numbers. Of several
+            attacks each draws among the clients that the ones before left.
         strength: 5 for "sign-flip", 3 for "noise", 10 for "scale", 1.5 for "a-little-is-enough" when None.
         samples: the number of training samples that they claim; their own when None.
     """

@@ -173,7 +173,7 @@ def plan_of(study: StudyConfig) -> RunSpec:
 
 
 def between_machines(method: Method, settings: Settings) -> Settings:
-    """Return the settings as nodes have them: clients of peer-to-peer methods judge what they receive, unless told not to.
+    """Return the settings as nodes have them: clients of peer-to-peer methods judge what they get, unless told not to.
 
     A simulation with these settings gives the results of the nodes.
     """

@@ -49,7 +49,9 @@ def chosen(federation: Federation, attacks: Sequence[Attack], seed: int) -> Grou
         taken |= set(rows)
         if short or population - len(taken) < 2:
             left = 0 if short else population - len(taken)
-            raise ConfigError(f"{where} is {wanted!r}: of {population} clients {left} would be honest; expected two or more")
+            raise ConfigError(
+                f"{where} is {wanted!r}: of {population} clients {left} would be honest; expected two or more"
+            )
         groups.append((attack, torch.tensor(sorted(rows))))
     return groups
 

@@ -26,7 +26,6 @@ from coterie.simulation._sequential import sequential_round
 from coterie.simulation.record import Record
 from coterie.simulation.settings import Settings
 
-
 _OF_ATTACKERS = (metrics.ATTACKER_WEIGHT, metrics.ATTACKER_READS)
 
 

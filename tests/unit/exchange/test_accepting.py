@@ -89,7 +89,9 @@ def test_a_far_model_counts_as_if_it_were_three_own_steps_away():
     half = torch.full((4,), 0.5, dtype=torch.float64)
     weights = torch.zeros(4, 3, dtype=torch.float64)
     weights[:, 0] = 0.5
-    assert torch.allclose(inbox.mix(weights, own=own, own_weight=half)[0], torch.tensor([4.5, 6.0], dtype=torch.float64))
+    assert torch.allclose(
+        inbox.mix(weights, own=own, own_weight=half)[0], torch.tensor([4.5, 6.0], dtype=torch.float64)
+    )
     near = weights.roll(1, 1)
     assert torch.equal(inbox.mix(near, own=own, own_weight=half)[0], torch.tensor([1.5, 2.0], dtype=torch.float64))
     models = inbox.received(0, torch.tensor([0, 1]))
@@ -107,7 +109,9 @@ def test_a_far_model_counts_as_if_it_were_three_own_steps_away():
 
 
 def test_the_rest_of_a_clipped_weight_goes_to_the_published_model_not_to_what_is_mixed_already():
-    """A second mix on top of a first one, as PANM does: own 10, 0.4 x 20, then a tenth of the way to 110 at weight 0.3."""
+    """A second mix on top of a first one, as PANM does: own 10, 0.4 x 20, then a tenth of the way to 110 at weight
+    0.3.
+    """
     exchange = door(reputation(step=10 / 3))
     inbox = pulled(exchange, [10.0, 0.0], [[20.0, 0.0], [110.0, 0.0], [10.0, 0.0]])
     own = torch.full((4, 2), 10.0, dtype=torch.float64) * torch.tensor([1.0, 0.0])
@@ -133,7 +137,9 @@ def test_a_peer_counts_for_at_most_four_times_the_own_samples():
 
 
 def test_quarantine_doubles_with_each_refusal_and_halves_with_each_acceptance():
-    """Refused in rounds 0, 2 and 5 it is unread for 1, 2 and 4 rounds; accepted in 10 and refused in 11, for 4 again."""
+    """Refused in rounds 0, 2 and 5 it is unread for 1, 2 and 4 rounds; accepted in 10 and refused in 11, for 4
+    again.
+    """
     known, one = reputation(first=0.0), (0, 1)
     unread = []
     for round in range(17):
