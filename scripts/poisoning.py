@@ -120,30 +120,35 @@ def reading(rows: Rows) -> str:
 
 def page() -> str:
     """Return the page."""
-    path = STORED / "poisoning.json"
-    stored = json.loads(path.read_text())
-    head, rows = stored["origin"], stored["results"]
+    files = sorted(STORED.glob("poisoning*.json"), key=lambda path: path.stem)
+    stored = {path.stem: json.loads(path.read_text()) for path in files}
+    found = {row["method"]: name for name, one in stored.items() for row in one["results"]}  # a later file wins
+    methods = stored["poisoning"]["origin"]["config"]["methods"]
+    rows = [row for method in methods for row in stored[found[method]]["results"] if row["method"] == method]
+    head = stored["poisoning"]["origin"]
     where = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in head["machine"].items())
     rounds = head["config"]["rounds"]
     seeds = sorted({row["seed"] for row in rows})
     told_seeds = f" {seeds[0]}" if len(seeds) == 1 else f"s {', '.join(map(str, seeds))}"
     parts = [
         HEAD.format(clients=CLIENTS, rounds=rounds, seeds=told_seeds),
-        "## In short\n\nAccuracy lost against the same method without attackers and without acceptance, "
-        "*without -> with* "
-        "acceptance; below 0 it gained.\n",
+        "## In short\n\nAccuracy lost against the same method without attackers and without acceptance, in points, "
+        "*without -> with* acceptance; below 0 it gained.\n",
         reading(rows) + "\n",
-        path.with_suffix(".md").read_text("utf-8").strip() + "\n",
+        (STORED / "poisoning.md").read_text("utf-8").strip() + "\n",
         ACCURACY,
         _cells(rows, lambda row: row["accuracy"], none=True) + "\n",
         WEIGHT,
         _cells(rows, lambda row: row["attackers' weight"], none=False) + "\n",
         COST,
         cost(rows, rounds) + "\n",
-        f"```console\n$ {head['command']}\n```\n",
-        f"Measured with {where}. {told('poisoning', head)}",
+        f"Measured with {where}.\n",
     ]
-    return "\n".join(parts) + "\n"
+    for name, one in stored.items():
+        mine = [method for method in methods if found[method] == name]
+        parts.append(f"{', '.join(mine)}:\n\n```console\n$ {one['origin']['command']}\n```\n")
+        parts.append(f"{told(name, one['origin'])}\n")
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":

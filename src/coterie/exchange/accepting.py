@@ -87,8 +87,8 @@ class Reputation:
         return replace(self, step=torch.where((moved > 0) & moved.isfinite(), new, self.step))
 
     def readable(self, round: int) -> Bool[Tensor, "clients population"]:
-        """Return whom each client reads in a round."""
-        return self.until <= round
+        """Return whom each client reads in a round; before the first one, everybody."""
+        return self.until <= max(round, 0)
 
     def judged(
         self,
