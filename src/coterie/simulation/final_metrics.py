@@ -126,4 +126,4 @@ def over_rounds(table: pd.DataFrame, names: Sequence[str]) -> dict[str, Tensor]:
     rounds = table[(table["split"] == "train") & (table["round"] >= 0)]
     found = {name: rounds[rounds["metric"] == name] for name in names}
     means = {name: pd.Series(rows.groupby("client")["value"].mean()) for name, rows in found.items() if len(rows)}
-    return {name: torch.from_numpy(one.sort_index().to_numpy(dtype=float)) for name, one in means.items()}
+    return {name: torch.from_numpy(one.sort_index().to_numpy(dtype=float).copy()) for name, one in means.items()}
