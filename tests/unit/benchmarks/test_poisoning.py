@@ -14,7 +14,7 @@ def bench():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "dac"])
 def test_judging_undoes_what_turned_models_do(bench, kind):
-    """A third of the members publish -5 times their model: most of the accuracy is lost, and with acceptance hardly any."""
+    """A third publish -5 times their model: most of the accuracy is lost, and hardly any where clients judge."""
     rows = bench["measure"]([kind], ["sign-flip"], [7], 8)
     found = {(row["attackers"], row["acceptance"]): row for row in rows}
     clean = found[0.0, False]["accuracy"]
