@@ -49,6 +49,7 @@ docs: setup ## write the generated pages of docs/reference
 	$(BIN)/python scripts/stored.py
 	$(BIN)/python scripts/reproduction.py
 	$(BIN)/python scripts/hospitals.py
+	$(BIN)/python scripts/personalized.py
 	$(BIN)/python scripts/performance.py
 	$(BIN)/python scripts/network.py
 	$(BIN)/python scripts/reliability.py

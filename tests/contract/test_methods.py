@@ -24,6 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fedgwc": {"eps": 1.0, "patience": 1, "min_pair_updates": 0.0},
     "fedper": {"personal_layers": 0},  # the model has one layer
     "fedrep": {"personal_layers": 0},
+    "dfedalt": {"personal_layers": 0, "num_peers": 2},
     "ifca": {"clusters": 2},
     "one-shot": {"warmup_rounds": 2},
     "sosicfl": {"endpoints": 3, "regions": 2, "warmup_rounds": 1},
@@ -73,7 +74,8 @@ class Net(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("fedper", {}), ("fedrep", {"head_epochs": 2}), ("fedbn", {}), ("apfl", {"adaptive": True}),
+        ("fedper", {}), ("fedrep", {"head_epochs": 2}), ("fedbn", {}),
+        ("dfedalt", {"num_peers": 2, "head_epochs": 2}), ("apfl", {"adaptive": True}),
         ("pfedme", {"inner_steps": 2, "beta": 0.5}), ("per-fedavg", {"hessian": "free", "adapt_batch_size": 4}),
     ],
 )  # fmt: skip

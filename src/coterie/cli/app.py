@@ -106,7 +106,7 @@ def run(
 
     changes = list(set_ or ())
     if seeds is not None:
-        changes.append(f"seeds={_seeds(seeds)}")
+        changes.append(f"seeds={config.read_seeds(seeds)}")
     if engine is not None:
         changes.append(f"engine={json.dumps(engine)}")
     if scale is not None:
@@ -328,14 +328,6 @@ def _resumable(folder: Path, command: str) -> Iterator[None]:
         if not (folder / CONFIG).exists() or isinstance(error, CoterieError) or OutOfMemory.is_said_by(error):
             raise
         raise ConfigError(f"cannot write: {_reason(error)}; when that is fixed, continue with: {command}") from error
-
-
-def _seeds(text: str) -> int | list[int]:
-    """The number of seeds, or the seeds."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) < 100 for part in parts):
-        raise ConfigError(f"--seeds is {text!r}; expected a number of seeds (5), or a list (0,3,7)")
-    return int(parts[0]) if len(parts) == 1 else [int(part) for part in parts]
 
 
 def _reason(error: OSError) -> str:

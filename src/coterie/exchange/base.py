@@ -29,6 +29,19 @@ _WIDE = 1 << 13  # entries of a model from which on it is mixed by itself, witho
 
 
 @dataclass(frozen=True)
+class ReplyForm:
+    """What a server's answer shows each client, fixed by the method: between machines any other answer is refused.
+
+    Args:
+        models: how many models.
+        fields: type and shape of each extra of one model.
+    """
+
+    models: int
+    fields: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Message:
     """The messages of the hosted clients in one exchange of a round.
 
@@ -36,11 +49,13 @@ class Message:
         params: a model for each hosted client; without columns in an exchange of extras alone.
         fields: named extras, one row per client (samples, similarity vectors, loss traces).
         ids: the clients' ids; set by the exchange.
+        expects: what a server's answer to it shows each client; None where the method does not say.
     """
 
     params: Float[Tensor, "clients params"]
     fields: Mapping[str, Shaped[Tensor, "clients ..."]] = field(default_factory=dict)
     ids: Int[Tensor, " clients"] | None = None
+    expects: ReplyForm | None = None
 
     def __len__(self) -> int:
         return len(self.params)
@@ -222,6 +237,22 @@ class Reply:
             age=torch.zeros_like(index),
             fields=self.fields,
             bytes=torch.full_like(index, size),
+        )
+
+
+def check_reply(reply: Reply, expects: ReplyForm | None) -> None:
+    """Check a server's answer against what its method says of it.
+
+    Raises:
+        ExchangeError: with both.
+    """
+    if expects is None:
+        return
+    found = ReplyForm(reply.index.shape[1], {n: (v.dtype, tuple(v.shape[1:])) for n, v in reply.fields.items()})
+    if found.models != expects.models or dict(found.fields) != dict(expects.fields):
+        raise ExchangeError(
+            f"the server's answer shows {found.models} models with {dict(found.fields)}; by its method's form it is "
+            f"{expects.models} with {dict(expects.fields)}"
         )
 
 

@@ -287,7 +287,8 @@ class PeerMethod(Method):
     """A peer-to-peer method: only its exchange is its own; the local training between exchanges is the loop's.
 
     Subclasses write `message` (what a client publishes) and `exchange` (sample, pull, score, remember, mix), and
-    `memory` and `trained` where they remember something.
+    `memory` and `trained` where they remember something. `fit` is written anew where the local training is not the
+    run's own.
     """
 
     def memory(self, task: Task, rng: Rng) -> Any:
@@ -301,6 +302,12 @@ class PeerMethod(Method):
     @abstractmethod
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Sample peers, pull, score, update the memory, mix."""
+
+    def fit(
+        self, rnd: Round, params: Float[Tensor, "clients params"], in_place: bool = False
+    ) -> tuple[Float[Tensor, "clients params"], Info]:
+        """Return the hosted clients' models after local training, and its report; `in_place` as for `Task.train`."""
+        return rnd.task.train(params, rnd.rng, rnd.local, in_place=in_place)
 
     def trained(self, state: State, before: Float[Tensor, "clients params"]) -> State:
         """Remember something of the local training that led from `before` to `state.params`."""
@@ -335,7 +342,7 @@ class PeerMethod(Method):
     def train(self, rnd: Round, state: State, in_place: bool = False) -> tuple[State, Info]:
         """Train the hosted clients once; `in_place` when nobody needs the models that they start from."""
         judge = rnd.exchange if isinstance(rnd.exchange, Accepting) else None
-        params, info = rnd.task.train(state.params, rnd.rng, rnd.local, in_place=in_place and judge is None)
+        params, info = self.fit(rnd, state.params, in_place and judge is None)
         if judge is not None:
             judge.note_training(state.params, params)
         return self.trained(replace(state, params=params), state.params), info

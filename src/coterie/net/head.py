@@ -108,6 +108,8 @@ def settings_of(method: Method, settings: Settings, seed: int, model: str, popul
     out: dict[str, Any] = {"method": method.kind, "seed": seed, "model": model, "population": population}
     out |= _flat("method.", dataclasses.asdict(method))
     own = {k: v for k, v in dataclasses.asdict(settings).items() if v or k not in _OPTIONAL}
+    if settings.new_client_others == "frozen":  # younger than rosters that are about
+        del own["new_client_others"]
     out |= {k: v for k, v in _flat("", own).items() if k not in _OWN_AFFAIR}
     return out
 

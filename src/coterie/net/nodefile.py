@@ -1,6 +1,7 @@
 """node.toml, the settings of one node, and its own data."""
 
 import importlib
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -74,7 +75,8 @@ class NetworkSettings(Configurable):
         half: send models in half precision.
         chunk: bytes in a chunk, 1024 to 524288; 262144 below 1 Mbit/s.
         start: seconds to wait at the start for members that do not answer.
-        linger: seconds to stay at the end for members that make no progress.
+        linger: seconds to stay at the end for members that make no progress, new clients that have not joined yet
+            included; "unlimited" to wait for them as long as it takes.
         lease: seconds without a sign of life after which a member counts as down; 10 over long distances, 3 in one
             building.
     """
@@ -85,7 +87,7 @@ class NetworkSettings(Configurable):
     half: bool = False
     chunk: Annotated[int, Ge(1024), Le(512 * 1024)] = 512 * 1024
     start: NonNegativeFloat = 60.0
-    linger: NonNegativeFloat = 120.0
+    linger: NonNegativeFloat | Literal["unlimited"] = 120.0
     lease: Annotated[float, Ge(1)] = 10.0
 
     @property
@@ -96,7 +98,7 @@ class NetworkSettings(Configurable):
     @property
     def patience(self) -> Patience:
         """The settings of the node."""
-        return Patience(start=self.start, linger=self.linger)
+        return Patience(start=self.start, linger=math.inf if isinstance(self.linger, str) else self.linger)
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,8 @@ def identity(
     kept = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _NOT_IDENTITY}
     if settings.precision == "full":  # younger than checkpoints that are about, as are the next
         del kept["precision"]
+    if settings.new_clients is None or settings.new_client_others == "frozen":
+        del kept["new_client_others"]
     if settings.new_clients is None:
         del kept["new_clients"], kept["new_client_rounds"]
     kept = {name: value for name, value in kept.items() if name not in _OPTIONAL or value}
@@ -105,6 +107,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
         "samples": loop.train_samples,
         "engine": _engine(loop),
         **({"compact": compact} if compact else {}),
+        **({"skipped": loop.skipped} if loop.skipped else {}),
     }
     files = {FILE: partial(_write, tensors, meta), **_described(loop, run, timing, done=False)}
     manifest.replace_files(folder, files, rotate={FILE: BEFORE})
@@ -181,6 +184,7 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     if restore is not None:
         restore(part("exchange."))
     loop.next_round, loop.train_samples = found["round"], found["samples"]
+    loop.skipped = [(first, last) for first, last in found.get("skipped", ())]
     return earlier
 
 
@@ -271,6 +275,7 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "threads": torch.get_num_threads(),
         "timing": timing,
         "undefined": loop.undefined,
+        **({"skipped": loop.skipped} if loop.skipped else {}),
         **({"metrics": own} if own else {}),
         **({"client_names": names} if (names := loop.record.client_names) else {}),
     }

@@ -115,6 +115,7 @@ class Loop:
         self.tracker = Tracker.start(self.state.params, settings.keeps_best(method.server))
         self.evaluated: Tensor | None = None  # the models of the final evaluation
         self.next_round = -1  # the warm-up
+        self.skipped: list[tuple[int, int]] = []  # rounds left out, from the first to the last of each gap
         self.validation: dict[str, Tensor] = {}
         self.train_samples = 0
         self.undefined: dict[str, str] = {}  # why final metrics are NaN
@@ -145,6 +146,20 @@ class Loop:
     def finished(self) -> bool:
         """Whether nothing is left to do: all rounds are done, or every client has stopped."""
         return self.next_round >= self.settings.rounds or (self.next_round >= 0 and bool(self.tracker.stopped.all()))
+
+    @property
+    def untrained(self) -> bool:
+        """Whether every round so far was left out."""
+        left_out = sum(last + 1 - max(first, 0) for first, last in self.skipped)
+        return left_out > 0 and left_out >= self.next_round
+
+    def skip(self, to: int) -> None:
+        """Leave out rounds, so that `to` is the next one. Results say which: they are not presented as trained."""
+        first, last = self.next_round, to - 1
+        if self.skipped and self.skipped[-1][1] == first - 1:
+            first = self.skipped.pop()[0]
+        self.skipped.append((first, last))
+        self.next_round = to
 
     def step(self) -> None:
         """Do the warm-up or one round."""

@@ -52,7 +52,9 @@ class Settings(Configurable):
         evaluate: the model of each client in the final test: the best on its validation data, or the last.
         new_clients: clients that take no part in the rounds and join after the last one, unseen until then: a share of
             all below 1, a count from 1 on, or a list of their names or numbers; see `simulation.newcomers`.
-        new_client_rounds: rounds for which each of them then trains, while all others stay as they are.
+        new_client_rounds: rounds for which each of them then trains.
+        new_client_others: what all others do meanwhile: "frozen", they stay as they are; "training", their run goes on
+            for these rounds with the new clients in it. Their own results are those of the last round in any case.
         buffers: BatchNorm statistics after a merge: averaged like parameters, the client's own, or initial values.
         shared: what clients share: names of tensors or modules of the model, or patterns such as "features.*"; "!"
             before one takes it out, and where all have it the rest is shared. Everything when empty. What is not shared
@@ -100,6 +102,7 @@ class Settings(Configurable):
     evaluate: Literal["best_val", "final"] = "best_val"
     new_clients: PositiveFloat | Annotated[Sequence[int | str], MinLen(1)] | None = None
     new_client_rounds: NonNegativeInt = 5
+    new_client_others: Literal["frozen", "training"] = "frozen"
     buffers: Literal["average", "local", "reset"] = "average"
     shared: Sequence[str] = ()
     similarity_on: Sequence[str] = ()

@@ -49,6 +49,10 @@ def test_paths_are_seen_from_the_file(tmp_path):
     assert file.network.patience.start == 60.0
 
 
+def test_a_node_may_wait_for_new_clients_without_limit(tmp_path):
+    assert written(tmp_path, "[network]\nlinger = 'unlimited'\n").network.patience.linger == float("inf")
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
