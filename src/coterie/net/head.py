@@ -17,7 +17,12 @@ from coterie.simulation.settings import Settings
 _DOMAIN = b"coterie head 1\n"
 _MAX = 64 * 1024
 _OWN_AFFAIR = ("engine", "block", "cuda_graphs", "device", "checkpoint_seconds", "eval_every")
-_OPTIONAL = ("shared", "similarity_on")  # unset, they say what rosters that do not know them say
+_OPTIONAL = (
+    "shared",
+    "similarity_on",
+    "acceptance",
+    "attacks",
+)  # unset, they say what rosters that do not know them say
 FROZEN = "model.frozen"
 """Where a node's settings say what its frozen weights are; they count in the hash of the model, not of the study."""
 STATES = ("starting", "running", "done")

@@ -192,6 +192,8 @@ class Node:
             )
         if self.plan.method.server and not self.roster.server:
             raise ConfigError(f"{self.plan.method.kind} needs a server; this roster names none")
+        if self.plan.settings.attacks is not None:
+            raise ConfigError("attacks are set; between machines nobody is made to attack: leave them out")
         if self.plan.settings.schedule != "synchronous":
             raise ConfigError(
                 f"schedule is {self.plan.settings.schedule!r}; between machines there is only 'synchronous'"

@@ -18,9 +18,11 @@ from coterie.data.arrays import from_arrays
 from coterie.data.build import DataConfig, build_federation, build_from_sources
 from coterie.data.federation import Federation
 from coterie.errors import ConfigError, DataError, require
+from coterie.methods.base import Method
 from coterie.net.node import Patience, RunSpec
 from coterie.net.post import Terms
 from coterie.rng import Rng
+from coterie.simulation.settings import Settings
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
 
@@ -168,7 +170,17 @@ def choose(study: StudyConfig, method: str = "", seed: int | None = None) -> tup
 def plan_of(study: StudyConfig) -> RunSpec:
     """Return the part of a run that is equal on all nodes, from a study of one run."""
     entry = study.scaled(study.methods[0].label)
-    return RunSpec(entry.method, entry.settings, study.model.source, str(study.model.source), study.seeds[0])
+    settings = between_machines(entry.method, entry.settings)
+    return RunSpec(entry.method, settings, study.model.source, str(study.model.source), study.seeds[0])
+
+
+def between_machines(method: Method, settings: Settings) -> Settings:
+    """Return the settings as nodes have them: clients of peer-to-peer methods judge what they get, unless told not to.
+
+    A simulation with these settings gives the results of the nodes.
+    """
+    judging = replace(settings, acceptance=True)
+    return judging if settings.acceptance is None and judging.rules_of(method) else settings
 
 
 def load(path: Path) -> NodeFile:

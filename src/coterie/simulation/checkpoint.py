@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 FILE, BEFORE = "checkpoint.safetensors", "checkpoint-before.safetensors"
 PROVENANCE = "provenance.json"
 _NOT_IDENTITY = ("rounds", "checkpoint_seconds", "block", "engine", "cuda_graphs")
-_OPTIONAL = ("loss", "metrics", "shared", "similarity_on")
+_OPTIONAL = ("loss", "metrics", "shared", "similarity_on", "acceptance", "attacks")
 _YOUNG = ("aggregation", "selection")
 """Settings of methods that are younger than checkpoints that are about; those have them unset."""
 
@@ -94,6 +94,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
             tensors |= parts
             compact |= {} if told is None else {f"state.{part}.{k}": told}
     tensors |= {f"state.moments.{k}": v for k, v in _fields(loop.state.moments).items()}
+    tensors |= {f"state.reputation.{k}": v for k, v in _fields(loop.state.reputation).items()}
     tensors |= {f"tracker.{k}": v for k, v in _fields(loop.tracker).items()}
     tensors |= {f"validation.{k}": v for k, v in loop.validation.items()}
     tensors |= {f"exchange.{k}": v for k, v in getattr(loop.exchange, "snapshot", dict)().items()}
@@ -174,7 +175,8 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     state = loop.state
     memory, shared = _filled(state.memory, part("state.memory.")), _filled(state.shared, part("state.shared."))
     moments = _filled(state.moments, part("state.moments."))
-    loop.state = State(tensors["state.params"].to(state.params.device), memory, shared, moments)
+    reputation = _filled(state.reputation, part("state.reputation."))
+    loop.state = State(tensors["state.params"].to(state.params.device), memory, shared, moments, reputation)
     loop.tracker = _filled(loop.tracker, part("tracker."))
     loop.validation = part("validation.")
     loop.record.restore(part("record."), found["names"])

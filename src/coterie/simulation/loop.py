@@ -15,6 +15,7 @@ from torch import Tensor
 from coterie._util.names import few
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
+from coterie.exchange.accepting import Accepting, Reputation, own_losses
 from coterie.exchange.base import Exchange, Message
 from coterie.exchange.narrowed import narrowed
 from coterie.functional import metrics
@@ -24,6 +25,19 @@ from coterie.simulation import final_metrics
 from coterie.simulation._sequential import sequential_round
 from coterie.simulation.record import Record
 from coterie.simulation.settings import Settings
+
+_OF_ATTACKERS = (metrics.ATTACKER_WEIGHT, metrics.ATTACKER_READS)
+
+
+def _of_attackers(attackers: Tensor, info: Info) -> dict[str, Tensor]:
+    """Return which shares of each client's mixing weight, and of the models that it mixed, are of attackers."""
+    weights, peers = info["weights"].double().cpu(), info["peers"]
+    mixed = info["arrived"] & (weights > 0)
+    theirs = mixed & attackers[peers.clamp(min=0)] & (peers >= 0)
+    whole = torch.where(mixed, weights, 0).sum(1) + info["own_weight"].double().cpu()
+    share = torch.where(theirs, weights, 0).sum(1) / whole
+    reads = theirs.sum(1).double() / mixed.sum(1)
+    return {metrics.ATTACKER_WEIGHT.name: share, metrics.ATTACKER_READS.name: reads}
 
 
 class Undeclared(UserWarning):
@@ -106,6 +120,16 @@ class Loop:
         self.train_samples = 0
         self.undefined: dict[str, str] = {}  # why final metrics are NaN
         self.recorded = method.recorded()  # of what rounds report
+        self.attackers: Tensor | None = getattr(exchange, "attackers", None)  # of the population
+        hosted = torch.ones(len(task), dtype=torch.bool)
+        self.honest = hosted if self.attackers is None else ~self.attackers[task.ids]
+        self.rules = settings.rules_of(method)
+        if self.rules is not None:
+            first = own_losses(self._then(-1), self.state.params)
+            self.state = dataclasses.replace(self.state, reputation=Reputation.start(first, task.population))
+            self.recorded[metrics.REFUSED.name] = metrics.REFUSED
+        if self.attackers is not None and isinstance(method, PeerMethod):
+            self.recorded |= {one.name: one for one in _OF_ATTACKERS}
         self.reported: dict[str, float] = {}  # means over clients of the last report
         self._undeclared: set[str] = set()  # what rounds report in vain
         if settings.schedule != "synchronous" and not isinstance(method, PeerMethod):
@@ -152,10 +176,18 @@ class Loop:
         reachable[cohort] = True
         whole = len(rows) == len(self.task)
         task = self._then(index).carrying(self.state.moments)
+        task = task if whole else task.rows(rows)
+        exchange = narrowed(self.exchange, task.part, self.state.params if whole else self.state.params[rows])
+        reputation = self.state.reputation
+        if self.rules is not None and reputation is not None:
+            reputation = reputation if whole else reputation.take(rows)
+            exchange = Accepting(exchange, self.rules, task, reputation, index)
+            if self.rules.quarantine and bool((readable := reputation.readable(index)).logical_not().any()):
+                reachable = reachable & readable
         return Round(
             index=index,
-            task=task if whole else task.rows(rows),
-            exchange=narrowed(self.exchange, task.part, self.state.params if whole else self.state.params[rows]),
+            task=task,
+            exchange=exchange,
             rng=self.rng.at(index),
             reachable=reachable,
             local=self.settings.local,
@@ -173,8 +205,11 @@ class Loop:
         if isinstance(self.method, PeerMethod) and self.order == "exchange_first" and (local.steps or local.epochs):
             task = self.task.carrying(self.state.moments)
             params, info = task.train(self.state.params, rng, local)
+            reputation = self.state.reputation
+            if reputation is not None:
+                reputation = reputation.trained(task.part, self.state.params, params)
             self.state = self.method.trained(dataclasses.replace(self.state, params=params), self.state.params)
-            self.state = dataclasses.replace(self.state, moments=task.moments)
+            self.state = dataclasses.replace(self.state, moments=task.moments, reputation=reputation)
         self.exchange.begin(rng)
         self.exchange.enter(self.task.ids)
         whole = self._context(-1, everybody, torch.arange(self.task.population))
@@ -201,7 +236,12 @@ class Loop:
         else:
             assert isinstance(self.method, PeerMethod)
             new, info = sequential_round(self.method, rnd, part, self.settings.schedule, self._standing())
-        new = dataclasses.replace(new, moments=rnd.task.moments)
+        new = dataclasses.replace(new, moments=rnd.task.moments, reputation=part.reputation)
+        if isinstance(rnd.exchange, Accepting):
+            reputation, info = rnd.exchange.judged(info)
+            new = dataclasses.replace(new, reputation=reputation)
+        if self.attackers is not None and {"peers", "weights", "own_weight"} <= set(info):
+            info = {**info, **_of_attackers(self.attackers, info)}
         self.state = new if whole else self.state.put(rows, new)
         self.record.add_edges(index, self.task.ids[rows], info)
         self._after(index, rows, info)
@@ -270,7 +310,8 @@ class Loop:
         if not len(ids):
             return
         kept = {name: value for name, value in info.items() if name in self.recorded}
-        self.reported = {name: float(value.double().nanmean()) for name, value in kept.items()}
+        seen = torch.ones(len(ids), dtype=torch.bool) if self.attackers is None else ~self.attackers[ids]
+        self.reported = {name: float(value[seen].double().nanmean()) for name, value in kept.items()}
         if kept:
             self.record.add_metrics(index, ids, "train", "current", kept)
         lost = info.get(name := metrics.DIVERGED.name)
@@ -327,18 +368,21 @@ class Loop:
 
     def _outcome(self, label: Tensor | None, tested: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the settings ask of the whole run and its final test; needs all clients here."""
-        wanted, values = self.settings.extra_metrics, {}
+        wanted, values, seen = self.settings.extra_metrics, {}, self.honest
+        label, tested = None if label is None else label.cpu()[seen], {n: v.cpu()[seen] for n, v in tested.items()}
         if "reductions" in wanted and (name := metrics.ACCURACY.name) in tested:
-            values |= final_metrics.reductions(tested[name].cpu(), self.task.test_counts(), label)
+            values |= final_metrics.reductions(tested[name], self.task.test_counts()[seen], label)
         if "maxima" in wanted:
             values |= final_metrics.maxima(self.record.metrics)
         if "clusters" in wanted:
-            planted = torch.from_numpy(self.record.clusters[self.record.known_as(self.task.ids)])
+            planted = torch.from_numpy(self.record.clusters[self.record.known_as(self.task.ids[seen])])
             if label is not None:
                 truth = planted if bool((planted >= 0).all()) else None
-                scores, reasons = final_metrics.explained_clusters(label.cpu(), truth, self.task.class_counts())
+                scores, reasons = final_metrics.explained_clusters(label, truth, self.task.class_counts()[seen])
                 self.undefined |= reasons
                 values |= {name: torch.full((len(label),), score) for name, score in scores.items()}
+        if self.attackers is not None:
+            values |= final_metrics.over_rounds(self.record.metrics, [one.name for one in _OF_ATTACKERS])
         return values
 
     def final(self) -> Float[Tensor, "clients params"]:
@@ -356,6 +400,6 @@ class Loop:
             self.record.add_metrics(last, self.task.ids, split, model, values)
         if whole:
             found = self._outcome(known.get(metrics.LABEL.name), measured["test"])
-            self.record.add_metrics(last, self.task.ids, "test", model, found)
+            self.record.add_metrics(last, self.task.ids[self.honest], "test", model, found)
         self.evaluated = params
         return params

@@ -170,6 +170,24 @@ def test_nodes_end_with_the_same_bits_as_the_simulation(networks, kind, options)
         assert torch.equal(models.row(i), run.models.row(i))
 
 
+@pytest.mark.parametrize("kind", ["dac", "panm-grad"])
+def test_nodes_judge_what_they_receive_as_the_simulation_does(networks, kind):
+    """The same refusals, quarantines and clipped weights, with rules so strict that there are some."""
+    rules = {"worse": 1.0, "clip": 0.5}
+    network = networks(kind, {"num_peers": 2}, acceptance=rules)
+    network.run()
+    run = simulate(FEDERATION, network.plan.method, model="linear", settings=network.plan.settings, seed=3)
+    assert joined(network, "edges").equals(table(run.edges))
+    assert joined(network, "metrics").equals(table(run.metrics))
+    assert bool((run.edges["purpose"] == "refused").any())
+
+
+def test_nobody_is_made_to_attack_between_machines(networks):
+    network = networks("random", attacks=[{"kind": "noise", "clients": 1}])
+    with pytest.raises(ConfigError, match="attacks are set; between machines nobody is made to attack"):
+        network.node(0)
+
+
 SHARED = [("dac", {"num_peers": 2, "similarity": "cos_grad"}), ("dac", {"num_peers": 2, "loss_direction": "push"})]
 SHARED += [(kind, SMALL.get(kind, {})) for kind in ("dac", "fedavg", "fesem", "ifca", "panm-grad", "pens", "sosicfl")]
 
