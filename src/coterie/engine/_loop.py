@@ -80,6 +80,11 @@ class LoopEngine(Engine):
             pages.settle()
         losses = rows.new_full(work.length.shape, torch.nan)
         for row in range(len(rows)):
+            if work.private is not None:
+                one = slice(row, row + 1)
+                with work.foreign(row):
+                    losses[one] = self._train_block(rows[one], work.part(one))
+                continue
             with work.foreign(row), self._products(rows.device):
                 found = self._train_one(rows[row], work, row)
             if found:
