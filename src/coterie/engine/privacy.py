@@ -58,9 +58,8 @@ def stored_dp(given: Any) -> Mapping[str, Any] | None:
     if isinstance(given, DPSGD):
         return plain(given)
     if not isinstance(given, Mapping):
-        raise ConfigError(
-            f'dp is {given!r}; expected a table such as {{ clip = 1.0, noise_multiplier = 1.1 }}, or "none"'
-        )
+        expected = 'a table such as { clip = 1.0, noise_multiplier = 1.1 }, or "none"'
+        raise ConfigError(f"dp is {given!r}; expected {expected}")
     return plain(parse(DPSGD, given, "dp"))
 
 

@@ -338,6 +338,7 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         pool=build(federation.pooled()) if "pool" in method.needs else None,
     )
     task.check_batches(local)
+    task.check_private(local)
     return task
 
 
