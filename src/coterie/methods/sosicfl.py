@@ -209,6 +209,11 @@ class SimplexMethod(WithPresets, OneModel):
 
     # ---------------------------------------------------------------- where the clients are
 
+    @property
+    def unprotected(self) -> str:
+        """See `Method.unprotected`."""
+        return "" if self.assignment == "gradient" else "the number of samples of each class is sent"
+
     def enroll(self, rnd: Round, state: State) -> State:
         """Tell the server how many samples of each class each client has."""
         if self.assignment == "gradient":

@@ -30,6 +30,10 @@ class Undeclared(UserWarning):
     """A method reports a value that it does not declare: it is not recorded."""
 
 
+class Unprotected(UserWarning):
+    """A method lets others learn of the training data by a way that differential privacy does not cover."""
+
+
 @dataclass(frozen=True)
 class Tracker:
     """What early stopping and the choice of the best model remember of each hosted client; `best` may be empty."""
@@ -107,6 +111,13 @@ class Loop:
         self.recorded = method.recorded()  # of what rounds report
         self.reported: dict[str, float] = {}  # means over clients of the last report
         self._undeclared: set[str] = set()  # what rounds report in vain
+        if settings.local.private is not None and method.unprotected:
+            warnings.warn(
+                f"{method.kind}: {method.unprotected}, which local.dp does not cover: epsilon is of the local training "
+                "alone",
+                Unprotected,
+                stacklevel=3,
+            )
         if settings.schedule != "synchronous" and not isinstance(method, PeerMethod):
             raise ConfigError(
                 f"schedule = {settings.schedule!r} is for peer-to-peer methods; {method.kind} has a server"
