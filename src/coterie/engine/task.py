@@ -713,6 +713,19 @@ class Task:
         """Return the loss of each client's model on its own data, and what it is judged by. No random draw is made."""
         return self._measure(params, torch.arange(len(self)), torch.arange(len(self)), split, inputs)
 
+    def sample_losses(
+        self, params: Float[Tensor, "clients params"], split: str = "train"
+    ) -> Float[Tensor, "clients samples"]:
+        """Return the loss of each client's model on each sample of its own, on the CPU; NaN behind its last sample."""
+        places, counts, everybody = self._places(split), self.counts(split), torch.arange(len(self))
+        pairs = Pairs(self._shared.samples, places, counts, everybody, everybody)
+        found = torch.full(places.shape, torch.nan, dtype=self.dtype)
+        for client, _, outputs in self.engine.outputs(params, pairs, self.layout.zero_inputs(len(params)), self.block):
+            count = int(counts[client])
+            targets = self._shared.samples.targets(places[client, :count])
+            found[client, :count] = self.objective(outputs[0], targets).to(found)
+        return found
+
     def score(self, inbox: Inbox, split: str = "train", *, keep: bool = False) -> Float[Tensor, "clients peers"]:
         """Return the mean loss of each received model on the receiver's own data; +inf where nothing came.
 

@@ -39,7 +39,7 @@ def epsilons(run):
 @pytest.mark.parametrize("kind", sorted(METHODS))
 def test_every_method_says_what_is_not_covered(kind, monkeypatch):
     """Whoever asks the task for losses or labels in a round, or sends losses, declares it; others do not."""
-    method = METHODS[kind](**({"endpoints": 3} if kind.startswith("sosicfl") else {}))
+    method = METHODS[kind](**({"endpoints": 3, "regions": 2} if kind.startswith("sosicfl") else {}))
     federation, asked = tiny_federation(), set()
     for name in ("score", "class_counts"):
         plain = getattr(Task, name)
