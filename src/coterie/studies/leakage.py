@@ -182,7 +182,7 @@ def _attacked(
         yield Attack(**common, attack=name, **rated(values, truth))
 
 
-def rated(values: Float[Tensor, "runs samples"], member: Bool[Tensor, "runs samples"]) -> dict[str, float]:
+def rated(values: Float[Tensor, "runs samples"], member: Bool[Tensor, "runs samples"]) -> dict[str, Any]:
     """Return how well scores tell members from others, with intervals over samples; all runs together."""
     draws: Int[Tensor, "times samples"] = membership.resampled(values.shape[1], _DRAWS)
     out = {}
