@@ -380,7 +380,7 @@ EPSILON = Metric(
     "ε",
     better="lower",
     digits=2,
-    shown="result",
+    shown="further",
 )
 # Of a round, reported by methods.
 PASSES = _cost("passes", "forward passes of one sample, to judge received models", "forward passes")

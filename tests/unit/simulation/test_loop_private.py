@@ -5,16 +5,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
+from coterie.cli._display import rounds
 from coterie.engine.privacy import Query, Spent
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, ModelError
 from coterie.functional.losses import Cox
 from coterie.functional.metrics import EPSILON
 from coterie.methods.registry import METHODS
+from coterie.report.page import write_report
+from coterie.results.summary import find_runs
 from coterie.simulation.loop import Unprotected
 from coterie.simulation.run import simulate
+from coterie.studies.definition import make_study
+from coterie.studies.run import read_study, run_study
 from coterie.testing import check_method, tiny_federation, tiny_settings
 
 DP = {"clip": 0.5, "noise_multiplier": 1.5, "delta": 1e-3}
@@ -74,6 +80,22 @@ def test_epsilon_is_that_of_the_steps_of_all_rounds():
     growing = history[history["client"] == 0].sort_values("round")["value"].tolist()
     assert growing == sorted(set(growing))
     assert len(growing) == 4
+
+
+def test_the_report_and_the_terminal_show_epsilon(tmp_path, capsys):
+    """The mean over clients and seeds, and the largest; and the settings among those of the training."""
+    study = make_study(
+        {"Random": METHODS["random"]()}, settings=replace(SETTINGS, participation=3), seeds=2, model="linear"
+    )
+    done = run_study(study, out=tmp_path, federation=tiny_federation())
+    values = torch.cat([torch.tensor(run.final("epsilon").to_numpy()) for run in find_runs([done.folder])[0]])
+    assert len(values) == 12
+    page = write_report(done.folder).read_text("utf-8")
+    said = f"Random {values.mean():.2f} ({values.max():.2f})"
+    assert f"Epsilon of differential privacy, mean over clients and seeds (largest): {said}." in page
+    assert "differentially private (clip 0.5, noise_multiplier 1.5, delta 0.001)" in page
+    rounds(read_study(done.folder), Console(width=80))
+    assert ["Random", "2", f"{values.mean():.1f}"] in [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
 @pytest.mark.parametrize("kind", ["dac", "pfedme"])
