@@ -371,6 +371,17 @@ WADB = Metric(
 )
 LABEL = Metric("label", "found cluster of the client", "found cluster", shown="not")
 DIVERGED = Metric("diverged", "1 where a client's model became NaN or infinite", shown="not")
+# Of private training, so far.
+EPSILON = Metric(
+    "epsilon",
+    "what a client's published models reveal of one of its training samples at most, for the delta of local.dp; "
+    "see the page on privacy for what it covers",
+    "epsilon of differential privacy",
+    "ε",
+    better="lower",
+    digits=2,
+    shown="further",
+)
 # Of a round, reported by methods.
 PASSES = _cost("passes", "forward passes of one sample, to judge received models", "forward passes")
 EXTRA_MODELS = _cost("extra_models", "numbers received beside pulled models, in units of a model", "further models")
