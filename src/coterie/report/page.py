@@ -291,14 +291,13 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
     rows = [r for r in data["results"]["rows"] if r["metric"] == metric.name and (r["cluster"] == "all" or not whole)]
     columns = list(dict.fromkeys(row["cluster"] for row in rows))
     found = {(row["label"], row["cluster"]): row for row in rows}
-    kinds = {row["label"]: row["method"] for row in rows}
     count = {row["label"]: row["seeds"] for row in rows}
     names = {"all": "whole run"} if whole else MEANS
     head = "".join(f'<th scope="col">{escape(names.get(column) or column)}</th>' for column in columns)
     compared = {one["cluster"]: one for one in data["pairs"]["families"] if one["metric"] == metric.name}
     leading = {column: compared[column]["leaders"] if column in compared else [] for column in columns}
     body = []
-    for label in kinds:
+    for label in count:
         line = [f'<th scope="row">{escape(label)}</th><td>{count[label]}</td>']
         for column in columns:
             row = found.get((label, column))
@@ -319,7 +318,7 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
     if any(len(first) > 1 for first in leading.values()):
         order += f"; {STAR} cannot be told apart from the best of its column"
     if any(leading.values()):
-        order += "".join(f"; {said}" for said in pairs.not_ranked(kinds))
+        order += "".join(f"; {said}" for said in pairs.not_ranked(rows))
     caption = f"{title[0].upper()}{title[1:]}{order}."
     said = compared["all"]["standing"] if "all" in compared else ""
     return (

@@ -262,6 +262,7 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "config_hash": run,
         "method": {"kind": loop.method.kind, **{k: str(v) for k, v in dataclasses.asdict(loop.method).items()}},
         "server": loop.method.server,
+        "needs": sorted(loop.method.needs),
         "timed_against": loop.method.timed_against,
         "engine": {
             **_engine(loop),
