@@ -14,7 +14,7 @@ from coterie.errors import ConfigError
 from coterie.methods.apfl import Apfl
 from coterie.methods.base import Method
 from coterie.methods.fedavg import FedAvg
-from coterie.methods.fedper import FedBN, FedPer, FedRep
+from coterie.methods.fedper import DFedAlt, FedBN, FedPer, FedRep
 from coterie.methods.perfedavg import PerFedAvg
 from coterie.methods.pfedme import PFedMe
 from coterie.rng import Rng
@@ -265,7 +265,7 @@ def test_per_fedavg_adapts_in_as_many_steps_as_asked_for():
     assert float((served(small) - params).abs().max()) > 1e-3
 
 
-# ---------------------------------------------------------------- FedPer, FedRep, FedBN
+# ---------------------------------------------------------------- FedPer, FedRep, DFedAlt, FedBN
 
 
 class Deep(nn.Sequential):
@@ -327,6 +327,37 @@ def test_fedrep_fits_the_head_before_the_body():
         sent, params = params, torch.cat([params[:, :8].mean(0).expand(6, -1), params[:, 8:]], 1)
     torch.testing.assert_close(loop.state.params, sent, rtol=0, atol=1e-12)
     assert loop.train_samples == 2 * 6 * 12 * 4
+
+
+def test_dfedalt_where_everybody_reads_everybody_is_fedrep():
+    """The mean over all peers is the server's, and what stays at home is in no message."""
+    rest = {"rounds": 3, "local": SGD}
+    loop = deep(DFedAlt(num_peers=5, head_epochs=2), order="train_first", **rest)
+    fedrep = deep(FedRep(head_epochs=2), **rest)
+    torch.testing.assert_close(loop.state.params, served(fedrep), rtol=0, atol=1e-12)
+    assert loop.train_samples == fedrep.train_samples
+    assert set(loop.record.edges["bytes"]) == {8 * 8.0 + 8}  # the body and the number of samples
+
+
+def test_dfedalt_trains_the_head_before_the_body_between_its_exchanges():
+    """One round with one peer, written out: exchange bodies, then three steps of the head and one of the body."""
+    loop = deep(DFedAlt(num_peers=1, head_epochs=3), rounds=1, warmup_epochs=0)
+    start = loop.task.init(Rng(3)).clone()  # shared by all, so that the exchange changes nothing
+    params = start.clone()
+    for _ in range(3):
+        params[:, 8:] -= 0.1 * slopes(params)[:, 8:]
+    params[:, :8] -= 0.1 * slopes(params)[:, :8]
+    torch.testing.assert_close(loop.state.params, params, rtol=0, atol=1e-12)
+    again = deep(DFedAlt(num_peers=1, head_epochs=3), rounds=2, warmup_epochs=0)
+    edges = again.record.edges
+    read = edges[edges["round"] == 1].set_index("reader")["read"]
+    mixed = params.clone()
+    for reader, sender in read.items():
+        mixed[reader, :8] = (params[reader, :8] + params[sender, :8]) / 2
+    for _ in range(3):
+        mixed[:, 8:] -= 0.1 * slopes(mixed)[:, 8:]
+    mixed[:, :8] -= 0.1 * slopes(mixed)[:, :8]
+    torch.testing.assert_close(again.state.params, mixed, rtol=0, atol=1e-12)
 
 
 def test_fedrep_finds_the_representation_that_clients_share():

@@ -195,7 +195,10 @@ def tune(
     set_: Annotated[
         list[str] | None, typer.Option("--set", "-s", metavar="PATH=VALUE", help="Change a setting. Repeatable.")
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="The number of seeds.")] = None,
+    seeds: Annotated[
+        str | None,
+        typer.Option(help="Seeds of the trials: their number (3), or a list (100,101); the study keeps its own."),
+    ] = None,
     data_dir: Annotated[
         Path | None, typer.Option("--data-dir", envvar="COTERIE_DATA", help="Folder with datasets.")
     ] = None,
@@ -213,16 +216,19 @@ def tune(
     [bold]Examples[/bold]
 
       coterie tune rotated-digits --grid lr=0.0003,0.001,0.003
-      coterie tune similarity/synthetic --grid lr=0.001,0.003 --grid methods.L2.tau=10,20,40 --seeds 3
+      coterie tune similarity/synthetic --grid lr=0.001,0.003 --grid methods.L2.tau=10,20,40 --seeds 100,101,102
     """
     from coterie.simulation.workers import enough
     from coterie.studies import config
     from coterie.studies import tune as tuning
 
-    changes = [*(set_ or ()), *([f"seeds={seeds}"] if seeds is not None else [])]
-    chosen = config.load(study, changes)
-    axes = tuning.read_grid(grid) if grid else chosen.tune
-    if not axes:
+    chosen = config.load(study, set_ or ())
+    axes: dict[str, list[Any]] = tuning.read_grid(grid) if grid else {k: list(v) for k, v in chosen.tune.items()}
+    if seeds is not None:
+        axes["seeds"] = list(config.load(study, [f"seeds={config.read_seeds(seeds)}"]).seeds)
+    elif "seeds" in chosen.tune:
+        axes.setdefault("seeds", list(chosen.tune["seeds"]))
+    if not set(axes) - {"seeds"}:
         raise ConfigError("there is nothing to tune; give --grid lr=0.001,0.003, or [tune] in the study file")
     console = Console(stderr=True)
 

@@ -259,6 +259,10 @@ def rounds(study: Study, console: Console) -> None:
     further(study.summary["rows"], console, known)
     for row in study.summary.get("undefined", ()):
         console.print(f"{row['label']}: {row['reason']}", markup=False, highlight=False)
+    for row in study.summary.get("skipped", ()):
+        left_out = ", ".join(f"{first} to {last}" if last > first else str(first) for first, last in row["rounds"])
+        text = f"{row['label']}, seed {row['seed']}: rounds {left_out} were left out, not trained: the others went on"
+        console.print(text, markup=False, highlight=False)
     if not study.server:
         return
     timed = study.summary.get("time_to_accuracy", ())

@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coterie import __version__
-from coterie.cli import _compare, _export, _report
+from coterie.cli import _audit, _compare, _export, _report
 from coterie.cli._net import register
 from coterie.errors import ConfigError, CoterieError, OutOfMemory, unknown
 
@@ -106,7 +106,7 @@ def run(
 
     changes = list(set_ or ())
     if seeds is not None:
-        changes.append(f"seeds={_seeds(seeds)}")
+        changes.append(f"seeds={config.read_seeds(seeds)}")
     if engine is not None:
         changes.append(f"engine={json.dumps(engine)}")
     if scale is not None:
@@ -262,6 +262,7 @@ def show(
 _report.add(app)
 _compare.add(app)
 _export.add(app)
+_audit.add(app)
 
 
 def _run(
@@ -328,14 +329,6 @@ def _resumable(folder: Path, command: str) -> Iterator[None]:
         if not (folder / CONFIG).exists() or isinstance(error, CoterieError) or OutOfMemory.is_said_by(error):
             raise
         raise ConfigError(f"cannot write: {_reason(error)}; when that is fixed, continue with: {command}") from error
-
-
-def _seeds(text: str) -> int | list[int]:
-    """The number of seeds, or the seeds."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) < 100 for part in parts):
-        raise ConfigError(f"--seeds is {text!r}; expected a number of seeds (5), or a list (0,3,7)")
-    return int(parts[0]) if len(parts) == 1 else [int(part) for part in parts]
 
 
 def _reason(error: OSError) -> str:

@@ -15,7 +15,7 @@ from coterie.methods.dac import Dac as Dac, DacNoTwoHop as DacNoTwoHop, DacVar a
 from coterie.methods.ditto import Ditto as Ditto
 from coterie.methods.fedavg import FairAvg as FairAvg, FedAvg as FedAvg, FedAvgM as FedAvgM
 from coterie.methods.fedgwc import FedGwc as FedGwc
-from coterie.methods.fedper import FedBN as FedBN, FedPer as FedPer, FedRep as FedRep
+from coterie.methods.fedper import DFedAlt as DFedAlt, FedBN as FedBN, FedPer as FedPer, FedRep as FedRep
 from coterie.methods.fedprox import FedProx as FedProx
 from coterie.methods.fesem import FeSem as FeSem
 from coterie.methods.fix_topology import FixTopology as FixTopology

@@ -12,8 +12,7 @@ from coterie.engine.task import Task
 from coterie.exchange.base import Inbox
 from coterie.functional.metrics import Metric
 from coterie.methods.base import Info, Round, State
-from coterie.methods.cost import Cost, Setting, moving
-from coterie.methods.fedavg import OneModel
+from coterie.methods.ditto import PersonalModels
 from coterie.methods.server import Averaging, Weights
 from coterie.rng import Rng
 
@@ -34,12 +33,13 @@ class Mixture:
 
 @final
 @dataclass(frozen=True)
-class Apfl(OneModel):
+class Apfl(PersonalModels):
     r"""Each client uses $\bar v_i = \alpha_i v_i + (1 - \alpha_i) w_i$; $w_i$ goes through FedAvg, $v_i$ stays home.
 
     On each batch $w_i$ takes a step along $\nabla f_i(w_i)$, and $v_i$ one along
     $\nabla_{v} f_i(\bar v_i) = \alpha_i \nabla f_i(\bar v_i)$, from the values before the step and each with an
-    optimizer of its own (the paper's is SGD). A client is served the mixture that it trained last.
+    optimizer of its own (the paper's is SGD). A client is served the mixture that it trained last. The authors' code
+    mixes the outputs of the two models instead of their parameters, and takes the step of $v_i$ after that of $w_i$.
 
     Args:
         alpha: $\alpha_i$, from 0 (FedAvg's model of the own last training) to 1 (local training).
@@ -101,18 +101,6 @@ class Apfl(OneModel):
         """Each client has its own, of its two parts as it trained them last."""
         memory = state.memory
         return mixed(memory.model, state.params, memory.alpha, rnd.task.layout.trainable), {}
-
-    def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
-        """Fetch the shared model."""
-        return super().served(rnd, state)[0]
-
-    def cost(self, setting: Setting, round: int) -> Cost:
-        """Fetch the shared model, and send one."""
-        return moving(setting, 2)
-
-    def measuring(self, setting: Setting) -> Cost:
-        """Measure the mixture, which is here."""
-        return Cost()
 
 
 def mixed(

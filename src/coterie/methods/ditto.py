@@ -23,9 +23,30 @@ class Personal:
     model: Float[Tensor, "clients params"]
 
 
+@dataclass(frozen=True)
+class PersonalModels(OneModel):
+    """A server with one model, whose clients use models of their own, which they remember."""
+
+    def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
+        """Each client has its own."""
+        return state.memory.model, {}
+
+    def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
+        """Fetch the server's model."""
+        return super().served(rnd, state)[0]
+
+    def cost(self, setting: Setting, round: int) -> Cost:
+        """Fetch the server's model, and send one."""
+        return moving(setting, 2)
+
+    def measuring(self, setting: Setting) -> Cost:
+        """Measure the personal model, which is here."""
+        return Cost()
+
+
 @final
 @dataclass(frozen=True)
-class Ditto(OneModel):
+class Ditto(PersonalModels):
     r"""FedAvg, and for each client $\min_v F_k(v) + \frac{\lambda}{2} \lVert v - w \rVert^2$.
 
     The personal step is $v \leftarrow v - \eta (\nabla F_k(v) + \lambda (v - w^t))$ with the global model as received.
@@ -82,22 +103,6 @@ class Ditto(OneModel):
         """Train the personal models, near the global one."""
         local = personal_training(rnd.local, self.personal_epochs, self.personal_steps)
         return rnd.task.train(params, rnd.rng, local, anchor=received, prox=self.lam, purpose="batches.personal")[0]
-
-    def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
-        """Each client has its own."""
-        return state.memory.model, {}
-
-    def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
-        """Fetch the global model."""
-        return super().served(rnd, state)[0]
-
-    def cost(self, setting: Setting, round: int) -> Cost:
-        """Fetch the global model, and send one."""
-        return moving(setting, 2)
-
-    def measuring(self, setting: Setting) -> Cost:
-        """Measure the personal model, which is here."""
-        return Cost()
 
 
 def personal_training(local: LocalTraining, epochs: int | None, steps: int | None) -> LocalTraining:

@@ -1,4 +1,7 @@
-"""FedPer, FedRep and FedBN: FedAvg of a part of the model; the rest is each client's own and never leaves it."""
+"""FedPer, FedRep and FedBN: FedAvg of a part of the model; the rest is each client's own and never leaves it.
+
+DFedAlt is FedRep between peers, without a server.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +15,7 @@ from coterie.exchange.base import Inbox
 from coterie.methods.base import Info, Round
 from coterie.methods.ditto import personal_training
 from coterie.methods.fedavg import OneModel
+from coterie.methods.random_gossip import Gossip
 from coterie.methods.server import Averaging, Weights
 from coterie.models.layout import Layout
 from coterie.models.part import chosen
@@ -23,16 +27,47 @@ def head(layout: Layout, layers: int) -> tuple[str, ...]:
     return tuple(name for names in found[len(found) - layers :] for name in names) if layers else ()
 
 
+def alternated(
+    rnd: Round, start: Float[Tensor, "clients params"], own: Sequence[str], head_epochs: int | None
+) -> tuple[Float[Tensor, "clients params"], Info]:
+    """Train each client's head with the body fixed, then the body with the head fixed.
+
+    Args:
+        rnd: the round; its local training is the body's.
+        start: the models; not changed.
+        own: names of the head's tensors. Where there are none, all is trained together.
+        head_epochs: epochs of the head; as long as the body when None.
+    """
+    layout = rnd.task.layout
+    if not own:
+        return rnd.task.train(start, rnd.rng, rnd.local)
+    last = chosen(layout, own, "the head")[: layout.trainable]
+    params, longer = start.clone(), personal_training(rnd.local, head_epochs, None)
+    parts = (longer, last, "batches.head"), (rnd.local, ~last, "batches")
+    reports = []
+    for track, (local, only, purpose) in enumerate(parts):
+        steps = rnd.task.stepwise(rnd.rng, local, purpose=purpose, only=only)
+        for step in range(steps.count):
+            steps.descend(params, steps.gradient(params, step), step, track)
+        reports.append(steps.report(params))
+    fitted, info = reports
+    lost = fitted["diverged"] | info["diverged"]
+    return params, {**info, "train_samples": fitted["train_samples"] + info["train_samples"], "diverged": lost}
+
+
 @final
 @dataclass(frozen=True)
 class FedPer(OneModel):
     r"""FedAvg whose last layers stay with the clients; all layers train together.
 
+    Running statistics of shared layers are merged as the run's `buffers` says. The mean of statistics from clients
+    whose inputs differ fits none of them, nor the head that each trained on its own: `buffers = "local"` keeps them.
+
     Any other method does so where the run's `shared` leaves out the head: `shared = ["!head"]`.
 
     Args:
-        personal_layers: how many layers are personal ($K_P$), counted from the last one that has trained parameters;
-            0 is FedAvg.
+        personal_layers: how many layers are personal ($K_P$), counted from the last one that has trained parameters,
+            normalizations included; 0 is FedAvg.
         weights: of the clients: "samples" ($n_k$) or "uniform".
         aggregation: import path of a rule of yours that merges what came back, a function of
             `functional.aggregation.Received`; the weighted mean when not given.
@@ -64,8 +99,9 @@ class FedRep(OneModel):
     r"""FedAvg of a representation; each round a client first fits its own head to it, then it to the head.
 
     The head ($h_i$) trains for `head_epochs` epochs with the body fixed, then the body ($\phi$) trains as the run says
-    with the head fixed. Running statistics of the body follow in both. The paper's theorem takes one step of the body
-    a round, its experiments epochs.
+    with the head fixed. Running statistics of the body follow in both, and are merged as `buffers` says (see FedPer).
+    The paper's theorem takes one step of the body a round, its experiments epochs: ten of the head, then one or five
+    of the body. The authors' code averages by samples.
 
     Args:
         personal_layers: how many layers the head has, counted from the last one that has trained parameters; 0 is
@@ -99,21 +135,49 @@ class FedRep(OneModel):
 
     def train(self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox) -> tuple[Tensor, Info]:
         """Train the head, then the body."""
-        layout, own = rnd.task.layout, self.home(rnd.task.layout)
-        if not own:
-            return rnd.task.train(start, rnd.rng, rnd.local)
-        last = chosen(layout, own, "the head")[: layout.trainable]
-        params, longer = start.clone(), personal_training(rnd.local, self.head_epochs, None)
-        parts = (longer, last, "batches.head"), (rnd.local, ~last, "batches")
-        reports = []
-        for track, (local, only, purpose) in enumerate(parts):
-            steps = rnd.task.stepwise(rnd.rng, local, purpose=purpose, only=only)
-            for step in range(steps.count):
-                steps.descend(params, steps.gradient(params, step), step, track)
-            reports.append(steps.report(params))
-        fitted, info = reports
-        lost = fitted["diverged"] | info["diverged"]
-        return params, {**info, "train_samples": fitted["train_samples"] + info["train_samples"], "diverged": lost}
+        return alternated(rnd, start, self.home(rnd.task.layout), self.head_epochs)
+
+
+@final
+@dataclass(frozen=True)
+class DFedAlt(Gossip):
+    r"""FedRep without a server: bodies gossip, and each client trains its own head and its body in turn.
+
+    The head ($v_i$) trains for `head_epochs` epochs with the body fixed, then the body ($u_i$) trains as the run says
+    with the head fixed. The paper mixes with the neighbors of a graph, by the weights of a doubly stochastic matrix;
+    here peers are drawn anew in every round, and weigh by their samples. The paper's other method, DFedSalt, trains the
+    body by sharpness-aware minimization, and is not here.
+
+    Args:
+        num_peers: peers read each round; clamped to population - 1.
+        selection: import path of a rule of yours that says whom a client reads, a function of
+            `functional.selection.Known`; a uniform draw when not given.
+        aggregation: import path of a rule of yours that merges what was received, a function of
+            `functional.aggregation.Received`; the average by numbers of samples when not given.
+        personal_layers: how many layers the head has, counted from the last one that has trained parameters; 0 is
+            Random.
+        head_epochs: epochs of the head ($K_v$); those (or the steps) of the run when None.
+    """
+
+    kind: ClassVar[str] = "dfedalt"
+    tracks: ClassVar[int] = 2
+    summary: ClassVar[str] = "gossip of bodies; each client trains its own head and its body in turn"
+    references: ClassVar[tuple[str, ...]] = (
+        "Shi, Liu, Sun, Lin, Shen, Wang, Tao, Towards more suitable personalization in federated learning via "
+        "decentralized partial model training, 2023, https://arxiv.org/abs/2305.15157",
+    )
+    personal_layers: NonNegativeInt = 1
+    head_epochs: NonNegativeInt | None = None
+
+    def home(self, layout: Layout) -> Sequence[str]:
+        """Keep the head."""
+        return head(layout, self.personal_layers)
+
+    def fit(
+        self, rnd: Round, params: Float[Tensor, "clients params"], in_place: bool = False
+    ) -> tuple[Float[Tensor, "clients params"], Info]:
+        """Train the head, then the body."""
+        return alternated(rnd, params, self.home(rnd.task.layout), self.head_epochs)
 
 
 @final
@@ -121,7 +185,8 @@ class FedRep(OneModel):
 class FedBN(OneModel):
     """FedAvg whose normalization layers stay with the clients: affine parameters and running statistics.
 
-    The paper's are batch normalizations; layer and group normalizations stay too. A model without any is FedAvg's.
+    The paper's are batch normalizations; layer and group normalizations stay too. A model without any is FedAvg's. The
+    authors' code gives all clients the same weight.
     With `buffers = "local"` alone, the affine parameters of any method are averaged and the statistics are not.
 
     Args:

@@ -22,7 +22,8 @@ class PerFedAvg(OneModel):
     In each step of local training $\tilde w = w - \alpha \nabla f_i(w; D)$, then the run's optimizer moves $w$ along
     $(I - \alpha \nabla^2 f_i(w; D''))\, \nabla f_i(\tilde w; D')$ (the paper's is SGD with learning rate $\beta$). The
     batches $D$, $D'$ and $D''$ come from passes over the client's data of their own. A client uses the shared model
-    after `adapt_steps` steps on its training data.
+    after `adapt_steps` steps on its training data; the code of pFedMe's authors, which others have copied, adapts it to
+    a batch of its test data.
 
     Args:
         alpha: $\alpha$: the step of the adaptation, in training and for use.

@@ -9,17 +9,15 @@ from torch import Tensor
 from coterie._util.settings import OwnFunction, PositiveFloat, PositiveInt
 from coterie.engine.task import Task
 from coterie.exchange.base import Inbox
-from coterie.methods.base import Info, Round, State
-from coterie.methods.cost import Cost, Setting, moving
-from coterie.methods.ditto import Personal
-from coterie.methods.fedavg import OneModel
+from coterie.methods.base import Info, Round
+from coterie.methods.ditto import Personal, PersonalModels
 from coterie.methods.server import Averaging, Weights
 from coterie.rng import Rng
 
 
 @final
 @dataclass(frozen=True)
-class PFedMe(OneModel):
+class PFedMe(PersonalModels):
     r"""FedAvg on $F_i(w) = \min_\theta f_i(\theta) + \frac{\lambda}{2} \lVert \theta - w \rVert^2$.
 
     On each batch a client first moves its personal model $\theta_i$ down
@@ -29,7 +27,9 @@ class PFedMe(OneModel):
     the mean of the $w_i$. A client uses $\theta_i$.
 
     With SGD the inner steps are stable while `lam` times the learning rate is below 2. A client that is not asked in a
-    round rests; in the paper all clients train, and the server averages those that it draws.
+    round rests; in the paper all clients train, and the server averages those that it draws. The authors' code also
+    shrinks $\theta_i$ in each inner step (a weight decay of 0.001) and averages by samples; `weight_decay` of the run
+    and `weights` do the same.
 
     Args:
         lam: $\lambda$: how strongly personal models are drawn to the shared one.
@@ -78,19 +78,3 @@ class PFedMe(OneModel):
             w.sub_(away.masked_fill_(~steps.active(step).to(away.device)[:, None], 0))
         shared[:, trainable:] = model[:, trainable:]
         return shared, Personal(model), steps.report(shared, model)
-
-    def served(self, rnd: Round, state: State) -> tuple[Float[Tensor, "clients params"], Info]:
-        """Each client has its own."""
-        return state.memory.model, {}
-
-    def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
-        """Fetch the shared model."""
-        return super().served(rnd, state)[0]
-
-    def cost(self, setting: Setting, round: int) -> Cost:
-        """Fetch the shared model, and send one."""
-        return moving(setting, 2)
-
-    def measuring(self, setting: Setting) -> Cost:
-        """Measure the personal model, which is here."""
-        return Cost()

@@ -10,10 +10,9 @@ from coterie.methods.cost import Cost, Setting, reading
 from coterie.rng import Rng
 
 
-@final
 @dataclass(frozen=True)
-class Random(PeerMethod):
-    """Gossip averaging with uniformly drawn peers.
+class Gossip(PeerMethod):
+    """Averaging with peers that are drawn in every round.
 
     Args:
         num_peers: peers read each round ($m$); clamped to population - 1.
@@ -23,11 +22,6 @@ class Random(PeerMethod):
             `functional.aggregation.Received`; the average by numbers of samples when not given.
     """
 
-    kind: ClassVar[str] = "random"
-    summary: ClassVar[str] = "average with peers drawn uniformly in every round"
-    references: ClassVar[tuple[str, ...]] = (
-        "Boyd, Ghosh, Prabhakar, Shah, Randomized gossip algorithms, 2006, https://doi.org/10.1109/TIT.2006.874516",
-    )
     num_peers: PositiveInt = 5
     selection: OwnFunction | None = None
     aggregation: OwnFunction | None = None
@@ -49,3 +43,23 @@ class Random(PeerMethod):
     def cost(self, setting: Setting, round: int) -> Cost:
         """Read the peers' models."""
         return reading(setting, min(self.num_peers, setting.others))
+
+
+@final
+@dataclass(frozen=True)
+class Random(Gossip):
+    """Gossip averaging with uniformly drawn peers.
+
+    Args:
+        num_peers: peers read each round ($m$); clamped to population - 1.
+        selection: import path of a rule of yours that says whom a client reads, a function of
+            `functional.selection.Known`; a uniform draw when not given.
+        aggregation: import path of a rule of yours that merges what was received, a function of
+            `functional.aggregation.Received`; the average by numbers of samples when not given.
+    """
+
+    kind: ClassVar[str] = "random"
+    summary: ClassVar[str] = "average with peers drawn uniformly in every round"
+    references: ClassVar[tuple[str, ...]] = (
+        "Boyd, Ghosh, Prabhakar, Shah, Randomized gossip algorithms, 2006, https://doi.org/10.1109/TIT.2006.874516",
+    )

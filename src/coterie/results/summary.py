@@ -127,8 +127,15 @@ class StoredRun:
 
     @cached_property
     def final_rows(self) -> pd.DataFrame:
-        """The rows of the final test evaluation, of the best models where those were kept, else of the last."""
-        return final_tests(self.metrics)
+        """The rows of the final test evaluation, of the best models where those were kept, else of the last.
+
+        In the folder of a node that joined late they are those of its own clients, which were in no round.
+        """
+        rows = final_tests(self.metrics)
+        if not rows.empty:
+            return rows
+        joined = (self.metrics["split"] == newcomers.SPLIT) & (self.metrics["model"] != newcomers.RECEIVED)
+        return self.metrics.loc[joined.to_numpy()]
 
     @property
     def results(self) -> list[str]:
@@ -522,9 +529,9 @@ def summarize(study: str | Path, seeds: Iterable[int] | None = None) -> dict[str
         clusters ("clusters"); then mean and population standard deviation over seeds, the same `seeds` for every method
         (see `compared`); a single seed has no deviation; `needs` is there for a method that declares some.
         `left_out` tells how each run stands that is not among them. A pair has the fields of `pairs.Pair` (see
-        `pairs_of`); `about` says what their intervals speak of. `participation`, `spent`, `time_to_accuracy` and
-        `undefined` are those of the functions below. `metrics` is there when methods declared some, and `scale` when
-        the rounds were scaled.
+        `pairs_of`); `about` says what their intervals speak of. `participation`, `spent`, `time_to_accuracy`,
+        `undefined` and, where a node left out rounds, `skipped` are those of the functions below. `metrics` is there
+        when methods declared some, and `scale` when the rounds were scaled.
 
     Raises:
         DataError: when the folder holds no run, or several studies.
@@ -576,6 +583,7 @@ def summary_of(
     about = {"about": pairs.about(chosen[0].config, client_names(chosen))} if found else {}
     content |= {"rows": rows, "pairs": found, **about, "timing": timing}
     content |= {one.__name__: one(chosen) for one in (participation, spent, time_to_accuracy, undefined)}
+    content |= {"skipped": rows} if (rows := skipped(chosen)) else {}
     if declared := metrics.stored(metrics_of(runs).values()):
         content["metrics"] = declared
     if joined := new_clients(chosen):
@@ -846,7 +854,7 @@ def new_clients(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
 
     A row for each method, metric and `model`: "joined" (after they trained), or "received" (with a server: before). It
     has `mean` and `std` over seeds of the mean over these clients, the number of `seeds`, of `clients` in the first of
-    them, and of the `rounds` that each trained.
+    them, and of the `rounds` that each trained; and `others` where the others did not stay as they were: "training".
     """
     rows = []
     for label, group in by_label(runs).items():
@@ -861,16 +869,18 @@ def new_clients(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
             first = group[0].metrics
             new = first.loc[(first["split"] == newcomers.SPLIT).to_numpy(), "client"].nunique()
             rounds = int(group[0].config.get("new_client_rounds", _ROUNDS))
+            others = str(group[0].config.get("new_client_others", _OTHERS))
             rows.append(
                 {
                     "label": label, "metric": metric, "model": model, "mean": mean, "std": deviation,
                     "seeds": len(values), "clients": int(new), "rounds": rounds,
+                    **({} if others == _OTHERS else {"others": others}),
                 }
             )  # fmt: skip
     return rows
 
 
-_ROUNDS = Settings.new_client_rounds
+_ROUNDS, _OTHERS = Settings.new_client_rounds, Settings.new_client_others
 
 
 def told_of_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
@@ -893,8 +903,9 @@ def told_of_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
             was = "" if before is None else f" ({known.show(before, brief=True)} as received)"
             parts.append(f"{row['label']} {known.show(row['mean'], brief=True)}{spread}{was}")
     many = f"{rows[0]['clients']} client{'s' * (rows[0]['clients'] > 1)}"
+    beside = " while the others trained on" if rows[0].get("others") == "training" else ""
     return [
-        f"New clients: {many} took part in no round, joined at the end and trained {rows[0]['rounds']} rounds; "
+        f"New clients: {many} took part in no round, joined at the end and trained {rows[0]['rounds']} rounds{beside}; "
         f"{known.heading('test')}: {', '.join(parts)}"
     ]
 
@@ -917,3 +928,12 @@ def undefined(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
             if row not in rows:
                 rows.append(row)
     return rows
+
+
+def skipped(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
+    """Return the rounds that nodes left out: `label`, `seed` and `rounds`, pairs of the first and last of each gap."""
+    return [
+        {"label": run.label, "seed": run.seed, "rounds": left_out}
+        for run in runs
+        if (left_out := run.provenance.get("skipped"))
+    ]

@@ -101,6 +101,22 @@ def parse(content: Mapping[str, Any], overrides: Iterable[str] = (), *, to_run: 
     return tables.parse(StudyConfig, {**free, "settings": settings}, "study")
 
 
+def read_seeds(text: str) -> int | list[int]:
+    """Read what a command line says of seeds: their number, or the seeds.
+
+    Raises:
+        ConfigError: when it is neither.
+
+    Example:
+        >>> read_seeds("5"), read_seeds("0,3,7")
+        (5, [0, 3, 7])
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < 100 for part in parts):
+        raise ConfigError(f"--seeds is {text!r}; expected a number of seeds (5), or a list (0,3,7)")
+    return int(parts[0]) if len(parts) == 1 else [int(part) for part in parts]
+
+
 def table(study: StudyConfig, *, decided: bool = True) -> dict[str, Any]:
     """Return the study as plain values: `parse` of it gives the same study.
 

@@ -120,6 +120,7 @@ def tune(
     study: StudyConfig,
     grid: Mapping[str, Sequence[Any]],
     *,
+    seeds: Sequence[int] | None = None,
     data_dir: str | Path | None = None,
     workers: int = 1,
     widenings: int = 3,
@@ -133,8 +134,11 @@ def tune(
     numeric axis is the smallest or the largest that was tried, the axis is continued by its own ratio (or step).
 
     Args:
-        study: what to tune; its seeds are used.
-        grid: values to try, by setting ("lr", "tau") or for one method ("methods.DAC.tau").
+        study: what to tune. It keeps its own seeds, over which results are reported.
+        grid: values to try, by setting ("lr", "tau") or for one method ("methods.DAC.tau"); under "seeds" the seeds of
+            the trials.
+        seeds: seeds of the trials; those of the grid when None, and those of the study where it has none. Others than
+            the study's keep what is chosen apart from the data that results are reported on.
         data_dir: where datasets lie on disk.
         workers: processes.
         widenings: how often a grid is continued at most.
@@ -145,6 +149,9 @@ def tune(
     Raises:
         ConfigError: when a setting fits no method, or the clients have no validation data.
     """
+    grid = dict(grid)
+    own = grid.pop("seeds", study.seeds)
+    tried = replace(study, seeds=tuple(own if seeds is None else seeds)).seeds  # which checks them
     grids = {entry.label: _grid_of(study, entry.label, grid) for entry in study.methods}
     for path in grid:
         if not any(_setting(path, entry) in grids[entry.label] for entry in study.methods):
@@ -156,7 +163,7 @@ def tune(
         done = {(trial.label, trial.point) for trial in trials}
         jobs = [
             (label, point, seed)
-            for seed in study.seeds
+            for seed in tried
             for label, axes in grids.items()
             for point in _points(axes)
             if (label, point) not in done
@@ -174,7 +181,10 @@ def tune(
 
 
 def write(tuned: Tuned, folder: str | Path) -> Path:
-    """Write the study with the chosen values, and all trials beside it; return the path of the study file."""
+    """Write the study with the chosen values, and all trials beside it; return the path of the study file.
+
+    A trial in which a client diverged has no value, and counts as tried.
+    """
     path = Path(folder) / f"{tuned.study.name}.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
     head = "".join(
@@ -184,10 +194,12 @@ def write(tuned: Tuned, folder: str | Path) -> Path:
     )
     write_atomically(path, (head + config.dumps(tuned.study)).encode())
     trials = [
-        {"label": t.label, "seed": t.seed, "metric": t.metric, "value": t.value, **dict(t.point)}
+        {
+            "label": t.label, "seed": t.seed, "metric": t.metric,
+            "value": t.value if math.isfinite(t.value) else None, **dict(t.point),
+        }
         for t in tuned.trials
-        if math.isfinite(t.value)
-    ]
+    ]  # fmt: skip
     write_atomically(path.with_suffix(".json"), (json.dumps(trials, indent=1) + "\n").encode())
     return path
 

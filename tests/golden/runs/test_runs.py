@@ -26,6 +26,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "fedgwc": {"eps": 1.0, "patience": 1, "min_pair_updates": 0.0},
     "fedper": {"personal_layers": 0},  # the model has one layer
     "fedrep": {"personal_layers": 0},
+    "dfedalt": {"personal_layers": 0},
     "fix-topology": {"num_peers": 2},
     "ifca": {"clusters": 2},
     "one-shot": {"warmup_rounds": 2},

@@ -9,6 +9,7 @@ import torch
 
 from coterie.data.arrays import from_arrays
 from coterie.errors import ConfigError, DataError
+from coterie.exchange.accepting import Acceptance
 from coterie.net import nodefile
 from coterie.studies import config
 
@@ -46,6 +47,10 @@ def test_paths_are_seen_from_the_file(tmp_path):
     assert file.path(file.roster) == tmp_path.resolve() / "../r.toml"
     assert file.network.terms.deadline == 3.0
     assert file.network.patience.start == 60.0
+
+
+def test_a_node_may_wait_for_new_clients_without_limit(tmp_path):
+    assert written(tmp_path, "[network]\nlinger = 'unlimited'\n").network.patience.linger == float("inf")
 
 
 @pytest.mark.parametrize(
@@ -223,3 +228,17 @@ def test_what_nodes_agree_on_names_the_model_with_its_arguments():
     kinds = ("{ kind = 'linear' }", "{ kind = 'a.b:Net' }", "{ kind = 'a.b:Net', options = { width = 3 } }")
     agreed = [nodefile.plan_of(config.loads(text + kind)).agreed(3)["model"] for kind in kinds]
     assert agreed == ["linear", "a.b:Net", 'a.b:Net {"width": 3}']
+
+
+def test_members_judge_what_they_receive_unless_the_study_says_no():
+    """A method with a server, or without exchanges, has nothing to judge."""
+    text = "seeds = [0]\ndata = { dataset = 'digits' }\nmodel = { kind = 'linear' }\n"
+
+    def rules(rest):
+        return nodefile.plan_of(config.loads(text + rest)).settings.accepts
+
+    assert rules("methods = [{ kind = 'dac' }]") == Acceptance()
+    assert rules("acceptance = { clip = 7 }\nmethods = [{ kind = 'dac' }]") == Acceptance(clip=7.0)
+    assert rules("acceptance = false\nmethods = [{ kind = 'dac' }]") is None
+    assert rules("methods = [{ kind = 'fedavg' }]") is None
+    assert rules("methods = [{ kind = 'local' }]") is None

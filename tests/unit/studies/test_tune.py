@@ -1,5 +1,6 @@
 """Tuning: the best point by validation, wider grids, and test sets that nothing depends on."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from coterie.data.build import build_federation
 from coterie.data.federation import TestSet
 from coterie.errors import ConfigError
 from coterie.methods import METHODS
+from coterie.results.conditions import tried
 from coterie.studies import config, tune
 
 STUDY = """
@@ -147,6 +149,38 @@ def test_the_command_writes_a_study_that_can_be_run(tmp_path):
     assert chosen.name == "small-tuned"
     assert chosen.entry("Alone").settings.local.lr == 0.001
     assert (tmp_path / "tuned" / "small-tuned.json").exists()
+
+
+def test_seeds_of_the_trials_are_apart_from_those_of_the_results(study, tmp_path):
+    """Given, or in the grid; the study that is written keeps its own. Trials are those of a study with these seeds."""
+    lrs = {"lr": [0.001, 0.003]}
+    given = tune.tune(study, lrs, widenings=0, seeds=[7, 9])
+    named = tune.tune(study, {**lrs, "seeds": [7, 9]}, widenings=0)
+    assert {t.seed for t in given.trials} == {7, 9}
+    assert tuple(given.study.seeds) == (0,)
+    assert given.trials == named.trials == tune.tune(replace(study, seeds=(7, 9)), lrs, widenings=0).trials
+    with pytest.raises(ConfigError, match="seeds"):
+        tune.tune(study, lrs, seeds=[7, 7])
+
+
+def test_the_command_takes_seeds_of_the_trials_from_the_study_or_as_an_option(tmp_path):
+    path, out = tmp_path / "small.toml", tmp_path / "tuned"
+    path.write_text(STUDY + "[tune]\nlr = [0.001]\nseeds = [5, 6]\n")
+    for options, seeds in (([], {5, 6}), (["--seeds", "8"], set(range(8))), (["--seeds", "8,9"], {8, 9})):
+        done = CliRunner().invoke(app, ["tune", str(path), "--out", str(out), "--workers", "1", "--quiet", *options])
+        assert done.exit_code == 0, done.output
+        assert {one["seed"] for one in json.loads((out / "small-tuned.json").read_text())} == seeds
+        assert list(config.load(out / "small-tuned.toml").seeds) == [0]
+
+
+def test_settings_with_which_a_client_diverges_count_as_tried(study, tmp_path):
+    """Their trials are written without a value, so that the effort of tuning is not understated."""
+    study = config.loads(config.dumps(study), overrides=["evaluate=final"])
+    found = tune.tune(study, {"methods.Alone.lr": [0.001, 1e30]}, widenings=0)
+    path = tune.write(found, tmp_path).with_suffix(".json")
+    alone = [one for one in json.loads(path.read_text()) if one["label"] == "Alone"]
+    assert {one["lr"]: one["value"] is None for one in alone} == {0.001: False, 1e30: True}
+    assert tried(path) == {"Alone": 2, "Random": 1}
 
 
 def test_a_grid_of_presets_tries_what_each_says():
