@@ -108,7 +108,7 @@ def test_a_member_that_joins_late_ends_with_the_bytes_of_the_simulation(tmp_path
     """
     held_out = "rounds = 4\nnew_clients = [3]\nnew_client_rounds = 2\n"
     study = config.loads(STUDY.replace("rounds = 4\n", held_out)).only(label, 0)
-    files = fleet.lay_out(tmp_path, study, port=port(offset), network={**QUICK, "linger": 90.0})
+    files = fleet.lay_out(tmp_path, study, port=port(offset), network={**QUICK, "start": 90.0, "linger": "unlimited"})
     (tmp_path / "logs").mkdir()
     *early, late = files
     over = {name: threading.Event() for name in early}
@@ -120,13 +120,13 @@ def test_a_member_that_joins_late_ends_with_the_bytes_of_the_simulation(tmp_path
     with fleet.Fleet(files, logs=tmp_path / "logs", listener=look) as nodes:
         for name in early:
             nodes.start(name)
-        assert all(event.wait(120) for event in over.values()), (tmp_path / "logs" / "node-00.log").read_text()
+        assert all(event.wait(240) for event in over.values()), (tmp_path / "logs" / "node-00.log").read_text()
         for name in early if label == "ifca" else []:
             nodes.processes[name].terminate()
             nodes.processes[name].wait(30)
             nodes.start(name)
         nodes.start(late)
-        assert nodes.wait(120) == dict.fromkeys(files, 0), (tmp_path / "logs" / f"{late}.log").read_text()
+        assert nodes.wait(240) == dict.fromkeys(files, 0), (tmp_path / "logs" / f"{late}.log").read_text()
     joined = fleet.gather(tmp_path, study, list(files), "nodes")
     run_study(study, out=tmp_path / "simulated")
     run = tmp_path / "simulated" / "four" / label / "seed-0"

@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from coterie._util.importing import imported, path_of
+from coterie._util.importing import imported, kind_of
 from coterie._util.settings import Configurable, parse, plain
-from coterie.errors import ConfigError, require, unknown
+from coterie.errors import ConfigError, require
 from coterie.functional import scores
 from coterie.functional.scores import Form, undefined
 from coterie.functional.scores import Undefined as Undefined
@@ -371,6 +371,17 @@ WADB = Metric(
 )
 LABEL = Metric("label", "found cluster of the client", "found cluster", shown="not")
 DIVERGED = Metric("diverged", "1 where a client's model became NaN or infinite", shown="not")
+# Of private training, so far.
+EPSILON = Metric(
+    "epsilon",
+    "what a client's published models reveal of one of its training samples at most, for the delta of local.dp; "
+    "see the page on privacy for what it covers",
+    "epsilon of differential privacy",
+    "ε",
+    better="lower",
+    digits=2,
+    shown="further",
+)
 # Of a round, reported by methods.
 PASSES = _cost("passes", "forward passes of one sample, to judge received models", "forward passes")
 EXTRA_MODELS = _cost("extra_models", "numbers received beside pulled models, in units of a model", "further models")
@@ -484,11 +495,9 @@ def read_metric(given: str | SampleMetric | Callable[..., Any], where: str = "me
     """
     if isinstance(given, SampleMetric):
         return _of_own_name(given)
-    path = given if isinstance(given, str) else path_of(given, where)
+    path, _ = kind_of(given, MEASURES, "metric", where)
     if path in MEASURES:
         return MEASURES[path]
-    if ":" not in path:
-        raise ConfigError(f"{where}: {unknown('metric', path, MEASURES)}; or package.module:name")
     found = imported(path, f"metric {path!r}")
     if isinstance(found, type) or not callable(found):
         raise ConfigError(f"metric {path!r} is {found!r}; expected a function (outputs, targets), or a SampleMetric")

@@ -199,6 +199,15 @@ class Method(Configurable, ABC):
             require(fits, f"{cls.__name__}.reports", one.name, "a name that nothing else in a run has")
         return {one.name: one for one in (metrics.LOSS, *metrics.COSTS, *own)}
 
+    @property
+    def unprotected(self) -> str:
+        """What others learn of the training data by another way than trained models, in words; empty for nothing.
+
+        Differential privacy of local training (`LocalTraining.dp`) does not cover it: what is sent that was computed
+        from the data, and choices made by it that show in what is sent later.
+        """
+        return ""
+
     @abstractmethod
     def init(self, task: Task, rng: Rng) -> State:
         """Return the state before the first round."""

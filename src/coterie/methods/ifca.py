@@ -75,6 +75,11 @@ class Ifca(ServerMethod):
         fits = self.resample_share * self.clusters <= 1
         require(fits, "resample_share", self.resample_share, f"at most 1 / clusters = {1 / self.clusters:.3g}")
 
+    @property
+    def unprotected(self) -> str:
+        """See `Method.unprotected`."""
+        return "the cluster is chosen by the losses of the models on the training data"
+
     def shared(self, task: Task, rng: Rng) -> Models:
         """Return independently drawn models."""
         count = self.clusters * (self.candidates if self.start == "resample" else 1)

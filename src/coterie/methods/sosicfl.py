@@ -213,6 +213,11 @@ class SimplexMethod(WithPresets, OneModel):
         """One model, and the client's region."""
         return ReplyForm(1, {"center": (torch.float64, (self.endpoints,)), "radius": (torch.float64, ())})
 
+    @property
+    def unprotected(self) -> str:
+        """See `Method.unprotected`."""
+        return "" if self.assignment == "gradient" else "the number of samples of each class is sent"
+
     def enroll(self, rnd: Round, state: State) -> State:
         """Tell the server how many samples of each class each client has."""
         if self.assignment == "gradient":

@@ -72,9 +72,14 @@ class RunSpec:
     model_name: str
     seed: int = 0
 
-    def task(self, federation: Federation) -> Task:
-        """Return the task of a node's rows."""
-        return make_task(federation, self.method, self.model, self.settings)
+    def task(self, federation: Federation, secret: int | None = None) -> Task:
+        """Return the task of a node's rows.
+
+        Args:
+            federation: the rows.
+            secret: seed of the draws of private training, which nobody else may know.
+        """
+        return make_task(federation, self.method, self.model, self.settings, secret)
 
     def agreed(self, population: int) -> dict[str, Any]:
         """Return the settings that must be equal on every node."""
@@ -154,7 +159,8 @@ class Node:
         if self.sides is not None:
             federation, seen = self.sides.numbered(federation, transport.name), self.sides.roster(transport.name)
         self._federation = replace(federation, truth=planted)
-        self.task = plan.task(self._federation)
+        # drawn anew at every start and never written: noise that is used twice could be taken off
+        self.task = plan.task(self._federation, secret=secrets.randbits(63))
         self.schema = heads.schema_hash(self.task.layout)
         self.settings = heads.with_frozen(plan.agreed(roster.population), self.task.layout)
         folder.mkdir(parents=True, exist_ok=True)

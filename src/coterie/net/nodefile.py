@@ -1,6 +1,5 @@
 """node.toml, the settings of one node, and its own data."""
 
-import importlib
 import math
 import tomllib
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from annotated_types import Ge, Le
 
+from coterie._util.importing import imported_function
 from coterie._util.settings import Configurable, NonNegativeFloat, NonNegativeInt, Share, parse
 from coterie.data import datasets, hub
 from coterie.data.arrays import from_arrays
@@ -309,14 +309,9 @@ def _arrays(path: Path) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
 
 
 def _called(name: str) -> Any:
-    module, colon, function = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ConfigError(f"data.function is {name!r}; expected 'package.module:name'")
-    try:
-        made = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"data.function {name!r}: {error}; the module must be importable from here") from None
-    result = made()
+    result = imported_function(name, f"data.function {name!r}")()
     if not isinstance(result, Federation) and not (isinstance(result, tuple) and len(result) == 2):
         raise DataError(f"{name} returned {type(result).__name__}; expected a federation, (x, y), or two such pairs")
     return result

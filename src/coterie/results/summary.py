@@ -146,12 +146,31 @@ class StoredRun:
 
     def final(self, metric: str) -> pd.Series:
         """The final test value of a metric per client, indexed by client id; else the last that rounds reported."""
-        rows = self.final_rows
-        rows = rows.loc[(rows["metric"] == metric).to_numpy()]
-        if rows.empty and not self.known[metric].on_samples:
-            reported = (self.metrics["split"] == "train") & (self.metrics["metric"] == metric)
-            rows = self.metrics.loc[reported.to_numpy()].drop_duplicates("client", keep="last")
-        return pd.Series(rows["value"].to_numpy(float), index=rows["client"].to_numpy()).sort_index()
+        if metric not in self._finals:
+            rows = self.final_rows
+            rows = rows.loc[(rows["metric"] == metric).to_numpy()]
+            if rows.empty and not self.known[metric].on_samples:
+                reported = (self.metrics["split"] == "train") & (self.metrics["metric"] == metric)
+                rows = self.metrics.loc[reported.to_numpy()].drop_duplicates("client", keep="last")
+            values = pd.Series(rows["value"].to_numpy(float), index=rows["client"].to_numpy())
+            self._finals[metric] = values.sort_index()
+        return self._finals[metric].copy()
+
+    @cached_property
+    def _finals(self) -> dict[str, pd.Series]:
+        """What `final` has found, by metric: summaries and pages ask many times."""
+        return {}
+
+    def curve(self, metric: str) -> tuple[list[int], list[float]]:
+        """As the function `curve`, of its metrics."""
+        if metric not in self._curves:
+            self._curves[metric] = curve(self.metrics, metric)
+        return self._curves[metric]
+
+    @cached_property
+    def _curves(self) -> dict[str, tuple[list[int], list[float]]]:
+        """What `curve` has found, by metric: that of a baseline is asked for by each method."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -508,10 +527,11 @@ def summarize(study: str | Path, seeds: Iterable[int] | None = None) -> dict[str
         `study`, `seeds`, `left_out`, `rows`, `pairs` and `timing`. A row is the final test value of one metric of one
         method: the mean over the clients of one planted cluster, over all clients ("all"), or the unweighted mean over
         clusters ("clusters"); then mean and population standard deviation over seeds, the same `seeds` for every method
-        (see `compared`); a single seed has no deviation. `left_out` tells how each run stands that is not among them. A
-        pair has the fields of `pairs.Pair` (see `pairs_of`); `about` says what their intervals speak of.
-        `participation`, `spent`, `time_to_accuracy`, `undefined` and, where a node left out rounds, `skipped` are those
-        of the functions below. `metrics` is there when methods declared some, and `scale` when the rounds were scaled.
+        (see `compared`); a single seed has no deviation; `needs` is there for a method that declares some.
+        `left_out` tells how each run stands that is not among them. A pair has the fields of `pairs.Pair` (see
+        `pairs_of`); `about` says what their intervals speak of. `participation`, `spent`, `time_to_accuracy`,
+        `undefined` and, where a node left out rounds, `skipped` are those of the functions below. `metrics` is there
+        when methods declared some, and `scale` when the rounds were scaled.
 
     Raises:
         DataError: when the folder holds no run, or several studies.
@@ -531,15 +551,14 @@ def summary_of(
     names = cluster_names(home, (int(c) for run in runs for c in run.clients.unique() if c >= 0))
     chosen = compared(runs, problems, seeds)
     rows: list[dict[str, Any]] = []
-    for label, group in by_label(chosen).items():
+    for group in by_label(chosen).values():
         for metric in dict.fromkeys(name for run in group for name in run.results):
             reduced = pd.DataFrame([cluster_means(run, metric) for run in group])
             for cluster in reduced.columns:
                 mean, deviation = over_seeds(reduced[cluster].to_numpy(float))
                 rows.append(
                     {
-                        "method": group[0].kind,
-                        "label": label,
+                        **method_of(group[0]),
                         "cluster": names.get(cluster, str(cluster)),
                         "metric": metric,
                         "mean": mean,
@@ -571,6 +590,12 @@ def summary_of(
         content["new_clients"] = joined
     scales = {float(run.config.get("scale", 1.0)) for run in runs} - {1.0}
     return {**content, "scale": min(scales)} if scales else content
+
+
+def method_of(run: StoredRun) -> dict[str, Any]:
+    """Return what a row of a summary says of its method: kind and label, and `needs` where it declares some."""
+    needs = sorted(declared(run, "needs"))
+    return {"method": run.kind, "label": run.label, **({"needs": needs} if needs else {})}
 
 
 def pairs_of(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[pairs.Pair]:
@@ -744,7 +769,7 @@ TIMED = (metrics.ACCURACY.name, metrics.GLOBAL_ACCURACY.name)
 
 
 def declared(run: "StoredRun", name: str) -> Any:
-    """Return what the class of a run's method declares, as the run noted it: `server` or `timed_against`."""
+    """Return what the class of a run's method declares, as the run noted it: `server`, `needs` or `timed_against`."""
     return run.provenance.get(name, getattr(METHODS.get(run.kind, Method), name))
 
 
@@ -811,7 +836,7 @@ def time_to_accuracy(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     for run in runs:
         base = bases.get((declared(run, "timed_against"), run.seed))
         for metric in TIMED if base is not None and base.label != run.label else ():
-            own, theirs = curve(run.metrics, metric), curve(base.metrics, metric)  # type: ignore[union-attr]
+            own, theirs = run.curve(metric), base.curve(metric)  # type: ignore[union-attr]
             if own[0] and theirs[0]:
                 entry = _ratio(own, theirs)
                 found.setdefault((run.label, base.label, metric), []).append(entry)  # type: ignore[union-attr]

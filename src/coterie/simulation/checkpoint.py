@@ -97,6 +97,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
     tensors |= {f"state.reputation.{k}": v for k, v in _fields(loop.state.reputation).items()}
     tensors |= {f"tracker.{k}": v for k, v in _fields(loop.tracker).items()}
     tensors |= {f"validation.{k}": v for k, v in loop.validation.items()}
+    tensors |= {f"privacy.{k}": v for k, v in loop.task.spent.snapshot().items()}
     tensors |= {f"exchange.{k}": v for k, v in getattr(loop.exchange, "snapshot", dict)().items()}
     record, names = loop.record.snapshot()
     tensors |= {f"record.{k}": v for k, v in record.items()}
@@ -179,6 +180,7 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     loop.state = State(tensors["state.params"].to(state.params.device), memory, shared, moments, reputation)
     loop.tracker = _filled(loop.tracker, part("tracker."))
     loop.validation = part("validation.")
+    loop.task.spent.restore(part("privacy."))
     loop.record.restore(part("record."), found["names"])
     restore = getattr(loop.exchange, "restore", None)
     if restore is not None:
@@ -260,6 +262,7 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "config_hash": run,
         "method": {"kind": loop.method.kind, **{k: str(v) for k, v in dataclasses.asdict(loop.method).items()}},
         "server": loop.method.server,
+        "needs": sorted(loop.method.needs),
         "timed_against": loop.method.timed_against,
         "engine": {
             **_engine(loop),

@@ -44,6 +44,10 @@ class Undeclared(UserWarning):
     """A method reports a value that it does not declare: it is not recorded."""
 
 
+class Unprotected(UserWarning):
+    """A method lets others learn of the training data by a way that differential privacy does not cover."""
+
+
 @dataclass(frozen=True)
 class Tracker:
     """What early stopping and the choice of the best model remember of each hosted client; `best` may be empty."""
@@ -132,6 +136,13 @@ class Loop:
             self.recorded |= {one.name: one for one in _OF_ATTACKERS}
         self.reported: dict[str, float] = {}  # means over clients of the last report
         self._undeclared: set[str] = set()  # what rounds report in vain
+        if settings.local.private is not None and method.unprotected:
+            warnings.warn(
+                f"{method.kind}: {method.unprotected}, which local.dp does not cover: epsilon is of the local training "
+                "alone",
+                Unprotected,
+                stacklevel=3,
+            )
         if settings.schedule != "synchronous" and not isinstance(method, PeerMethod):
             raise ConfigError(
                 f"schedule = {settings.schedule!r} is for peer-to-peer methods; {method.kind} has a server"
@@ -300,11 +311,17 @@ class Loop:
             models = self.tracker.best if self.settings.stopped_broadcast == "best" else self.state.params
             narrowed(self.exchange, self.task.part, models).retire(ids[new], models[new])
         self.record.add_metrics(index, ids, "validation", "current", self.validation)
+        self.record.add_metrics(index, ids, "train", "current", self._spent())
         if (label := metrics.LABEL.name) in extra:
             self.record.add_metrics(index, ids, "train", "current", {label: extra[label]})
         every = self.settings.eval_every
         if every and (index + 1) % every == 0 and index >= 0:
             self.record.add_metrics(index, ids, "test", "current", self._tested(index, params))
+
+    def _spent(self) -> dict[str, Tensor]:
+        """Return each client's epsilon so far; nothing where training is not private."""
+        private = self.settings.local.private
+        return {} if private is None else {metrics.EPSILON.name: self.task.spent.epsilon(self.task.ids, private.delta)}
 
     def _record_info(self, index: int, ids: Tensor, info: Info) -> None:
         if not len(ids):
@@ -398,6 +415,7 @@ class Loop:
         for split, values in measured.items():
             self.record.drop_metrics(last, split, model)  # the round may have measured its current models already
             self.record.add_metrics(last, self.task.ids, split, model, values)
+        self.record.add_metrics(last, self.task.ids, "test", model, self._spent())
         if whole:
             found = self._outcome(known.get(metrics.LABEL.name), measured["test"])
             self.record.add_metrics(last, self.task.ids[self.honest], "test", model, found)

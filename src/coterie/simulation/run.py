@@ -293,7 +293,9 @@ def _loop(
     return Loop(task, method, door, settings, Rng(seed), record)
 
 
-def make_task(federation: Federation, method: Method, model: ModelSource, settings: Settings) -> Task:
+def make_task(
+    federation: Federation, method: Method, model: ModelSource, settings: Settings, secret: int | None = None
+) -> Task:
     """Return the task of a run that hosts a whole federation, after checking everything that the run needs.
 
     Args:
@@ -301,6 +303,7 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         method: a method.
         model: a name of `models.NETS`, an import path, an nn.Module, or a factory of modules.
         settings: the settings of the run.
+        secret: seed of the draws of private training, see `Task`.
 
     Raises:
         ConfigError: when the method needs planted clusters and there are none, or a name is unknown.
@@ -337,6 +340,7 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         metrics=[read_metric(one) for one in settings.metrics],
         own_optimizer=local.own,
         rounds=settings.rounds,
+        secret=secret,
     )
     task = build(
         federation.host(federation.ids),
@@ -344,6 +348,7 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         pool=build(federation.pooled()) if "pool" in method.needs else None,
     )
     task.check_batches(local)
+    task.check_private(local)
     return task
 
 

@@ -219,6 +219,23 @@ def test_nodes_know_the_number_of_rounds_that_a_schedule_runs_over(networks):
     assert not torch.equal(best, simulate(FEDERATION, plan.method, model="linear", settings=plain, seed=3).params)
 
 
+def test_noise_of_private_training_is_of_the_node_alone(networks):
+    """Whoever knows the run's seed cannot draw it again; epsilon is that of the simulation, which depends on none."""
+    local = replace(tiny_settings().local, batch_size=4, dp={"clip": 1.0, "noise_multiplier": 1.0})
+    network = networks("random", local=local, engine="vmap")
+    network.run()
+    plan = network.plan
+    run = simulate(FEDERATION, plan.method, model="linear", settings=plan.settings, seed=3)
+    best = torch.cat([network.nodes[i].loop.tracker.best for i in range(6)])
+    assert not bool((best == run.params).any())
+    found, expected = (
+        table(frame)[lambda rows: rows["metric"] == "epsilon"]["value"].to_numpy()
+        for frame in (joined(network, "metrics"), run.metrics)
+    )
+    assert (found > 0).all()
+    assert found.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("shared", [[], ["1.weight"]])
 def test_clients_that_stop_early_end_with_the_same_models_as_in_the_simulation(networks, shared):
     """Who stopped is done and goes on answering; the others read its best model to the end."""

@@ -124,7 +124,8 @@ def test_a_function_may_make_the_data(tmp_path, monkeypatch, name, tests):
         ('arrays = "pickled.npz"\nclasses = 3', DataError, "cannot read the arrays"),
         ('arrays = "good.npz"', ConfigError, "classes is missing"),
         ('function = "nowhere"', ConfigError, "expected 'package.module:name'"),
-        ('function = "no.such:thing"', ConfigError, "must be importable"),
+        ('function = "no.such:thing"', ConfigError, "data.function 'no.such:thing': there is no module 'no'"),
+        ('function = "math:pi"', ConfigError, "is 3.14.*; expected a function"),
         ('function = "own_module:made_badly"', DataError, "returned list"),
     ],
 )

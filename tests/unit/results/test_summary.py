@@ -1,6 +1,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -57,6 +58,21 @@ def test_a_population_without_planted_clusters_has_only_the_mean_over_clients(tm
     """A cluster of -1 means that nothing is known."""
     write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=final_rows([0.2, 0.4], [-1, -1]))
     assert [r["cluster"] for r in summary.summarize(tmp_path / "s")["rows"]] == ["all"]
+
+
+def test_rows_tell_what_a_method_needs_that_no_client_has(tmp_path, write_run, final_rows):
+    """As the run noted it; of a run from before that was noted, as the class declares it."""
+    run = {"seed": 0, "metrics": final_rows([0.2, 0.4], [0, 1])}
+    for label, kind in (("DAC", "dac"), ("Oracle", "oracle"), ("Mine", "mine:Own")):
+        write_run(tmp_path / "s" / label / "seed-0", kind=kind, label=label, **run)
+    runs, _ = summary.find_runs([tmp_path / "s"])
+    noted = [
+        replace(one, provenance={**one.provenance, "needs": ["pool", "truth"]}) if one.label == "Mine" else one
+        for one in runs
+    ]
+    rows = summary.summary_of(noted, tmp_path / "s")["rows"]
+    found = {row["label"]: row.get("needs") for row in rows}
+    assert found == {"DAC": None, "Oracle": ["truth"], "Mine": ["pool", "truth"]}
 
 
 def test_a_client_whose_samples_leave_a_metric_undefined_is_not_in_its_mean(tmp_path, write_run, final_rows):
