@@ -10,8 +10,11 @@ import torch
 from coterie.data.arrays import from_arrays
 from coterie.errors import ConfigError, DataError
 from coterie.exchange.accepting import Acceptance
+from coterie.methods import METHODS
 from coterie.net import nodefile
+from coterie.simulation.run import simulate
 from coterie.studies import config
+from coterie.testing import tiny_federation, tiny_settings
 
 STUDY = config.loads(
     'rounds = 2\nseeds = [4]\n[data]\ndataset = "digits"\nnum_clients = 3\n[[methods]]\nkind = "random"\n'
@@ -242,3 +245,13 @@ def test_members_judge_what_they_receive_unless_the_study_says_no():
     assert rules("acceptance = false\nmethods = [{ kind = 'dac' }]") is None
     assert rules("methods = [{ kind = 'fedavg' }]") is None
     assert rules("methods = [{ kind = 'local' }]") is None
+
+
+@pytest.mark.option("Settings.acceptance", None, False, True)
+@pytest.mark.parametrize(("value", "simulated", "nodes"), [(None, 0, 1), (False, 0, 0), (True, 1, 1)])
+def test_who_judges_where(value, simulated, nodes):
+    """Unset, clients judge between machines and not in a simulation."""
+    settings, method = tiny_settings(rounds=1, acceptance=value), METHODS["random"](num_peers=1)
+    run = simulate(tiny_federation(), method, model="linear", settings=settings)
+    assert ("refused" in {*map(str, run.metrics["metric"])}) == bool(simulated)
+    assert (nodefile.between_machines(method, settings).rules_of(method) is not None) == bool(nodes)
