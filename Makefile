@@ -53,6 +53,7 @@ docs: setup ## write the generated pages of docs/reference
 	$(BIN)/python scripts/performance.py
 	$(BIN)/python scripts/network.py
 	$(BIN)/python scripts/reliability.py
+	$(BIN)/python scripts/poisoning.py
 
 site: setup ## build the documentation into site/; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

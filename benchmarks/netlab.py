@@ -27,6 +27,7 @@ name = "network"
 rounds = {rounds}
 seeds = [{seed}]
 engine = "loop"
+acceptance = true
 model = {{ kind = "cnn-b" }}
 
 [data]

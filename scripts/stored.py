@@ -353,7 +353,7 @@ def _left_out(runs: Iterable[summary.StoredRun], known: list[dict]) -> list[dict
                 found.setdefault(name, []).append(value)
         rows += [
             {
-                "method": group[0].kind, "label": label, "cluster": "all", "metric": name,
+                **summary.method_of(group[0]), "cluster": "all", "metric": name,
                 **dict(zip(("mean", "std"), summary.over_seeds(np.array(values)), strict=True)), "seeds": len(values),
             }
             for name, values in found.items() if (label, name) not in there

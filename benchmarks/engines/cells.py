@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from benchmarks._measured import flops
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from benchmarks._measured import flops
 from coterie.data.federation import Federation
 from coterie.engine._batches import plan
 from coterie.engine._choice import products

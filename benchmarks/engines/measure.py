@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from benchmarks._measured import resident
 from benchmarks._peak import Peak, machine_with_peak
-
 from coterie._util import pages
 from coterie._util.origin import keep
 from coterie.engine import use_threads

@@ -242,3 +242,22 @@ def test_engines_agree(kind: str):
 def small() -> nn.Module:
     """A network of one hidden layer."""
     return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+PEERS = sorted(kind for kind, method in METHODS.items() if issubclass(method, PeerMethod) and kind != "local")
+STRICT = {"acceptance": {"worse": 1.0, "clip": 0.5, "samples": 0.5}}
+"""Rules so strict that something is refused and clipped in every run."""
+
+
+@pytest.mark.parametrize("kind", PEERS)
+def test_a_method_whose_clients_judge_each_other_depends_on_no_grouping(kind: str):
+    """No method has a line about it; hosting one client or all gives the same bits."""
+    method, data = METHODS[kind](**SETTINGS.get(kind, {})), tiny_federation()
+    whole = simulate(data, method, model="linear", settings=tiny_settings(**STRICT, evaluate="final"), seed=3)
+    apart = run_grouped(data, method, [[0, 4], [1], [2, 3, 5]], settings=tiny_settings(**STRICT, evaluate="final"))
+    assert torch.equal(whole.params, apart)
+    free = simulate(data, method, model="linear", settings=tiny_settings(evaluate="final"), seed=3)
+    assert not torch.equal(whole.params, free.params)
+    assert kind == "oracle" or bool((whole.edges["purpose"] == "refused").any()), "Oracle reads its cluster alone"
+    lenient = tiny_settings(acceptance={"worse": 1e9, "clip": 1e9, "samples": 1e9}, evaluate="final")
+    assert torch.equal(free.params, simulate(data, method, model="linear", settings=lenient, seed=3).params)

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coterie.cli.app import app
-from coterie.net import fleet
+from coterie.net import fleet, setup
 from coterie.report.watch import Follower
 from coterie.studies import config
 from coterie.studies.run import run_study
@@ -62,6 +63,11 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.sort_values(list(frame.columns)).reset_index(drop=True)
 
 
+def judging(study: config.StudyConfig) -> config.StudyConfig:
+    """The study with what nodes do unless they are told otherwise: judge what they receive."""
+    return config.loads(config.dumps(study), overrides=["acceptance=true"])
+
+
 @pytest.mark.parametrize(("label", "offset"), [("dac", 0), ("fedavg", 10), ("ifca", 40)])
 def test_four_nodes_end_with_the_bytes_of_the_simulation(tmp_path, label, offset):
     """The same peers, weights, bytes and metrics in every round, whether four processes or one.
@@ -88,10 +94,50 @@ def test_four_nodes_end_with_the_bytes_of_the_simulation(tmp_path, label, offset
     assert pages[0]["data"]["curves"][0]["rounds"][:2] == [-1, 0]
     assert len({page["signature"] for page in pages}) > 1
     joined = fleet.gather(tmp_path, study, list(files), "nodes")
-    run_study(study, out=tmp_path / "simulated")
+    run_study(judging(study), out=tmp_path / "simulated")
     run = tmp_path / "simulated" / "four" / label / "seed-0"
     for name in ("metrics", "edges"):
         assert table(joined[name]).equals(table(pd.read_parquet(run / f"{name}.parquet")))
+
+
+@pytest.mark.parametrize(("label", "offset"), [("dac", 70), ("fedavg", 80), ("ifca", 90)])
+def test_a_member_that_joins_late_ends_with_the_bytes_of_the_simulation(tmp_path, label, offset):
+    """Three nodes end their run; the process of a fourth starts only then, and its results are the simulation's.
+
+    With IFCA the three are gone by then, and are started again to answer it.
+    """
+    held_out = "rounds = 4\nnew_clients = [3]\nnew_client_rounds = 2\n"
+    study = config.loads(STUDY.replace("rounds = 4\n", held_out)).only(label, 0)
+    files = fleet.lay_out(tmp_path, study, port=port(offset), network={**QUICK, "start": 90.0, "linger": "unlimited"})
+    (tmp_path / "logs").mkdir()
+    *early, late = files
+    over = {name: threading.Event() for name in early}
+
+    def look(name: str, event: Mapping[str, Any]) -> None:
+        if event["event"] == "done" and name in over:
+            over[name].set()
+
+    with fleet.Fleet(files, logs=tmp_path / "logs", listener=look) as nodes:
+        for name in early:
+            nodes.start(name)
+        assert all(event.wait(240) for event in over.values()), (tmp_path / "logs" / "node-00.log").read_text()
+        for name in early if label == "ifca" else []:
+            nodes.processes[name].terminate()
+            nodes.processes[name].wait(30)
+            nodes.start(name)
+        nodes.start(late)
+        assert nodes.wait(240) == dict.fromkeys(files, 0), (tmp_path / "logs" / f"{late}.log").read_text()
+    joined = fleet.gather(tmp_path, study, list(files), "nodes")
+    run_study(judging(study), out=tmp_path / "simulated")
+    run = tmp_path / "simulated" / "four" / label / "seed-0"
+    for name in ("metrics", "edges"):
+        assert table(joined[name]).equals(table(pd.read_parquet(run / f"{name}.parquet")))
+    assert set(joined["metrics"].query("split == 'new_clients'")["client"]) == {3}
+    own = tmp_path / "nodes" / late / "four"
+    told = json.loads((own / "summary.json").read_text())["new_clients"]
+    assert {(row["clients"], row["rounds"]) for row in told} == {(1, 2)}
+    assert "New clients: 1 client took part in no round" in " ".join(coterie("show", own).split())
+    assert "report.html" in coterie("report", own)
 
 
 TOKENS = """
@@ -125,7 +171,7 @@ def test_three_nodes_train_a_model_of_tokens_to_the_bytes_of_the_simulation(tmp_
             nodes.start(name)
         assert nodes.wait(120) == dict.fromkeys(files, 0), (tmp_path / "logs" / "node-00.log").read_text()
     joined = fleet.gather(tmp_path, study, list(files), "nodes")
-    run_study(study, out=tmp_path / "simulated")
+    run_study(judging(study), out=tmp_path / "simulated")
     run = tmp_path / "simulated" / "tokens" / "random" / "seed-0"
     for name in ("metrics", "edges"):
         assert table(joined[name]).equals(table(pd.read_parquet(run / f"{name}.parquet")))
@@ -149,7 +195,7 @@ def test_an_organizer_and_two_members_set_up_a_run_and_the_doctor_finds_what_is_
     for name, number in (("north", 20), ("south", 21)):
         address = f"127.0.0.1:{port(number)}"
         assert "stays on this machine" in coterie("net", "join", name, address, "--folder", north)
-        assert "fingerprint" in coterie("net", "sign", organizer, north / f"{name}.csr", address)
+        assert "fingerprint" in coterie("net", "sign", organizer, north / f"{name}.csr", address, "--name", name)
     assert "never overwritten" in coterie("net", "join", "north", f"127.0.0.1:{port(20)}", "--folder", north)
     written = coterie("net", "roster", organizer, "--study", study, "--features", "1,8,8", "--classes", "10")
     assert "version 1" in written
@@ -189,3 +235,30 @@ def test_a_node_ends_in_order_when_it_is_told_to(tmp_path):
         assert process.wait(20) == 143
     assert events[-1]["event"] == "stopped"
     assert json.loads((tmp_path / "node-00.log").read_text().splitlines()[0])["level"] == "warning"
+
+
+def test_a_member_is_removed_while_the_others_run(tmp_path):
+    """After round 1 the organizer removes node-03: it ends, and three nodes come to their end without a restart."""
+    study = config.loads(STUDY.replace("rounds = 4", "rounds = 10")).only("dac", 0)
+    files = fleet.lay_out(tmp_path, study, port=port(80), network=QUICK)
+    events: list[tuple[str, Mapping[str, Any]]] = []
+    removed = threading.Event()
+
+    def look(name: str, event: Mapping[str, Any]) -> None:
+        events.append((name, event))
+        if name == "node-01" and event["event"] == "round" and event["round"] == 1 and not removed.is_set():
+            removed.set()
+            setup.remove(tmp_path / "keys", "node-03")
+
+    with fleet.Fleet(files, logs=tmp_path, listener=look) as nodes:
+        for name in files:
+            nodes.start(name)
+        statuses = nodes.wait(120)
+    assert statuses == {"node-00": 0, "node-01": 0, "node-02": 0, "node-03": 2}
+    told = {name: e for name, e in events if e["event"] == "roster"}
+    assert {name: e["removed"] for name, e in told.items()} == {name: ["node-03"] for name in list(files)[:3]}
+    for name in list(files)[:3]:
+        edges = pd.read_parquet(tmp_path / "nodes" / name / "four" / "dac" / "seed-0" / "edges.parquet")
+        assert max(edges["round"].tolist()) == 9
+        later = edges[(edges["round"] > told[name]["round"]) & (edges["weight"] > 0)]
+        assert 3 not in later["read"].tolist()

@@ -56,7 +56,8 @@ def test_nodes_with_a_table_each_end_where_the_simulation_of_the_whole_table_doe
     rows.to_csv("hospitals.csv", index=False)
     Path("study.toml").write_text(STUDY)
     study = config.load("study.toml")
-    simulated = run_study(study, out=tmp_path / "runs")
+    judging = config.load("study.toml", ["acceptance=true"])  # as nodes do unless told otherwise
+    simulated = run_study(judging, out=tmp_path / "runs")
 
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     files = fleet.lay_out(tmp_path / "nodes", study, port=24000 + 200 * worker + 150, network=QUICK)

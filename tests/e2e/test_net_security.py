@@ -17,7 +17,7 @@ import zenoh
 
 from coterie.errors import TransportError
 from coterie.exchange.base import Message
-from coterie.net import identity, local
+from coterie.net import identity, local, setup
 from coterie.net.exchange import RemoteExchange
 from coterie.net.identity import Identity
 from coterie.net.post import Post, Terms
@@ -119,7 +119,7 @@ def made(folder: Path, name: str, *, authority: Path | None = None, days: float 
         identity.make_authority(folder, "local", days=10, now=now)
         authority = folder
     request = identity.make_request(folder, name, "127.0.0.1:1")
-    identity.sign_request(authority, request, "127.0.0.1:1", days=days, now=now)
+    identity.sign_request(authority, request, name, "127.0.0.1:1", days=days, now=now)
     own = Identity.load(folder / f"{name}.key", authority / "members" / f"{name}.pem", authority / "ca.pem", now=now)
     return own
 
@@ -146,7 +146,7 @@ def test_a_certificate_that_is_over_gets_no_link(honest, tmp_path):
         (tmp_path / name).write_bytes((honest.folder / name).read_bytes())
     (tmp_path / "ca.key").chmod(0o600)
     request = identity.make_request(tmp_path, "n2", "127.0.0.1:1")
-    identity.sign_request(tmp_path, request, "127.0.0.1:1", days=1.0, now=past)
+    identity.sign_request(tmp_path, request, "n2", "127.0.0.1:1", days=1.0, now=past)
     own = replace(honest.people[2], key_file=tmp_path / "n2.key", certificate_file=tmp_path / "members" / "n2.pem")
     with attacker(honest.roster, "n2", own, port=PORT + 51) as session:
         threading.Event().wait(1.5)
@@ -373,3 +373,53 @@ def test_a_flood_of_questions_leaves_the_node_answering_others(honest):
         assert honest.transports[0].outbox.load[1] <= 8
         codes = [json.loads(r.err.payload.to_bytes())["code"] for replies in open_ for r in replies if r.err]
     assert codes.count("busy") >= 190
+
+
+def test_a_key_that_was_replaced_and_a_member_that_was_removed_are_refused_on_open_links(tmp_path):
+    """n2's first certificate is good until the roster names another key for it; the second until n2 is removed.
+
+    Neither expires, and the session with its links was open before: they are closed, and new ones are of no use.
+    """
+    port, base = PORT + 80, prefix("local")
+    who, _ = local.members([[0], [1], [2]], port=port)
+    first, people = local.provision(tmp_path, who)
+    held = tmp_path / "held"
+    held.mkdir()
+    stolen = replace(people[2], certificate_file=held / "stolen.pem", key_file=held / "stolen.key")
+    (held / "stolen.pem").write_bytes(people[2].certificate_file.read_bytes())
+    (held / "stolen.key").write_bytes(people[2].key_file.read_bytes())
+    (held / "stolen.key").chmod(0o600)
+    request = identity.make_request(tmp_path / "new", "n2", f"127.0.0.1:{port + 2}")
+    second = setup.rekey(tmp_path, "n2", request)
+    fresh = Identity.load(tmp_path / "new" / "n2.key", tmp_path / "members" / "n2.pem", tmp_path / "ca.pem")
+    third = setup.remove(tmp_path, "n2")
+    transports = [ZenohTransport(first, own.name, own) for own in people[:2]]
+    question = f"{base}/n0/head/n2?n=1"
+    try:
+        for transport in transports:
+            transport.serve_head(lambda nonce: b"here")
+        until(lambda: isinstance(transports[1].head("n0", "1", 1.0), bytes))
+        with attacker(first, "n2", stolen, port=port + 50) as session:
+            until(lambda: links(session) == 2)
+            until(lambda: len(list(session.get(question, timeout=1.0))) == 1)
+            for transport in transports:
+                transport.renew(second)
+            until(lambda: isinstance(transports[1].head("n0", "1", 1.0), bytes))
+            until(lambda: links(session) >= 1)
+            threading.Event().wait(1.5)
+            assert list(session.get(question, timeout=1.0)) == []
+            asked: list = []
+            queryable = answering(session, f"{base}/n2/**", lambda query: asked.append(query))
+            assert not isinstance(transports[0].head("n2", "1", 1.0), bytes)
+            assert asked == []
+            queryable.undeclare()
+        with attacker(second, "n2", fresh, port=port + 51) as session:
+            until(lambda: len(list(session.get(question, timeout=1.0))) == 1)
+            for transport in transports:
+                transport.renew(third)
+            until(lambda: isinstance(transports[1].head("n0", "1", 1.0), bytes))
+            threading.Event().wait(1.5)
+            assert list(session.get(question, timeout=1.0)) == []
+    finally:
+        for transport in transports:
+            transport.close()

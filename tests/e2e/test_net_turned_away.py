@@ -74,7 +74,7 @@ def made(folder: Path, name: str, authority: Path, now: datetime | None = None) 
     """A certificate of a name by some authority, whose folder may be a copy."""
     (folder / "members").mkdir(parents=True, exist_ok=True)
     request = identity.make_request(folder, name, "127.0.0.1:1")
-    identity.sign_request(authority, request, "127.0.0.1:1", days=1.0, now=now)
+    identity.sign_request(authority, request, name, "127.0.0.1:1", days=1.0, now=now)
     return {"key_file": folder / f"{name}.key", "certificate_file": authority / "members" / f"{name}.pem"}
 
 

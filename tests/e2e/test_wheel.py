@@ -78,7 +78,11 @@ def test_the_wheel_says_what_it_is_and_needs(wheel):
     assert set(stated.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
     assert stated["Description-Content-Type"] == "text/markdown"
     licenses = {Path(name).name for name in stated.get_all("License-File")}
-    assert {"LICENSE", "echarts-LICENSE.txt", "echarts-LICENSE-d3.txt", "echarts-NOTICE.txt"} <= licenses
+    parts = {"echarts-LICENSE.txt", "echarts-LICENSE-d3.txt", "echarts-NOTICE.txt", "LICENSE-heart_disease.txt"}
+    assert licenses == {"LICENSE", *parts}
+    assert set(stated["License-Expression"].split(" AND ")) == {"Apache-2.0", "BSD-3-Clause", "CC-BY-4.0"}
+    shipped = {name for name in found if "/" in name and re.search("LICEN[CS]E|NOTICE", name.rpartition("/")[2])}
+    assert {name.rpartition("/")[2] for name in shipped if name.startswith("coterie/")} == parts, "and no other"
     assert all(f"{folder}/licenses/{name}" in found for name in stated.get_all("License-File"))
     assert b"coterie = coterie.cli.app:main" in found[f"{folder}/entry_points.txt"]
 

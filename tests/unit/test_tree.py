@@ -9,6 +9,7 @@ ABOUT_THE_WHOLE = {"conftest", "imports", "tree"}
 
 ELSEWHERE = {
     # files whose neighbor cannot be tested without them: one test for both
+    "cli/_audit": "unit/cli/test_app.py",
     "cli/_catalog": "unit/cli/test_app.py",
     "cli/_compare": "unit/papers/test_compare.py",
     "cli/_report": "unit/cli/test_app.py",

@@ -2,9 +2,10 @@
 
 import importlib
 import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, unknown
 
 T = TypeVar("T")
 
@@ -69,6 +70,39 @@ def imported_function(path: str, what: str) -> Any:
     if not callable(found) or isinstance(found, type):
         raise ConfigError(f"{what} is {found!r}; expected a function")
     return found
+
+
+def kind_of(
+    given: str | Mapping[str, Any] | Callable[..., Any], known: Mapping[str, Any], what: str, where: str
+) -> tuple[str, dict[str, Any]]:
+    """Return the kind that a name, a table or a function says, and the other keys of the table; nothing is imported.
+
+    Args:
+        given: a name; an import path; a table with one of these as `kind`; or a function or class.
+        known: what is built in, by name.
+        what: how messages call one of these, such as "loss".
+        where: how the user finds it.
+
+    Returns:
+        A name of `known`, or else an import path.
+
+    Raises:
+        ConfigError: when there is no kind, or it is neither.
+
+    Example:
+        >>> kind_of({"kind": "dice", "smooth": 1}, {"dice": ...}, "loss", "loss")
+        ('dice', {'smooth': 1})
+    """
+    if not isinstance(given, str | Mapping):
+        given = path_of(given, where)
+    rest = {"kind": given} if isinstance(given, str) else dict(given)
+    kind = rest.pop("kind", None)
+    if not isinstance(kind, str):
+        found = "missing" if kind is None else repr(kind)
+        raise ConfigError(f"{where}: kind is {found}; valid: {', '.join(sorted(known))}; or package.module:name")
+    if kind not in known and ":" not in kind:
+        raise ConfigError(f"{where}: {unknown(what, kind, known)}; or package.module:name")
+    return kind, rest
 
 
 def path_of(found: Any, what: str) -> str:

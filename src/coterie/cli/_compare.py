@@ -65,7 +65,7 @@ def compare(
     """Compare the methods of a study in pairs, studies with each other or with published numbers.
 
     A difference is established where it is unlikely to be chance: paired by seed and client, with Student's interval
-    over the seeds, and corrected for the number of pairs.
+    over the seeds, and corrected for the number of pairs. Of a sweep over data or models, give the folder of one point.
 
     [bold]Examples[/bold]
 

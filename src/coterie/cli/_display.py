@@ -144,11 +144,11 @@ def results(study: Study, console: Console) -> None:
     for note in notes(study.summary):
         console.print(note, markup=False, highlight=False, style="yellow")
     if study.summary["rows"]:
-        names = [str(metric) for metric in study.rows["metric"].unique()]
+        names = list(dict.fromkeys(row["metric"] for row in study.summary["rows"]))
         known = metrics_of(study)
         metric = known[known.main(names)]
         labels = [entry.label for entry in study.config.methods]
-        rows = study.rows[study.rows["metric"] == metric.name]
+        rows = [row for row in study.summary["rows"] if row["metric"] == metric.name]
         compared = pairs.read(study.summary)
         console.print(_table_of(rows, metric, labels, console.width, compared))
         if said := pairs.standing(study.summary["rows"], compared, metric):
@@ -177,18 +177,19 @@ def number(metric: Metric, value: float, *, signed: bool = False) -> str:
     return metric.show(value, brief=True, signed=signed) if np.isfinite(value) else DIVERGED.title
 
 
-def _table_of(rows: Any, metric: Metric, labels: Sequence[str], width: int, compared: Sequence[Pair] = ()) -> Group:
+def _table_of(
+    rows: Sequence[Mapping[str, Any]], metric: Metric, labels: Sequence[str], width: int, compared: Sequence[Pair] = ()
+) -> Group:
     """Methods x clusters, or clusters x methods where the clusters do not fit the width.
 
     Bold is what is established as best; where several cannot be told apart, each has a star.
     """
-    clusters = list(dict.fromkeys(rows["cluster"]))
-    labels = list(dict.fromkeys([*(label for label in labels if label in set(rows["label"])), *rows["label"]]))
-    count = dict(zip(rows["label"], rows["seeds"], strict=True))
-    seeds = int(rows["seeds"].max())
-    cells = {(r.label, r.cluster): (r.mean, r.std) for r in rows.itertuples()}
-    entries = rows.to_dict("records")
-    leading = {cluster: pairs.leaders(entries, compared, metric, cluster) for cluster in clusters}
+    clusters = list(dict.fromkeys(row["cluster"] for row in rows))
+    count = {row["label"]: row["seeds"] for row in rows}
+    labels = list(dict.fromkeys([*(label for label in labels if label in count), *count]))
+    seeds = max(count.values())
+    cells = {(row["label"], row["cluster"]): (_number(row["mean"]), _number(row["std"])) for row in rows}
+    leading = {cluster: pairs.leaders(rows, compared, metric, cluster) for cluster in clusters}
     starred = any(len(first) > 1 for first in leading.values())
 
     def cell(label: str, cluster: str) -> str:
@@ -217,6 +218,11 @@ def _table_of(rows: Any, metric: Metric, labels: Sequence[str], width: int, comp
         table.add_row(MEANS.get(line, line), *values)
     # a title of the table itself would wrap at the table's width
     return Group(Text(title, style="italic"), table, *([Text(SAME if across else SAME_OF_ROW)] if starred else []))
+
+
+def _number(value: float | None) -> float:
+    """Return a value of a summary, in which None stands for one that is not finite."""
+    return np.nan if value is None else value
 
 
 def _gain_table(gains: dict[str, Any], metric: Metric, labels: Sequence[str]) -> Group:
@@ -253,6 +259,10 @@ def rounds(study: Study, console: Console) -> None:
     further(study.summary["rows"], console, known)
     for row in study.summary.get("undefined", ()):
         console.print(f"{row['label']}: {row['reason']}", markup=False, highlight=False)
+    for row in study.summary.get("skipped", ()):
+        left_out = ", ".join(f"{first} to {last}" if last > first else str(first) for first, last in row["rounds"])
+        text = f"{row['label']}, seed {row['seed']}: rounds {left_out} were left out, not trained: the others went on"
+        console.print(text, markup=False, highlight=False)
     if not study.server:
         return
     timed = study.summary.get("time_to_accuracy", ())

@@ -1,6 +1,7 @@
 """The commands for nodes on real machines: `coterie net ...`, `node`, `doctor`, `up`. Heavy imports are inside them."""
 
 import importlib.util
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ net = typer.Typer(
     no_args_is_help=True, help="Set up a run between machines: authority, members, roster; or run a demonstration."
 )
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The organizer's folder.")]
+_SEND = "send it and roster.toml.sig to all members; running nodes take it within a round"
 Insecure = Annotated[
     bool, typer.Option("--insecure-loopback", help="No TLS. On 127.0.0.1 only; for debugging.", show_default=False)
 ]
@@ -57,7 +59,7 @@ def init(
     for text in members or ():
         name, _, address = text.partition("=")
         request = identity.make_request(folder, name, address)
-        identity.sign_request(folder, request, address)
+        identity.sign_request(folder, request, name, address)
         _note_member(folder, name, address)
     typer.echo(f"{folder}: ca.key and organizer.key stay here; give every member ca.pem and organizer.pub")
 
@@ -88,23 +90,74 @@ def sign(
     address: Annotated[
         str, typer.Argument(help="host:port as agreed with the member; the request must name this host.")
     ],
+    name: Annotated[
+        str, typer.Option(help="The name as agreed with the member; the request must have it. Asked for if missing.")
+    ] = "",
     days: Annotated[float, typer.Option(help="How long the certificate is valid.")] = 30.0,
 ) -> None:
     """Sign a member's request: write its certificate.
 
     [bold]Example[/bold]
 
-      coterie net sign organizer north.csr 192.0.2.7:7447
+      coterie net sign organizer north.csr 192.0.2.7:7447 --name north
     """
     _need()
-    from coterie.net import identity
+    from coterie.net import identity, setup
 
-    certificate = identity.sign_request(folder, request, address, days=days)
-    name = identity.certificate_name(certificate)
+    if not name and not sys.stdin.isatty():
+        raise ConfigError(f"say which member's request {request} is, as agreed with it: --name NAME")
+    name = name or typer.prompt("The member's name, as agreed with it")
+    setup.check_member(folder, name)
+    certificate = identity.sign_request(folder, request, name, address, days=days)
     _note_member(folder, name, address)
     typer.echo(
         f"send {folder / 'members' / (name + '.pem')} to {name}; fingerprint {identity.fingerprint(certificate)}"
     )
+
+
+@net.command()
+def remove(
+    folder: Folder,
+    name: Annotated[str, typer.Argument(help="The member to remove.")],
+) -> None:
+    """Remove a member: write and sign the next version of the roster without it.
+
+    Running nodes take it within a round when they get the files, or from a member that has them. The removed member's
+    client keeps its number, which nobody else gets.
+
+    [bold]Example[/bold]
+
+      coterie net remove organizer north
+    """
+    _need()
+    from coterie.net import setup
+
+    made = setup.remove(folder, name)
+    typer.echo(f"{folder / 'roster.toml'}, version {made.version}, is without {name}: {_SEND}")
+
+
+@net.command()
+def rekey(
+    folder: Folder,
+    name: Annotated[str, typer.Argument(help="The member.")],
+    request: Annotated[Path, typer.Argument(help="The request for its new key, NAME.csr.")],
+    days: Annotated[float, typer.Option(help="How long the certificate is valid.")] = 30.0,
+) -> None:
+    """Give a member a new key: sign its request, and write and sign the next version of the roster.
+
+    The old key and its certificate are refused by every node that has the new roster. The member itself starts its node
+    again with the new key.
+
+    [bold]Example[/bold]
+
+      coterie net rekey organizer north north.csr
+    """
+    _need()
+    from coterie.net import setup
+
+    made = setup.rekey(folder, name, request, days=days)
+    typer.echo(f"send {folder / 'members' / (name + '.pem')} to {name}")
+    typer.echo(f"{folder / 'roster.toml'}, version {made.version}, has its new key: {_SEND}")
 
 
 @net.command()

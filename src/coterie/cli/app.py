@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coterie import __version__
-from coterie.cli import _compare, _export, _report
+from coterie.cli import _audit, _compare, _export, _report
 from coterie.cli._net import register
 from coterie.errors import ConfigError, CoterieError, OutOfMemory, unknown
 
@@ -262,6 +262,7 @@ def show(
 _report.add(app)
 _compare.add(app)
 _export.add(app)
+_audit.add(app)
 
 
 def _run(

@@ -36,12 +36,14 @@ class TableColumn:
         categories: its values, in order, each with an entry of its own; None for numbers.
         codes: whether it is one entry instead, the number of the category.
         filled: whether a client's preparation says what an empty entry becomes.
+        indicator: whether the entry is not the number in the column, but 1 where the column is empty and 0 elsewhere.
     """
 
     name: str
     categories: tuple[Any, ...] | None = None
     codes: bool = False
     filled: bool = False
+    indicator: bool = False
 
 
 @dataclass(frozen=True)

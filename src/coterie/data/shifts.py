@@ -13,7 +13,7 @@ import numpy as np
 from annotated_types import Ge, Le, MinLen
 from jaxtyping import Float, Int
 
-from coterie._util.importing import imported_class, imported_function, path_of
+from coterie._util.importing import imported_class, imported_function, kind_of, path_of
 from coterie._util.settings import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -717,14 +717,9 @@ def read_shift(table: Mapping[str, Any], where: str = "shift") -> Shift:
     Raises:
         ConfigError: on an unknown kind or key, or a value that does not fit.
     """
-    rest = dict(table)
-    kind = rest.pop("kind", None)
-    if kind is None:
-        raise ConfigError(f"{where}: kind is missing; valid: {', '.join(sorted(SHIFTS))}")
-    if isinstance(kind, str) and ":" in kind:
-        return parse(imported_class(kind, f"{where} {kind!r}", Shift, "coterie.data.plan.Shift"), rest, where)
+    kind, rest = kind_of(table, SHIFTS, "shift", where)
     if kind not in SHIFTS:
-        raise ConfigError(f"{where}: {unknown('shift', str(kind), SHIFTS)}")
+        return parse(imported_class(kind, f"{where} {kind!r}", Shift, "coterie.data.plan.Shift"), rest, where)
     if kind.startswith("dirichlet") and "alpha" in rest:
         names = ", ".join(field.name for field in fields(SHIFTS[kind]) if field.name.startswith("concentration"))
         raise ConfigError(f"{where}: alpha means different things in different papers; use one of: {names}")

@@ -181,6 +181,7 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
                 raise DataError(f"column {column.name!r} is text; expected numbers, as in training")
             _require_numbers(kind, column.name)
             values = found.numbers(column.name)[:, None]
+            values = np.isnan(values).astype(np.float64) if column.indicator else values
         else:
             _, codes = _categories([found], column.name, column.categories)
             places = np.arange(len(column.categories))
@@ -298,6 +299,7 @@ class _Read:
     numeric: bool = True
     codes: bool = False
     categories: tuple[Any, ...] | None = None
+    indicates: str = ""
 
     @property
     def width(self) -> int:
@@ -308,7 +310,8 @@ class _Read:
         known = self.categories
         if known is not None:  # such as numbers of numpy, which no file of text has
             known = tuple(one.item() if isinstance(one, np.generic) else one for one in known)
-        return TableColumn(self.name, known, self.codes, self.impute is not None)
+        name, indicator = self.indicates or self.name, bool(self.indicates)
+        return TableColumn(name, known, self.codes, self.impute is not None, indicator)
 
 
 def _read_column(tables: Sequence[_Table], name: str, columns: Columns) -> _Read:
@@ -365,7 +368,7 @@ def _indicator(read: _Read) -> _Read:
             f"categories = {{ {read.name} = [..., 'unknown'] }} and impute = {{ {read.name} = 'unknown' }}"
         )
     values = [np.isnan(own).astype(np.float64) for own in read.values]
-    return _Read(f"{read.name} is empty", values, (f"{read.name} is empty",), None, numeric=False)
+    return _Read(f"{read.name} is empty", values, (f"{read.name} is empty",), None, numeric=False, indicates=read.name)
 
 
 def _filled(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from coterie.engine._work import Pairs, Training, alike, sent
 from coterie.engine.optim import RowOptimizer
+from coterie.engine.privacy import PrivateSteps, shares
 from coterie.errors import ModelError
 from coterie.functional.losses import CrossEntropy, SquaredError
 from coterie.functional.metrics import LOSS
@@ -29,6 +30,7 @@ MODULE_ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError, Index
 
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # input entries of one evaluation call, which bounds the activations
 _ALONE = 32  # samples of one call of one model on a CPU: the activations of a convolution stay in the cache
+_HELD = {"cpu": 1 << 22, "cuda": 1 << 28}  # numbers of models, one for each sample, that are held at once
 _PIECE = {"cpu": 256, "cuda": 2048}  # samples of one call of many models; sums must not depend on how many they are
 
 
@@ -136,6 +138,8 @@ class Engine(ABC):
         warnings.warn(text, stacklevel=4)
 
     def _train_block(self, rows: Tensor, work: Training) -> Tensor:
+        if work.private is not None:
+            return self._train_privately(rows, work, work.private)
         trainable = self.layout.trainable
         optimizer = RowOptimizer(work.local, rows[:, :trainable], work.moments, work.taken)
         losses = rows.new_full(work.length.shape, torch.nan)
@@ -156,6 +160,61 @@ class Engine(ABC):
                     rows[members] = part
                     optimizer.put(members, state)
         return losses
+
+    def _train_privately(self, rows: Tensor, work: Training, private: PrivateSteps) -> Tensor:
+        """Train on clipped gradients with noise; running statistics stay as they are."""
+        trainable = self.layout.trainable
+        optimizer = RowOptimizer(work.local, rows[:, :trainable], work.moments, work.taken)
+        losses = rows.new_full(work.length.shape, torch.nan)
+        for step in range(work.steps):
+            members = private.members(step)
+            if not len(members):
+                continue
+            whole, there = len(members) == len(rows), members.to(rows.device)
+            part, state = (rows, optimizer) if whole else (rows[there], optimizer.take(there))
+            found, sums = self._clipped(part, work, members, step, private.dp.clip)
+            grads = private.released(sums, members, step)
+            if work.anchor is not None and work.prox:
+                grads = grads.add_(part[:, :trainable] - work.anchor[there, :trainable], alpha=work.prox)
+            rate = None if work.rates is None else work.rates[members, step, None].to(rows.device)
+            state.step(part[:, :trainable], grads, step + 1, rate)
+            losses[there, step] = found
+            if not whole:
+                rows[there] = part
+                optimizer.put(there, state)
+        return losses
+
+    def _clipped(
+        self, rows: Tensor, work: Training, members: Tensor, step: int, clip: float
+    ) -> tuple[Float[Tensor, " members"], Float[Tensor, "members trainable"]]:
+        """Return the mean loss of each member's batch, NaN for an empty one, and the sum of its clipped gradients.
+
+        Sums are taken sample by sample, so that they do not depend on how many gradients are held at once.
+        """
+        alone, owner, _ = work.alone(members, step)
+        sums = torch.zeros_like(rows[:, : self.layout.trainable])
+        total = rows.new_zeros(len(rows))
+        size = max(1, _HELD.get(rows.device.type, _HELD["cuda"]) // self._pieces // max(1, self.layout.size))
+        for start in range(0, len(owner), size):
+            some = slice(start, start + size)
+            loss, gradients = self.sample_gradients(rows[owner[some]], alone.part(some))
+            gradients.mul_(shares(gradients, clip))
+            sums.index_add_(0, owner[some], gradients)
+            total.index_add_(0, owner[some], loss.to(total))
+        return total / work.length[members, step].to(total), sums
+
+    def sample_gradients(
+        self, rows: Float[Tensor, "samples params"], work: Training
+    ) -> tuple[Float[Tensor, " samples"], Float[Tensor, "samples trainable"]]:
+        """Return the loss of single samples, and its gradient in a model for each.
+
+        Args:
+            rows: the models; may be overwritten.
+            work: one step of one sample for each; see `Training.alone`.
+        """
+        everybody = torch.arange(len(rows), device=rows.device)
+        loss, gradients, _ = self.gradients(rows, *work.batch(everybody, 0, 1))
+        return loss, gradients
 
     # ------------------------------------------------------------------ evaluation
 

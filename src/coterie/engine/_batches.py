@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie.engine.optim import LocalTraining
@@ -19,16 +19,24 @@ class BatchPlan:
         order: indices of each client's training samples in each step; -1 where its batch is shorter.
         length: the size of each batch; 0 after a client's last step.
         last_epoch: the first step of each client's last epoch.
+        count: steps of each client, where batches are drawn by Poisson sampling and may be empty; None where every
+            step has a batch.
     """
 
     order: Int[Tensor, "clients steps batch"]
     length: Int[Tensor, "clients steps"]
     last_epoch: Int[Tensor, " clients"]
+    count: Int[Tensor, " clients"] | None = None
 
     @property
     def steps(self) -> int:
         """The largest number of steps of any client."""
         return self.order.shape[1]
+
+    @property
+    def taken(self) -> Bool[Tensor, "clients steps"]:
+        """Which steps each client takes."""
+        return self.length > 0 if self.count is None else torch.arange(self.steps) < self.count[:, None]
 
 
 def plan(
@@ -43,6 +51,8 @@ def plan(
         rng: the streams of the round.
         purpose: names the stream, so that a second training in one round draws anew.
     """
+    if local.private is not None:
+        return _poisson(local, samples, ids, rng, purpose)
     schedules = [
         _one(local, n, rng.generator(purpose, client)) for n, client in zip(samples.tolist(), ids.tolist(), strict=True)
     ]
@@ -56,6 +66,37 @@ def plan(
             length[row, step] = len(batch)
     last = torch.tensor([first for _, first in schedules], dtype=torch.int64)
     return BatchPlan(torch.from_numpy(order), torch.from_numpy(length), last)
+
+
+def rate(local: LocalTraining, samples: int) -> float:
+    """Return the probability with which Poisson sampling takes each of a client's samples in a step.
+
+    Example:
+        >>> rate(LocalTraining(batch_size=8), 40), rate(LocalTraining(batch_size=8), 5)
+        (0.2, 1.0)
+    """
+    return min(local.batch_size, samples) / max(1, samples)
+
+
+def _poisson(
+    local: LocalTraining, samples: Int[Tensor, " clients"], ids: Int[Tensor, " clients"], rng: Rng, purpose: str
+) -> BatchPlan:
+    """Draw batches into which each sample comes by a draw of its own; as many steps as there are otherwise."""
+    sizes = samples.tolist()
+    count = torch.tensor([steps(local, n) for n in sizes], dtype=torch.int64)
+    each = count if local.steps is not None else count // max(1, local.epochs)
+    drawn = [
+        [np.flatnonzero(row < rate(local, n)) for row in rng.generator(purpose, client).random((number, n))]
+        for n, client, number in zip(sizes, ids.tolist(), count.tolist(), strict=True)
+    ]
+    width = max((len(batch) for batches in drawn for batch in batches), default=0)
+    order = np.full((len(drawn), int(count.max()) if len(drawn) else 0, max(1, width)), -1, dtype=np.int64)
+    length = np.zeros(order.shape[:2], dtype=np.int64)
+    for row, batches in enumerate(drawn):
+        for step, batch in enumerate(batches):
+            order[row, step, : len(batch)] = batch
+            length[row, step] = len(batch)
+    return BatchPlan(torch.from_numpy(order), torch.from_numpy(length), count - each, count)
 
 
 def _one(local: LocalTraining, samples: int, stream: np.random.Generator) -> tuple[list[np.ndarray], int]:

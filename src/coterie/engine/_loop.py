@@ -16,6 +16,7 @@ from coterie.engine._rewrites import placed
 from coterie.engine._work import Training
 from coterie.engine.optim import LocalTraining
 from coterie.engine.precision import computing
+from coterie.engine.privacy import shares
 from coterie.models.layout import Layout
 
 _VECTOR = 16  # numbers in the widest registers
@@ -80,6 +81,11 @@ class LoopEngine(Engine):
             pages.settle()
         losses = rows.new_full(work.length.shape, torch.nan)
         for row in range(len(rows)):
+            if work.private is not None:
+                one = slice(row, row + 1)
+                with work.foreign(row):
+                    losses[one] = self._train_block(rows[one], work.part(one))
+                continue
             with work.foreign(row), self._products(rows.device):
                 found = self._train_one(rows[row], work, row)
             if found:
@@ -108,6 +114,26 @@ class LoopEngine(Engine):
                 optimizer.step(rate)
         model.store(row)
         return losses
+
+    def _clipped(self, rows: Tensor, work: Training, members: Tensor, step: int, clip: float) -> tuple[Tensor, Tensor]:
+        """See `Engine._clipped`: each model is loaded once for its batch, unless samples could change its state."""
+        alone, owner, _ = work.alone(members, step)
+        model, places = self._model(rows.device), owner.tolist()
+        total, sums = rows.new_zeros(len(rows)), torch.zeros_like(rows[:, : self.layout.trainable])
+        own, loaded = torch.zeros_like(model.gradient), -1
+        for sample, row in enumerate(places):
+            if row != loaded or self.layout.size > self.layout.trainable:
+                model.load(rows[row])
+            if row != loaded:
+                own.zero_()
+            loaded = row
+            x, y, inputs = next(alone.batches(sample))
+            with self._products(rows.device):
+                total[row] += self._backward(model, x, y, inputs)
+            own.add_(model.gradient.mul_(shares(model.gradient[None], clip)[0]))
+            if sample + 1 == len(places) or places[sample + 1] != row:
+                model.give(own, sums[row])
+        return total / work.length[members, step].to(total), sums
 
     def _backward(self, model: FlatModel, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """Set a model's gradient and update its running statistics; return the loss."""

@@ -14,6 +14,8 @@ from coterie.data.source import is_images, normalized
 from coterie.engine._augment import CropFlip
 from coterie.engine.noise import Noise
 from coterie.engine.optim import LocalTraining
+from coterie.engine.privacy import PrivateSteps
+from coterie.models.layout import splitmix
 
 _GOLDEN = 0x1F123BB5159A55E5  # an odd constant that spreads the keys of successive steps
 _STEPS, _GATHERED = 64, 1 << 18  # steps of a client, and entries of their inputs, that are gathered at once
@@ -109,6 +111,7 @@ class Training:
         taken: with `moments`: steps that each client took before.
         rates: the learning rate of each step of each client, in float64 on the CPU; that of `local` when None.
         foreign: (client's row) -> a context in which PyTorch's own generator is that client's, for foreign modules.
+        private: clip the gradient of each sample and add noise; None for plain gradients.
     """
 
     samples: RawSamples
@@ -125,6 +128,7 @@ class Training:
     taken: Int[Tensor, " clients"] | None = None
     rates: Float[Tensor, "clients steps"] | None = None
     foreign: Callable[[int], AbstractContextManager[None]] = lambda _row: nullcontext()
+    private: PrivateSteps | None = None
 
     @property
     def steps(self) -> int:
@@ -146,10 +150,16 @@ class Training:
             taken=None if self.taken is None else self.taken[rows],
             rates=None if self.rates is None else self.rates[rows],
             foreign=lambda row: self.foreign((rows.start or 0) + row),
+            private=None if self.private is None else self.private.part(rows),
         )
 
-    def at(self, step: int) -> "Training":
-        """Return one step as a training of its own, with the draws it has here, and without anchor and moments."""
+    def at(self, step: int, query: int = 0) -> "Training":
+        """Return one step as a training of its own, with the draws it has here, and without anchor and moments.
+
+        Args:
+            step: which.
+            query: how many gradients of its batch were asked for before.
+        """
         only = slice(step, step + 1)
         return replace(
             self,
@@ -164,7 +174,48 @@ class Training:
             moments=None,
             taken=None,
             rates=None,
+            private=None if self.private is None else self.private.at(step, query),
         )
+
+    def alone(
+        self, members: Int[Tensor, " members"], step: int
+    ) -> "tuple[Training, Int[Tensor, ' samples'], Int[Tensor, ' samples']]":
+        """Return a step of some clients as trainings of one sample each.
+
+        Args:
+            members: the clients, on the CPU.
+            step: the step.
+
+        Returns:
+            The trainings, of one step each; the place among `members` of the client that each is of; and its row.
+        """
+        sizes = self.length[members, step]
+        owner = torch.repeat_interleave(torch.arange(len(members)), sizes)
+        place = torch.arange(len(owner)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
+        owner, who, place = (each.to(self.samples.device) for each in (owner, members[owner], place))
+        keys, augment, noise = self.keys, self.augment, self.noise
+        if keys is not None:
+            keys = (splitmix(step_keys(keys[0][who], step) + place), keys[1])
+        if augment is not None:
+            augment = replace(augment, keys=splitmix(augment.keys[who] + step) + place)
+        if noise is not None:
+            noise = replace(noise, keys=noise.keys[who] + step, sigma=noise.sigma[who])
+        work = replace(
+            self,
+            places=self.places[who, step, place][:, None, None],
+            length=torch.ones(len(owner), 1, dtype=torch.int64),
+            anchor=None,
+            prox=0.0,
+            inputs={name: value[who.to(value.device), step][:, None] for name, value in self.inputs.items()},
+            keys=keys,
+            augment=augment,
+            noise=noise,
+            moments=None,
+            taken=None,
+            rates=None,
+            private=None,
+        )
+        return work, owner, who
 
     def batch(self, members: Int[Tensor, " members"], step: int, size: int) -> Batch:
         """Return the batches of some clients in a step."""

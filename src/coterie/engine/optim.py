@@ -12,6 +12,7 @@ from torch import Tensor
 from coterie._util.importing import path_of
 from coterie._util.settings import Configurable, NonNegativeFloat, NonNegativeInt, PositiveInt, Share
 from coterie.engine import _own_optimizer
+from coterie.engine.privacy import DPSGD, require_accountant, stored_dp
 from coterie.engine.schedules import LrSchedule, Own, rates, read_schedules, stored_schedules
 from coterie.errors import ConfigError, require, unknown
 
@@ -26,7 +27,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 _ARGUMENTS = tuple(dict.fromkeys(name for arguments in OPTIMIZERS.values() for name in arguments))
 YOUNGER = (*(name for name in _ARGUMENTS if name not in ("momentum", "weight_decay")),
-           "optimizer_options", "lr_schedule")  # fmt: skip
+           "optimizer_options", "lr_schedule", "dp")  # fmt: skip
 """Fields of `LocalTraining` that are younger than runs that are about."""
 
 _Decay = Annotated[float, Ge(0), Lt(1)]
@@ -67,6 +68,9 @@ class LocalTraining(Configurable):
         lr_schedule: a factor on `lr` for each round or step: a table such as `{ kind = "cosine", over = "rounds" }`, a
             list of tables, whose factors multiply, or the import path of a function (number, total) -> factor. Kinds
             are "warmup", "linear", "cosine", "exponential" and "step"; see `engine.schedules`. None: a constant rate.
+        dp: DP-SGD: a table such as `{ clip = 1.0, noise_multiplier = 1.1, delta = 1e-5 }`. Each step then takes each
+            sample with probability `batch_size` / training samples, clips its gradient and adds noise; each client's
+            epsilon is a metric. See `engine.privacy.DPSGD`. None: plain gradients, and no such guarantee.
     """
 
     epochs: NonNegativeInt = 1
@@ -90,12 +94,14 @@ class LocalTraining(Configurable):
     initial_accumulator_value: NonNegativeFloat = 0.0
     optimizer_options: Mapping[str, Any] | None = None
     lr_schedule: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None = None
+    dp: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Keep what Python can name, and a file cannot, by its import path or as a table."""
         if isinstance(self.optimizer, type):
             object.__setattr__(self, "optimizer", path_of(self.optimizer, "optimizer"))
         object.__setattr__(self, "lr_schedule", stored_schedules(self.lr_schedule))
+        object.__setattr__(self, "dp", stored_dp(self.dp))
         super().__post_init__()
 
     def check(self) -> None:
@@ -119,6 +125,13 @@ class LocalTraining(Configurable):
             sentence = "momentum above 0, or an optimizer such as 'adam': plain SGD has no state to keep"
             require(self.moments > 0, "persistent_client_optimizer", True, sentence)
         read_schedules(self.lr_schedule)
+        text = f"one of {', '.join(OPTIMIZERS)} with dp: another class may look at more than the gradient"
+        require(self.own is None or self.dp is None, "optimizer", self.optimizer, text)
+
+    @property
+    def private(self) -> DPSGD | None:
+        """The settings of DP-SGD; None for plain gradients."""
+        return None if self.dp is None else DPSGD(**self.dp)
 
     @property
     def own(self) -> str | None:
@@ -165,6 +178,8 @@ class LocalTraining(Configurable):
         """
         if self.own:
             _own_optimizer.check(self.own, self.arguments)
+        if self.dp is not None:
+            require_accountant()
         for schedule in self.schedules:
             if isinstance(schedule, Own):
                 schedule.function()
@@ -175,6 +190,10 @@ class LocalTraining(Configurable):
         younger = {*YOUNGER, "persistent_client_optimizer"}
         said = {k: v for k, v in asdict(self).items() if k not in younger or v != usual[k]}
         return said if self.own else {**said, "weight_decay": self.arguments["weight_decay"]}
+
+
+GRADIENT = LocalTraining(optimizer="sgd", lr=0.0, momentum=0.5)
+"""A step that moves nothing, and whose momentum, which starts at zero, becomes the gradient: in every engine."""
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from annotated_types import Gt, Le
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie._util.importing import imported, path_of
+from coterie._util.importing import imported, kind_of, path_of
 from coterie._util.settings import NONE, Configurable, NonNegativeFloat, PositiveInt, parse, plain
-from coterie.errors import ConfigError, unknown
+from coterie.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,17 +246,9 @@ def read_schedules(given: Given | Sequence[Given] | None, where: str = "lr_sched
 def _read(given: Given, where: str) -> LrSchedule:
     if isinstance(given, LrSchedule):
         return given
-    if isinstance(given, Mapping):
-        table = dict(given)
-    else:
-        table = {"kind": given if isinstance(given, str) else path_of(given, where)}
-    kind = table.pop("kind", None)
-    if not isinstance(kind, str):
-        raise ConfigError(f"{where}: kind is missing; valid: {', '.join(SCHEDULES)}, or package.module:function")
+    kind, table = kind_of(given, SCHEDULES, "schedule", where)
     if kind in SCHEDULES:
         return parse(SCHEDULES[kind], table, where)
-    if ":" not in kind:
-        raise ConfigError(f"{where}: {unknown('schedule', kind, SCHEDULES)}, or package.module:function")
     return parse(Own, {**table, "path": kind}, where)
 
 

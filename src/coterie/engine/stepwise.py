@@ -13,12 +13,9 @@ from coterie._util import pages
 from coterie.engine._base import Engine
 from coterie.engine._batches import BatchPlan, last_epoch_mean
 from coterie.engine._work import Training, not_finite
-from coterie.engine.optim import LocalTraining, RowOptimizer
+from coterie.engine.optim import GRADIENT, RowOptimizer
 from coterie.errors import ConfigError
 from coterie.functional import metrics
-
-_GRADIENT = LocalTraining(optimizer="sgd", lr=0.0, momentum=0.5)
-"""A step that moves nothing, and whose momentum, which starts at zero, becomes the gradient: in every engine."""
 
 
 @dataclass(eq=False)
@@ -36,6 +33,7 @@ class Stepwise:
         spent: told the seconds that gradients and steps took.
         leave: told what the optimizers keep, where their state outlasts a round: track, moments, steps taken.
         kept: (track) -> the state of an optimizer to go on from, which may be changed, and steps taken before.
+        used: told that a gradient of a step's batch was taken, and how many there were so far with it.
         only: which trained parameters `descend` moves; all when None.
 
     Attributes:
@@ -51,10 +49,12 @@ class Stepwise:
     spent: Callable[[float], None]
     leave: Callable[[int, Tensor, Tensor], None]
     kept: Callable[[int], tuple[Tensor, Tensor] | tuple[None, None]]
+    used: Callable[[int, int], None]
     only: Bool[Tensor, " trainable"] | None = None
     losses: Float[Tensor, "clients steps"] = field(init=False)
     _samples: Int[Tensor, " clients"] = field(init=False)  # processed
     _optimizers: "dict[int, _Kept]" = field(init=False, default_factory=dict)
+    _asked: dict[int, int] = field(init=False, default_factory=dict)  # gradients of each step's batch
 
     def __post_init__(self) -> None:
         """Refuse an optimizer that cannot be asked for single steps."""
@@ -74,7 +74,7 @@ class Stepwise:
 
     def active(self, step: int) -> Bool[Tensor, " clients"]:
         """Return, on the CPU, which clients have a batch in a step: after its last one a client has none."""
-        return self.work.length[:, step] > 0
+        return self.schedule.taken[:, step]
 
     def gradient(self, params: Float[Tensor, "clients params"], step: int) -> Float[Tensor, "clients trainable"]:
         """Return the gradient of the mean loss of each client's batch; zeros for a client without one.
@@ -89,13 +89,15 @@ class Stepwise:
         shape = len(params), 1, trainable
         found = pages.empty(*shape, dtype=params.dtype, device=params.device).zero_()
         work = replace(
-            self.work.at(step),
-            local=_GRADIENT,
+            self.work.at(step, self._asked.get(step, 0)),
+            local=GRADIENT,
             moments=found,
             taken=torch.zeros(len(params), dtype=torch.int64),
             foreign=lambda row: self.foreign(step, row),
         )
         losses = self.engine.train(params, work, self.block)[:, 0]
+        self._asked[step] = self._asked.get(step, 0) + 1
+        self.used(step, self._asked[step])
         first = self.losses[:, step].isnan()
         self.losses[:, step] = torch.where(first, losses.to(self.losses), self.losses[:, step])
         self._samples += self.work.length[:, step]

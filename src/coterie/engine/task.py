@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
@@ -16,20 +17,30 @@ from coterie.data.federation import SPLITS, Federation
 from coterie.data.source import is_images
 from coterie.engine._augment import CropFlip
 from coterie.engine._base import MODULE_ERRORS, measured
-from coterie.engine._batches import BatchPlan, last_epoch_mean, plan, smallest, steps
+from coterie.engine._batches import BatchPlan, last_epoch_mean, plan, rate, smallest, steps
 from coterie.engine._choice import default_block, make
 from coterie.engine._work import Pairs, RawSamples, Training, distinct, not_finite
 from coterie.engine.device import check as check_device
 from coterie.engine.noise import Noise
 from coterie.engine.optim import LocalTraining, Moments
 from coterie.engine.precision import check as check_precision
+from coterie.engine.privacy import PrivateSteps, Query, Spent
 from coterie.engine.stepwise import Stepwise
 from coterie.errors import ConfigError, ModelError, require
 from coterie.exchange.base import Inbox
 from coterie.functional import metrics
 from coterie.functional.losses import Loss, loss_targets, usual_loss
 from coterie.functional.metrics import SampleMetric, Undefined
-from coterie.models.layout import BUFFER_POLICIES, Inputs, Layout, ModelSource, initial, source, template
+from coterie.models.layout import (
+    BUFFER_POLICIES,
+    Inputs,
+    Layout,
+    ModelSource,
+    ReturnedBatchNorm,
+    initial,
+    source,
+    template,
+)
 from coterie.models.part import Part
 from coterie.rng import EVERYONE, Rng
 
@@ -53,6 +64,7 @@ class Shared:
     origins: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     scored: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by split: models, losses; NaN: not yet
     train_seconds: float = 0.0
+    spent: Spent = field(default_factory=Spent)
 
 
 def positions(split: Int[Tensor, "clients samples"], wanted: int) -> Positions:
@@ -140,6 +152,8 @@ class Task:
         own_optimizer: `LocalTraining.own`, which only the loop engine runs.
         rounds: of the run, for learning-rate schedules that run over all of them.
         pool: the task of one client that has everybody's samples, for methods that declare that they need it.
+        secret: seed of the draws that make training private (who is in a batch, and the noise), 0 or larger; that of
+            the run when None, which is for simulations alone: whoever knows it can take the noise off again.
 
     Attributes:
         ids: the hosted clients, in the order of all rows.
@@ -175,6 +189,7 @@ class Task:
         own_optimizer: str | None = None,
         rounds: int | None = None,
         pool: "Task | None" = None,
+        secret: int | None = None,
     ) -> None:
         require(init in ("shared", "per_client", "given"), "init", init, "'shared', 'per_client' or 'given'")
         require(buffers in BUFFER_POLICIES, "buffers", buffers, f"one of {', '.join(BUFFER_POLICIES)}")
@@ -222,7 +237,7 @@ class Task:
             cuda_graphs=cuda_graphs,
             own_optimizer=own_optimizer,
         )
-        self.rounds, self._pool = rounds, pool
+        self.rounds, self._pool, self._secret = rounds, pool, secret
         self.block = block or (1 if self.engine.name == "loop" else default_block(self.layout, device))
 
     def __len__(self) -> int:
@@ -265,6 +280,35 @@ class Task:
             f"one{more}, and {needs}: set local.drop_last = true, choose another batch size, or take {other}"
         )
 
+    def check_private(self, local: LocalTraining) -> None:
+        """Refuse private training of what has no gradient of single samples, and a delta that says nothing.
+
+        Raises:
+            ModelError: for batch normalization, or a loss that joins the samples of a batch.
+            ConfigError: for a delta of 1 / training samples of a client, or more.
+        """
+        if local.private is None:
+            return
+        for name, part in self.layout.train_module.named_modules():
+            kind = type(part).__name__.removeprefix("Returned")
+            joins = isinstance(part, ReturnedBatchNorm | nn.modules.batchnorm._BatchNorm)
+            if joins or (isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.track_running_stats):
+                raise ModelError(
+                    f"local.dp needs the gradient of each sample, and {kind} {name!r} joins samples: take nn.GroupNorm "
+                    "or nn.LayerNorm"
+                )
+        if self.objective.whole:
+            raise ModelError(
+                f"local.dp needs a loss of each sample, and loss {self.objective.kind!r} joins those of a batch: take "
+                "another loss, or leave dp out"
+            )
+        most, delta = int(self.counts("train").max()), local.private.delta
+        if delta * most >= 1:
+            raise ConfigError(
+                f"dp.delta is {delta:g}; expected less than 1 / {most}, the most training samples of a client: with "
+                "more, to publish a sample at random would count as private"
+            )
+
     def _takes_one(self) -> bool:
         """Whether the module trains on a batch of one sample."""
         try:
@@ -280,6 +324,11 @@ class Task:
     def federation(self) -> Federation:
         """The data of all clients that this process hosts, without truth."""
         return self._shared.federation
+
+    @property
+    def spent(self) -> Spent:
+        """What private training has spent of each hosted client's privacy so far, all views of this task together."""
+        return self._shared.spent
 
     @property
     def train_seconds(self) -> float:
@@ -454,7 +503,7 @@ class Task:
             known = list(self.layout.inputs)
             raise ModelError(f"the module has no input buffer {sorted(unknown)[0]!r}; it has {known}")
         started = time.perf_counter()
-        schedule = plan(local, self.counts("train"), self.ids, rng, purpose)
+        schedule = plan(local, self.counts("train"), self.ids, self._hidden(rng, local), purpose)
         moments, taken = self._kept(local, track)
         work = replace(
             self._training(rng, local, schedule, purpose, inputs),
@@ -475,7 +524,8 @@ class Task:
         }
         if self._carried is not None and moments is not None and taken is not None:
             carried, rows = self._carried
-            carried.leave(rows, track, moments, taken + stepped.sum(1), local.initial_accumulator_value)
+            carried.leave(rows, track, moments, taken + schedule.taken.sum(1), local.initial_accumulator_value)
+        self._use(local, schedule.taken.sum(1), 1)
         self._shared.train_seconds += time.perf_counter() - started
         return out, info
 
@@ -500,9 +550,40 @@ class Task:
             keys=(self._keys(rng, f"{purpose}.dropout"), self.layout.keys) if self.layout.keys else None,
             augment=self._augment(local, rng, purpose),
             noise=None if noise is None else noise.to(self._shared.samples.device),
-            rates=local.rates(schedule.length, rng.round, self.rounds),
+            rates=local.rates(schedule.taken.to(torch.int64), rng.round, self.rounds),
             foreign=lambda row: rng.torch_globals(f"{purpose}.torch", int(self.ids[row]), self.device),
+            private=self._private(rng, local, schedule, purpose),
         )
+
+    def _hidden(self, rng: Rng, local: LocalTraining) -> Rng:
+        """Return the streams of which batches and noise are drawn."""
+        return rng if local.private is None or self._secret is None else replace(rng, seed=self._secret)
+
+    def _private(self, rng: Rng, local: LocalTraining, schedule: BatchPlan, purpose: str) -> PrivateSteps | None:
+        if local.private is None or schedule.count is None:
+            return None
+        self.check_private(local)
+        hidden, size = self._hidden(rng, local), self.layout.trainable
+
+        def normal(row: int, step: int, query: int) -> np.ndarray:
+            stream = hidden.generator(f"{purpose}.dp.{step}.{query}", int(self.ids[row]))
+            return stream.standard_normal(size)
+
+        expected = self.counts("train").clamp(max=local.batch_size).double()
+        return PrivateSteps(local.private, expected, schedule.count, normal)
+
+    def _use(self, local: LocalTraining, times: Int[Tensor, " clients"], number: int) -> None:
+        """Count so many batches of each client of which a private gradient was released, the `number`-th of it."""
+        if local.private is None:
+            return
+        noise, spent = local.private.noise_multiplier, self._shared.spent
+        for client, samples, often in zip(
+            self.ids.tolist(), self.counts("train").tolist(), times.tolist(), strict=True
+        ):
+            share = rate(local, samples)
+            spent.add(client, Query(share, noise, number), often)
+            if number > 1:
+                spent.add(client, Query(share, noise, number - 1), -often)
 
     def stepwise(
         self,
@@ -535,7 +616,7 @@ class Task:
                     steps.descend(params, steps.gradient(params, step), step)
                 info = steps.report(params)
         """
-        schedule = plan(local, self.counts("train"), self.ids, rng, purpose)
+        schedule = plan(local, self.counts("train"), self.ids, self._hidden(rng, local), purpose)
 
         def spent(seconds: float) -> None:
             self._shared.train_seconds += seconds
@@ -554,6 +635,7 @@ class Task:
             spent,
             leave,
             lambda track: self._kept(local, track),
+            lambda step, number: self._use(local, schedule.taken[:, step].to(torch.int64), number),
             only,
         )
 
@@ -570,6 +652,7 @@ class Task:
             pool = pool.carrying(Moments(carried.before.values[rows[:1]], carried.before.taken[rows[:1]]))
         started = time.perf_counter()
         out, info = pool.train(params, rng, local)
+        self._shared.spent.share(pool.spent, self.ids.tolist())
         self._shared.train_seconds += time.perf_counter() - started
         if self._carried is not None and (left := pool.moments) is not None:
             carried, rows = self._carried
@@ -629,6 +712,19 @@ class Task:
     ) -> dict[str, Float[Tensor, " clients"]]:
         """Return the loss of each client's model on its own data, and what it is judged by. No random draw is made."""
         return self._measure(params, torch.arange(len(self)), torch.arange(len(self)), split, inputs)
+
+    def sample_losses(
+        self, params: Float[Tensor, "clients params"], split: str = "train"
+    ) -> Float[Tensor, "clients samples"]:
+        """Return the loss of each client's model on each sample of its own, on the CPU; NaN behind its last sample."""
+        places, counts, everybody = self._places(split), self.counts(split), torch.arange(len(self))
+        pairs = Pairs(self._shared.samples, places, counts, everybody, everybody)
+        found = torch.full(places.shape, torch.nan, dtype=self.dtype)
+        for client, _, outputs in self.engine.outputs(params, pairs, self.layout.zero_inputs(len(params)), self.block):
+            count = int(counts[client])
+            targets = self._shared.samples.targets(places[client, :count])
+            found[client, :count] = self.objective(outputs[0], targets).to(found)
+        return found
 
     def score(self, inbox: Inbox, split: str = "train", *, keep: bool = False) -> Float[Tensor, "clients peers"]:
         """Return the mean loss of each received model on the receiver's own data; +inf where nothing came.

@@ -23,7 +23,22 @@ from coterie.models.part import Part
 from coterie.rng import Rng
 
 _CHUNK = {"cpu": 1 << 19, "cuda": 1 << 27}  # entries of a mix done at once: the temporary stays in a CPU's cache
+SAMPLES = "samples"
+"""The extra in which a client says how many training samples it has."""
 _WIDE = 1 << 13  # entries of a model from which on it is mixed by itself, without a temporary
+
+
+@dataclass(frozen=True)
+class ReplyForm:
+    """What a server's answer shows each client, fixed by the method: between machines any other answer is refused.
+
+    Args:
+        models: how many models.
+        fields: type and shape of each extra of one model.
+    """
+
+    models: int
+    fields: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -34,11 +49,13 @@ class Message:
         params: a model for each hosted client; without columns in an exchange of extras alone.
         fields: named extras, one row per client (samples, similarity vectors, loss traces).
         ids: the clients' ids; set by the exchange.
+        expects: what a server's answer to it shows each client; None where the method does not say.
     """
 
     params: Float[Tensor, "clients params"]
     fields: Mapping[str, Shaped[Tensor, "clients ..."]] = field(default_factory=dict)
     ids: Int[Tensor, " clients"] | None = None
+    expects: ReplyForm | None = None
 
     def __len__(self) -> int:
         return len(self.params)
@@ -78,6 +95,21 @@ def from_tensors(name: str, tensors: Mapping[str, Tensor]) -> dict[int, Message]
 
 
 @dataclass(frozen=True)
+class Limits:
+    """How far messages may move their reader; see `exchange.accepting`.
+
+    Args:
+        own: the models that the readers published in this exchange.
+        scale: which part of the way from the reader's own model to that of each slot counts, in [0, 1].
+        samples: the most training samples that a peer counts for.
+    """
+
+    own: Float[Tensor, "clients params"]
+    scale: Float[Tensor, "clients peers"]
+    samples: Float[Tensor, " clients"]
+
+
+@dataclass(frozen=True)
 class Inbox:
     """The messages that the hosted clients received: one slot for each peer asked.
 
@@ -91,6 +123,8 @@ class Inbox:
         bytes: payload received in each slot.
         part: what was exchanged of the models, where that is not everything; other columns of the table are 0.
         own: the reader's own models then, with which the received parts are completed to be measured.
+        limits: how far a message may move its reader, where that is bounded. `field`, `mix` and `received` keep to it;
+            `table` and `fields` hold what was sent.
     """
 
     table: Float[Tensor, "senders params"]
@@ -102,10 +136,22 @@ class Inbox:
     bytes: Int[Tensor, "clients peers"]
     part: Part | None = None
     own: Float[Tensor, "clients params"] | None = None
+    limits: Limits | None = None
 
     def field(self, name: str) -> Shaped[Tensor, "clients peers ..."]:
         """Return an extra of each slot's sender. Slots without a message hold some sender's value: use the mask."""
-        return self.fields[name][self.index]
+        value = self.fields[name][self.index]
+        if self.limits is None or name != SAMPLES:
+            return value
+        return torch.minimum(value, self.limits.samples[:, None].to(value))
+
+    def received(self, row: int, slots: Int[Tensor, " slots"]) -> Float[Tensor, "slots params"]:
+        """Return the models in some slots of one client, each no farther from its own than the limits allow."""
+        models = self.table[self.index[row, slots].to(self.table.device)]
+        if self.limits is None:
+            return models
+        own, scale = self.limits.own[row], self.limits.scale[row, slots].to(models)[:, None]
+        return torch.where(scale < 1, own + scale * (models - own), models)
 
     def mix(
         self,
@@ -118,9 +164,19 @@ class Inbox:
 
         What stays at home is that of `own`. Slots without a message have weight 0; weights are not renormalized. Terms
         are added in the order of sender ids, client by client, so that the order of the slots and the other hosted
-        clients change no bit.
+        clients change no bit. Where limits cut a model short, the rest of its weight goes to the model that the reader
+        published.
         """
-        mixed = self._mixed(weights, own, own_weight)
+        if self.limits is None:
+            mixed = self._mixed(weights, own, own_weight)
+        else:
+            counted = (weights * self.limits.scale.to(weights)).to(weights.dtype)
+            mixed = self._mixed(counted, own, own_weight)
+            order = torch.argsort(self.peers, dim=1, stable=True)
+            rest = torch.where(self.mask, weights - counted, 0).gather(1, order).sum(1)
+            short = (rest != 0).nonzero().flatten().to(mixed.device)
+            if len(short):
+                mixed[short] += rest.to(mixed)[short, None] * self.limits.own[short]
         return mixed if self.part is None else self.part.kept(own, mixed)
 
     def _mixed(self, weights: Tensor, own: Tensor, own_weight: Tensor) -> Tensor:
@@ -181,6 +237,22 @@ class Reply:
             age=torch.zeros_like(index),
             fields=self.fields,
             bytes=torch.full_like(index, size),
+        )
+
+
+def check_reply(reply: Reply, expects: ReplyForm | None) -> None:
+    """Check a server's answer against what its method says of it.
+
+    Raises:
+        ExchangeError: with both.
+    """
+    if expects is None:
+        return
+    found = ReplyForm(reply.index.shape[1], {n: (v.dtype, tuple(v.shape[1:])) for n, v in reply.fields.items()})
+    if found.models != expects.models or dict(found.fields) != dict(expects.fields):
+        raise ExchangeError(
+            f"the server's answer shows {found.models} models with {dict(found.fields)}; by its method's form it is "
+            f"{expects.models} with {dict(expects.fields)}"
         )
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie.errors import ExchangeError
-from coterie.exchange.base import Inbox, Message, Rule, from_tensors, read, to_tensors
+from coterie.exchange.base import Inbox, Message, Rule, check_reply, from_tensors, read, to_tensors
 from coterie.rng import Rng
 
 
@@ -85,6 +85,7 @@ class InMemory:
         message = replace(message, ids=self.active)
         order = torch.argsort(self.active)
         shared, reply = rule(shared, message.rows(order))
+        check_reply(reply, message.expects)
         return shared, reply.inbox(torch.argsort(order))
 
     def snapshot(self) -> dict[str, Tensor]:

@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional
 
-from coterie._util.importing import imported, path_of
+from coterie._util.importing import imported, kind_of, path_of
 from coterie._util.settings import Configurable, NonNegativeFloat, PositiveFloat, Share, parse, plain
-from coterie.errors import ConfigError, CoterieError, DataError, ModelError, unknown
+from coterie.errors import ConfigError, CoterieError, DataError, ModelError
 from coterie.functional.metrics import (
     ACCURACY,
     LABEL_ACCURACY,
@@ -749,16 +749,9 @@ def read_loss(given: str | Mapping[str, Any] | Loss | Callable[..., Any], where:
     """
     if isinstance(given, Loss):
         return given
-    if callable(given):
-        given = path_of(given, where)
-    table = {"kind": given} if isinstance(given, str) else dict(given)
-    kind = table.pop("kind", None)
-    if not isinstance(kind, str):
-        raise ConfigError(f"{where}: kind is missing; valid: {', '.join(LOSSES)}, or package.module:name")
+    kind, table = kind_of(given, LOSSES, "loss", where)
     if kind in LOSSES:
         return parse(LOSSES[kind], table, where)
-    if ":" not in kind:
-        raise ConfigError(f"{where}: {unknown('loss', kind, LOSSES)}; or package.module:name")
     found = imported(kind, f"loss {kind!r}")
     if isinstance(found, Loss):
         return found

@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from coterie._util.importing import imported, path_of
+from coterie._util.importing import imported, kind_of
 from coterie._util.settings import Configurable, parse, plain
-from coterie.errors import ConfigError, require, unknown
+from coterie.errors import ConfigError, require
 from coterie.functional import scores
 from coterie.functional.scores import Form, undefined
 from coterie.functional.scores import Undefined as Undefined
@@ -371,6 +371,17 @@ WADB = Metric(
 )
 LABEL = Metric("label", "found cluster of the client", "found cluster", shown="not")
 DIVERGED = Metric("diverged", "1 where a client's model became NaN or infinite", shown="not")
+# Of private training, so far.
+EPSILON = Metric(
+    "epsilon",
+    "what a client's published models reveal of one of its training samples at most, for the delta of local.dp; "
+    "see the page on privacy for what it covers",
+    "epsilon of differential privacy",
+    "ε",
+    better="lower",
+    digits=2,
+    shown="further",
+)
 # Of a round, reported by methods.
 PASSES = _cost("passes", "forward passes of one sample, to judge received models", "forward passes")
 EXTRA_MODELS = _cost("extra_models", "numbers received beside pulled models, in units of a model", "further models")
@@ -378,6 +389,24 @@ EXTRA_FLOATS = _cost("extra_floats", "further numbers received", "further number
 EXTRA_BYTES = _cost("extra_bytes", "bytes received beside the messages that were pulled", "further bytes", "B")
 BYTES_DOWN = _cost("bytes_down", "bytes received from a server", "bytes from a server", "B")
 BYTES_UP = _cost("bytes_up", "bytes sent to a server", "bytes to a server", "B")
+REFUSED = Metric("refused", "models that a client refused to mix, in a round", "refused models", shown="curve")
+ATTACKER_WEIGHT = Metric(
+    "attacker_weight",
+    "share of a client's mixing weight that is of attackers, its own model included in the whole",
+    "weight of attackers",
+    "attackers' weight",
+    "lower",
+    unit="%",
+    scale=100.0,
+    digits=2,
+)
+ATTACKER_READS = replace(
+    ATTACKER_WEIGHT,
+    name="attacker_reads",
+    text="share of the models mixed by a client that are of attackers",
+    title="mixed models of attackers",
+    short="attackers mixed",
+)
 GRADIENT_VARIANCE = Metric(
     "gradient_variance",
     "total variance of the last layer's updates over a round's clients; of all endpoints of a simplex",
@@ -466,11 +495,9 @@ def read_metric(given: str | SampleMetric | Callable[..., Any], where: str = "me
     """
     if isinstance(given, SampleMetric):
         return _of_own_name(given)
-    path = given if isinstance(given, str) else path_of(given, where)
+    path, _ = kind_of(given, MEASURES, "metric", where)
     if path in MEASURES:
         return MEASURES[path]
-    if ":" not in path:
-        raise ConfigError(f"{where}: {unknown('metric', path, MEASURES)}; or package.module:name")
     found = imported(path, f"metric {path!r}")
     if isinstance(found, type) or not callable(found):
         raise ConfigError(f"metric {path!r} is {found!r}; expected a function (outputs, targets), or a SampleMetric")

@@ -22,6 +22,7 @@ from coterie._util.settings import Configurable
 from coterie.engine.optim import Moments
 from coterie.engine.task import LocalTraining, Task
 from coterie.errors import ConfigError, require
+from coterie.exchange.accepting import Accepting, Reputation
 from coterie.exchange.base import Exchange, Inbox, Message, PeersMissing
 from coterie.functional import aggregation, metrics, selection
 from coterie.functional.metrics import Metric
@@ -38,11 +39,25 @@ and the metrics that the method declares in `reports`, one number a client.
 
 With a meaning of their own (`NOTES`): `peers` (ids read), `arrived`, `weights` (mixing weight of each slot),
 `own_weight`, `bytes`, `label` (found cluster), `losses` and `train_samples` of `Task.train`, `trained` (the models
-before the exchange that ends a round, which are the ones to judge).
+before the exchange that ends a round, which are the ones to judge). `slots_refused` is the loop's: which of the
+`peers` the client refused.
 """
 
 NOTES = frozenset(
-    {"peers", "arrived", "weights", "own_weight", "bytes", metrics.LABEL.name, "losses", "train_samples", "trained"}
+    {
+        *(
+            "peers",
+            "arrived",
+            "weights",
+            "own_weight",
+            "bytes",
+            metrics.LABEL.name,
+            "losses",
+            "train_samples",
+            "trained",
+        ),
+        "slots_refused",
+    }
 )
 """Names of a report that are no metrics."""
 
@@ -61,17 +76,20 @@ class State:
         memory: the method's memory: a frozen dataclass of tensors with a leading clients axis, or None.
         shared: what the server role keeps: a frozen dataclass of tensors, or None.
         moments: the state of the clients' optimizers, where it outlasts a round; the loop's, not the method's.
+        reputation: what clients remember of the peers that they judged; the loop's, not the method's.
     """
 
     params: Float[Tensor, "clients params"]
     memory: Any = None
     shared: Any = None
     moments: Moments | None = None
+    reputation: Reputation | None = None
 
     def take(self, rows: Int[Tensor, " rows"]) -> "State":
         """Return the state of some hosted clients."""
-        memory, moments = (map_tensors(part, lambda t: t[rows]) for part in (self.memory, self.moments))
-        return State(self.params[rows], memory, self.shared, moments)
+        parts = (self.memory, self.moments, self.reputation)
+        memory, moments, reputation = (map_tensors(part, lambda t: t[rows]) for part in parts)
+        return State(self.params[rows], memory, self.shared, moments, reputation)
 
     def put(self, rows: Int[Tensor, " rows"], new: "State") -> "State":
         """Return this state with some rows replaced, and the new shared part."""
@@ -79,9 +97,10 @@ class State:
         def place(old: Tensor, update: Tensor) -> Tensor:
             return old.index_copy(0, rows.to(old.device), update)
 
-        pairs = ((self.memory, new.memory), (self.moments, new.moments))
-        memory, moments = (None if old is None else zip_tensors(old, update, place) for old, update in pairs)
-        return State(place(self.params, new.params), memory, new.shared, moments)
+        own = ((self.memory, new.memory), (self.moments, new.moments), (self.reputation, new.reputation))
+        parts = (None if old is None else zip_tensors(old, update, place) for old, update in own)
+        memory, moments, reputation = parts
+        return State(place(self.params, new.params), memory, new.shared, moments, reputation)
 
 
 def map_tensors(value: Any, function: Any) -> Any:
@@ -179,6 +198,15 @@ class Method(Configurable, ABC):
             fits = one.name not in NOTES and metrics.REGISTRY.get(one.name, one) == one
             require(fits, f"{cls.__name__}.reports", one.name, "a name that nothing else in a run has")
         return {one.name: one for one in (metrics.LOSS, *metrics.COSTS, *own)}
+
+    @property
+    def unprotected(self) -> str:
+        """What others learn of the training data by another way than trained models, in words; empty for nothing.
+
+        Differential privacy of local training (`LocalTraining.dp`) does not cover it: what is sent that was computed
+        from the data, and choices made by it that show in what is sent later.
+        """
+        return ""
 
     @abstractmethod
     def init(self, task: Task, rng: Rng) -> State:
@@ -322,7 +350,10 @@ class PeerMethod(Method):
     @final
     def train(self, rnd: Round, state: State, in_place: bool = False) -> tuple[State, Info]:
         """Train the hosted clients once; `in_place` when nobody needs the models that they start from."""
-        params, info = self.fit(rnd, state.params, in_place)
+        judge = rnd.exchange if isinstance(rnd.exchange, Accepting) else None
+        params, info = self.fit(rnd, state.params, in_place and judge is None)
+        if judge is not None:
+            judge.note_training(state.params, params)
         return self.trained(replace(state, params=params), state.params), info
 
     @final
@@ -578,7 +609,7 @@ def merged_by(
         slots = order[row][keep[row][order[row]]]
         if not len(slots):
             continue
-        models = torch.cat([own[row : row + 1], inbox.table[inbox.index[row, slots].to(inbox.table.device)]])
+        models = torch.cat([own[row : row + 1], inbox.received(row, slots)])
         models = columns.of(models)
         counts = torch.cat([rnd.task.samples[row : row + 1].to(samples), samples[row, slots]])
         alike = None

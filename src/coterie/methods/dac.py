@@ -347,6 +347,11 @@ class Dac(PeerMethod):
         require(drawn, "aggregation", self.aggregation, "another one with selection: a rule draws with no probability")
 
     @property
+    def unprotected(self) -> str:
+        """See `Method.unprotected`."""
+        return "models are mixed by their losses on the training data" if self.similarity == "inv_loss" else ""
+
+    @property
     def exchanges(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """One; two more for the answers of a push, one more to ask earlier peers."""
         return 1 + 2 * (self.loss_direction == "push") + (self.two_hop and self.two_hop_scope == "history")

@@ -147,6 +147,11 @@ class FedGwc(WithPresets, ServerMethod):
             return Averaging("samples", self.momentum, self.server_lr, self.nesterov)
         return Averaging("uniform" if self.aggregator == "fairavg" else "samples")
 
+    @property
+    def unprotected(self) -> str:
+        """See `Method.unprotected`."""
+        return "the losses of the first batches are sent"
+
     def shared(self, task: Task, rng: Rng) -> Interactions:
         """Return one cluster whose members have not met."""
         begin, size = self.averaging.start(task.fresh(rng, 1), task.population, task.layout), task.population

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from coterie._util.settings import NonNegativeFloat, OwnFunction
 from coterie.engine.task import Task
+from coterie.errors import require
 from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import selection
 from coterie.methods.base import Info, Round, State, cohort_noise
 from coterie.methods.fedavg import OneModel
-from coterie.methods.server import Averaging, Clusters, ServerContext, Weights, nothing
+from coterie.methods.server import NOTHING, Averaging, Clusters, ServerContext, Weights, labels_with, nothing
 from coterie.rng import Rng
 
 
@@ -66,7 +67,7 @@ class FedProx(OneModel):
         if self.sampling == "uniform":
             return state
         message = Message(state.params[:, :0], {"samples": rnd.task.samples})
-        return replace(state, shared=self.ask(rnd, _register, message, state.shared)[0])
+        return replace(state, shared=self.ask(rnd, _register, message, state.shared, NOTHING)[0])
 
     def cohort(self, shared: Enrolled, rng: Rng, population: int, participation: float | int) -> Int[Tensor, " active"]:
         """Draw uniformly, or by samples."""
@@ -76,6 +77,13 @@ class FedProx(OneModel):
     def train(self, rnd: Round, start: Float[Tensor, "clients params"], offer: Inbox) -> tuple[Tensor, Info]:
         """Train with the penalty."""
         return rnd.task.train(start, rnd.rng, rnd.local, anchor=start, prox=self.mu)
+
+    def enlarged(self, shared: Enrolled, models: Float[Tensor, "newcomers params"]) -> Enrolled:
+        """New members are drawn like the others; by samples, the server would have to be told of theirs."""
+        fits = self.sampling == "uniform"
+        require(fits, "new_client_others", "training", f"'frozen' with {self.kind}'s sampling = {self.sampling!r}")
+        more = torch.ones(len(models), dtype=shared.samples.dtype)
+        return replace(shared, label=labels_with(shared, models), samples=torch.cat([shared.samples, more]))
 
     def adapt(
         self, rnd: Round, params: Float[Tensor, "clients params"], received: Float[Tensor, "clients params"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from coterie._util.settings import PositiveInt
 from coterie.engine.task import Task
 from coterie.errors import require
-from coterie.exchange.base import Message, Reply
+from coterie.exchange.base import Message, Reply, ReplyForm
 from coterie.functional import aggregation, clustering
 from coterie.methods.server import Averaging, Clusters, ServerContext, ServerMethod, Weights
 from coterie.models.simplex_layers import last_layer
@@ -66,6 +66,10 @@ class FeSem(ServerMethod):
         label = torch.from_numpy(order) % self.clusters
         models = task.fresh(rng, self.clusters)
         return Centers(models, models[:, :0].double(), label, torch.zeros(task.population, dtype=torch.bool))
+
+    def offered(self) -> ReplyForm:
+        """One model."""
+        return ReplyForm(1)
 
     def deliver(self, context: ServerContext, shared: Centers, message: Message) -> tuple[Centers, Reply]:
         """Answer with the client's center, or the largest cluster's when the client is not known yet."""

@@ -12,11 +12,11 @@ from torch import Tensor
 from coterie._util.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
 from coterie.engine.task import Task
 from coterie.errors import require
-from coterie.exchange.base import Inbox, Message, Reply
+from coterie.exchange.base import Inbox, Message, Reply, ReplyForm
 from coterie.functional import aggregation
 from coterie.methods.base import Info, Round, State
 from coterie.methods.cost import Cost, Setting, moving
-from coterie.methods.server import ServerContext, ServerMethod, nothing, traffic
+from coterie.methods.server import NOTHING, ServerContext, ServerMethod, nothing, traffic
 from coterie.models.simplex_layers import last_layer
 from coterie.rng import Rng
 
@@ -75,6 +75,11 @@ class Ifca(ServerMethod):
         fits = self.resample_share * self.clusters <= 1
         require(fits, "resample_share", self.resample_share, f"at most 1 / clusters = {1 / self.clusters:.3g}")
 
+    @property
+    def unprotected(self) -> str:
+        """See `Method.unprotected`."""
+        return "the cluster is chosen by the losses of the models on the training data"
+
     def shared(self, task: Task, rng: Rng) -> Models:
         """Return independently drawn models."""
         count = self.clusters * (self.candidates if self.start == "resample" else 1)
@@ -84,10 +89,15 @@ class Ifca(ServerMethod):
         """Choose among candidates by what clients would choose among them."""
         if self.start != "resample":
             return state
-        shared, offer = self.ask(rnd, _everything, self.request(rnd, state), state.shared)
+        every = ReplyForm(self.candidates * self.clusters)
+        shared, offer = self.ask(rnd, _everything, self.request(rnd, state), state.shared, every)
         scores = choosable(rnd.task.score(offer)).reshape(len(rnd.task), self.candidates, self.clusters)
         message = Message(state.params[:, :0], {"label": scores.argmin(2)})
-        return replace(state, shared=self.ask(rnd, partial(_choose_candidates, self), message, shared)[0])
+        return replace(state, shared=self.ask(rnd, partial(_choose_candidates, self), message, shared, NOTHING)[0])
+
+    def offered(self) -> ReplyForm:
+        """All models."""
+        return ReplyForm(self.clusters)
 
     def offer(self, context: ServerContext, shared: Models, message: Message) -> tuple[Models, Reply]:
         """Answer with all models; while groups are random, with the group's."""
@@ -123,12 +133,13 @@ class Ifca(ServerMethod):
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Receive the models, take the best, train it, send it with the choice."""
         request = self.request(rnd, state)
-        shared, offer = self.ask(rnd, self.offer, request, state.shared)
+        grouped = self.start == "random_groups" and rnd.index < self.group_rounds
+        shared, offer = self.ask(rnd, self.offer, request, state.shared, ReplyForm(1 if grouped else self.clusters))
         label, model = choice(rnd.task, offer)
         start = rnd.task.apply_buffer_policy(state.params, model)
         params, info = rnd.task.train(start, rnd.rng, rnd.local)
         message = Message(params, {"samples": rnd.task.samples, "label": label})
-        shared, _ = self.ask(rnd, self._merge, message, shared)
+        shared, _ = self.ask(rnd, self._merge, message, shared, NOTHING)
         passes = offer.mask.sum(1) * rnd.task.counts("train")
         return State(params, None, shared), {
             **info,
@@ -143,6 +154,10 @@ class Ifca(ServerMethod):
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
         label, model = choice(rnd.task, offer)
         return rnd.task.apply_buffer_policy(state.params, model), {"label": label}
+
+    def enlarged(self, shared: Models, models: Float[Tensor, "newcomers params"]) -> Models:
+        """The server remembers nothing of its clients."""
+        return shared
 
     def cost(self, setting: Setting, round: int) -> Cost:
         """Score all models, and send one."""

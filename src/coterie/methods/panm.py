@@ -216,6 +216,11 @@ class PanmLoss(Panm):
     transform: Literal["inverse", "negative"] = "inverse"
     eps: NonNegativeFloat = 1e-6
 
+    @property
+    def unprotected(self) -> str:
+        """See `Method.unprotected`."""
+        return "models are chosen and mixed by their losses on the training data"
+
     def score(self, rnd: Round, state: State, inbox: Inbox) -> tuple[Float[Tensor, "clients peers"], Info]:
         """Evaluate the received models on the client's training data."""
         loss = rnd.task.score(inbox).cpu().double()

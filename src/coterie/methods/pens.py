@@ -68,6 +68,11 @@ class Pens(PeerMethod):
         """Return counts of 0."""
         return PensMemory(torch.zeros(len(task.ids), task.population, dtype=torch.int64))
 
+    @property
+    def unprotected(self) -> str:
+        """See `Method.unprotected`."""
+        return "models are chosen by their losses on the training data"
+
     def bound(self, population: int) -> float:
         r"""Return the threshold $\theta$ for a population of that size."""
         chances = population if self.threshold == "dac_repo" else max(1, population - 1)

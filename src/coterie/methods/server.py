@@ -19,7 +19,7 @@ from torch import Tensor
 from coterie._util.importing import imported_function
 from coterie.engine.task import Task, not_finite
 from coterie.errors import ConfigError
-from coterie.exchange.base import Inbox, Message, Reply
+from coterie.exchange.base import Inbox, Message, Reply, ReplyForm
 from coterie.exchange.narrowed import cut
 from coterie.functional import aggregation, metrics
 from coterie.functional.metrics import Metric
@@ -152,6 +152,10 @@ def sizes(label: Int[Tensor, " population"], clusters: int) -> Int[Tensor, " clu
 ServerRule = Callable[[ServerContext, Any, Message], tuple[Any, Reply]]
 
 
+NOTHING = ReplyForm(0)
+"""An answer without a model: that the message has come."""
+
+
 @dataclass(frozen=True)
 class ServerMethod(Method):
     """A method with a server. Subclasses write `merge` and, where they differ from FedAvg, the other parts."""
@@ -176,6 +180,29 @@ class ServerMethod(Method):
         """Answer any client with the model that serves it; changes nothing."""
         return self.offer(context, shared, message)
 
+    def serving(self, context: ServerContext, shared: Any) -> Float[Tensor, "models params"]:
+        """Return the models that serve clients now, each once: what a client that joins late chooses among."""
+        ids = torch.arange(context.population)
+        _, reply = self.deliver(context, shared, Message(torch.empty(len(ids), 0), ids=ids))
+        return reply.table[reply.index.unique().to(reply.table.device)].unique(dim=0)
+
+    def enlarged(self, shared: Any, models: Float[Tensor, "newcomers params"]) -> Any:
+        """Return the server's state in a population with new members at its end.
+
+        Args:
+            shared: the state.
+            models: of the server's models, the one with which each of them begins.
+
+        Raises:
+            ConfigError: when this method's state has no place for members that it has not known from the start.
+        """
+        if type(shared) is not Clusters:
+            raise ConfigError(
+                f"new_client_others is 'training'; what the server of {self.kind} remembers is of the clients that it "
+                "knew from the start: use 'frozen'"
+            )
+        return replace(shared, label=labels_with(shared, models))
+
     @abstractmethod
     def merge(self, context: ServerContext, shared: Any, message: Message) -> Any:
         """Return the server's new state. Rows of the message with NaN or infinity were left out before."""
@@ -192,8 +219,29 @@ class ServerMethod(Method):
 
     # ---------------------------------------------------------------- where the clients are
 
-    def ask(self, rnd: Round, rule: ServerRule, message: Message, shared: Any) -> tuple[Any, Inbox]:
-        """Send a message to the server and return its new state (where it is) and its answer."""
+    def offered(self) -> ReplyForm | None:
+        """Return what `offer` and `deliver` show each client: one model, where they are not written anew.
+
+        Between machines an answer of another form is refused. None: nothing is known of it but that its parts fit.
+        """
+        plain = type(self).offer is ServerMethod.offer and type(self).deliver is ServerMethod.deliver
+        return ReplyForm(1) if plain else None
+
+    def ask(
+        self, rnd: Round, rule: ServerRule, message: Message, shared: Any, expects: ReplyForm | None = None
+    ) -> tuple[Any, Inbox]:
+        """Send a message to the server and return its new state (where it is) and its answer.
+
+        Args:
+            rnd: the round.
+            rule: what the server does with the messages.
+            message: this one.
+            shared: the server's state, where it is.
+            expects: what the answer shows each client; that of `offered` for `offer` and `deliver`.
+        """
+        if expects is None and rule in (self.offer, self.deliver):
+            expects = self.offered()
+        message = replace(message, expects=expects)
         task, taking = rnd.task, int(rnd.reachable.sum())
         context = ServerContext(rnd.index, rnd.rng, task.layout, task.population, taking, task.part)
         return rnd.exchange.serve(message, partial(rule, context), shared)
@@ -255,7 +303,7 @@ class ServerMethod(Method):
         start = rnd.task.apply_buffer_policy(state.params, first(offer))
         params, memory, info = self.learn(rnd, state.memory, start, offer)
         message = Message(params, self.report(rnd, info))
-        shared, _ = self.ask(rnd, self._merge, message, shared)
+        shared, _ = self.ask(rnd, self._merge, message, shared, NOTHING)
         info = {**info, **traffic(rnd.task.part, offer, request, message), **self.extra(rnd, start, params, shared)}
         if "personal_train_samples" in info:
             info["train_samples"] = info["train_samples"] + info.pop("personal_train_samples")
@@ -285,6 +333,12 @@ class ServerMethod(Method):
     def measuring(self, setting: Setting) -> Cost:
         """Fetch the newest model."""
         return moving(setting, 1)
+
+
+def labels_with(shared: Clusters, models: Float[Tensor, "newcomers params"]) -> Int[Tensor, " population"]:
+    """Return the cluster of each member and of new ones behind them, which are in those of their models."""
+    same = (models[:, None] == shared.models).all(2).cpu()
+    return torch.cat([shared.label, same.to(torch.int64).argmax(1)])
 
 
 def without_home(task: Task, shared: Any) -> Any:

@@ -11,13 +11,13 @@ from torch import Tensor
 from coterie._util.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, WithPresets
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, require
-from coterie.exchange.base import Inbox, Message, Reply
+from coterie.exchange.base import Inbox, Message, Reply, ReplyForm
 from coterie.functional import simplex
 from coterie.methods.base import Info, Round, State
 from coterie.methods.cost import Cost, Setting
 from coterie.methods.ditto import personal_training
 from coterie.methods.fedavg import OneModel
-from coterie.methods.server import Averaging, Clusters, ServerContext, first, nothing
+from coterie.methods.server import NOTHING, Averaging, Clusters, ServerContext, first, nothing
 from coterie.models import simplex_layers
 from coterie.models.layout import ModelFactory
 from coterie.rng import Rng
@@ -209,12 +209,21 @@ class SimplexMethod(WithPresets, OneModel):
 
     # ---------------------------------------------------------------- where the clients are
 
+    def offered(self) -> ReplyForm:
+        """One model, and the client's region."""
+        return ReplyForm(1, {"center": (torch.float64, (self.endpoints,)), "radius": (torch.float64, ())})
+
+    @property
+    def unprotected(self) -> str:
+        """See `Method.unprotected`."""
+        return "" if self.assignment == "gradient" else "the number of samples of each class is sent"
+
     def enroll(self, rnd: Round, state: State) -> State:
         """Tell the server how many samples of each class each client has."""
         if self.assignment == "gradient":
             return state
         message = Message(state.params[:, :0], {"counts": rnd.task.class_counts()})
-        return replace(state, shared=self.ask(rnd, self._register, message, state.shared)[0])
+        return replace(state, shared=self.ask(rnd, self._register, message, state.shared, NOTHING)[0])
 
     def draw(self, rnd: Round, offer: Inbox, purpose: str, count: int) -> Float[Tensor, "clients count topics"]:
         """Draw points from each client's region, from the client's own stream."""
@@ -252,6 +261,11 @@ class SimplexMethod(WithPresets, OneModel):
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
         rows = rnd.task.apply_buffer_policy(state.params, first(offer))
         return self.placed(rnd, rows, offer), {"label": offer.peers[:, 0]}
+
+    def serving(self, context: ServerContext, shared: Regions) -> Float[Tensor, "models params"]:
+        """Return the model at the barycenter of the simplex."""
+        middle = torch.full((1, 1, self.endpoints), 1 / self.endpoints, dtype=torch.float64)
+        return simplex_layers.compose(context.layout, shared.models[:1], middle)
 
     def overall(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
         """Fetch the simplex and stand at its barycenter."""
@@ -367,10 +381,11 @@ class SosicFlPlus(SimplexMethod):
             return memory, {}
         local = personal_training(rnd.local, self.personal_epochs, self.personal_steps)
         inputs = self.mixtures(rnd, offer, "alpha.personal", rnd.task.steps(local))
-        own = torch.where(memory.started.to(start.device)[:, None], memory.model, start)
+        own = _own_or(memory, start)
         model, info = rnd.task.train(
-            own, rnd.rng, local, anchor=start, prox=self.lam, inputs=inputs, purpose="batches.personal", track=1
-        )
+            own, rnd.rng, local, anchor=start, prox=self.lam, inputs=inputs, purpose="batches.personal", track=1,
+            in_place=own is not memory.model,
+        )  # fmt: skip
         return PersonalSimplex(model, torch.ones_like(memory.started)), {
             "personal_train_samples": info["train_samples"]
         }
@@ -379,5 +394,15 @@ class SosicFlPlus(SimplexMethod):
         """Stand at one's center of one's own simplex, or of the global one before there is an own."""
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
         received = rnd.task.apply_buffer_policy(state.params, first(offer))
-        own = torch.where(state.memory.started.to(received.device)[:, None], state.memory.model, received)
+        own = _own_or(state.memory, received)
         return self.placed(rnd, own, offer), {"label": offer.peers[:, 0]}
+
+
+def _own_or(memory: PersonalSimplex, received: Float[Tensor, "clients params"]) -> Float[Tensor, "clients params"]:
+    """Return each client's personal model, or what it received before there is one; no copy where all have one."""
+    started = memory.started
+    return (
+        memory.model
+        if bool(started.all())
+        else torch.where(started.to(received.device)[:, None], memory.model, received)
+    )

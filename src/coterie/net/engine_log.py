@@ -66,6 +66,7 @@ class EngineLog:
         self._cached: dict[str, str] = {}  # by thread: the key of which it has ruled in advance
         self._names: dict[str, str] = {}  # members by the engine's id of their session
         self._strangers = False
+        self.name_of: Callable[[str], str] = lambda common_name: common_name  # whose a certificate is
 
     def line(self, text: str) -> None:
         """Take one line."""
@@ -90,11 +91,12 @@ class EngineLog:
         elif ruling := _RULING.fullmatch(text):
             at_once, session, name, denied, what, key = ruling.groups()
             if name and len(self._names) < _SESSIONS:
-                self._names[session] = name
+                self._names[session] = self.name_of(name)
             if at_once or key != self._cached.get(thread):  # else it rules in advance, not on a message
                 self._denied.pop(thread, None)
                 if denied:
-                    self._denied[thread] = (name or self._names.get(session, ""), f"{what} on {key}")
+                    who = self.name_of(name) if name else self._names.get(session, "")
+                    self._denied[thread] = (who, f"{what} on {key}")
 
     def _intercepted(self, peer: str | None, what: str) -> None:
         if peer is not None:

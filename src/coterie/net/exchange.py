@@ -7,26 +7,40 @@ is missing later is `mask == False`, with the reason in the journal. In server-b
 fetches the cohort's messages, and every client fetches its answer.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from coterie.errors import ExchangeError, TransportError
-from coterie.exchange.base import COHORT, Inbox, Message, PeersMissing, Reply, Rule, check_peers, nbytes_row, read
+from coterie.errors import ExchangeError
+from coterie.exchange.base import (
+    COHORT,
+    Inbox,
+    Message,
+    PeersMissing,
+    Reply,
+    Rule,
+    check_peers,
+    check_reply,
+    nbytes_row,
+    read,
+)
 from coterie.exchange.in_memory import InMemory
 from coterie.net.outbox import Missing
-from coterie.net.payload import Template
+from coterie.net.payload import MAX_HEADER, Refused, Template
 from coterie.net.post import Post, RoundMissed, gaps
+from coterie.net.roster import Roster
 from coterie.net.transport import Delivery
 from coterie.net.wire import Address
 from coterie.rng import Rng
 
-_MAX_REPLY = 1 << 30
+MAX_REPLY = 1 << 30
 _MAX_COHORT = 1 << 20
 
 
@@ -39,7 +53,7 @@ class RemoteExchange:
     """
 
     def __init__(self, post: Post, width: int | None = None) -> None:
-        self.post, self.roster, self.width = post, post.roster, width
+        self.post, self.width = post, width
         self.name = post.transport.name
         self.server = post.roster.server == self.name
         self.ids = torch.tensor(post.roster.member(self.name).clients, dtype=torch.int64)
@@ -48,6 +62,11 @@ class RemoteExchange:
         self._seen: frozenset[str] = frozenset()
         self._own = InMemory(self.ids, post.roster.population)
         self.begin(Rng(0))
+
+    @property
+    def roster(self) -> Roster:
+        """The members, as they are now."""
+        return self.post.roster
 
     # ------------------------------------------------------------------ the round
 
@@ -75,11 +94,12 @@ class RemoteExchange:
         self._away, self._odd = frozenset(names), frozenset(for_good)
 
     def _unreachable(self) -> set[int]:
-        """The clients of members that are known to be away now."""
+        """The clients of members that are known to be away now, and of those that were removed."""
         alive = self.post.transport.alive()
         self._seen |= alive
         self._away = (self._away | self._seen) - alive
-        return {client for client, name in self.post.host_of.items() if name in self._away | self._odd}
+        away = {client for client, name in self.post.host_of.items() if name in self._away | self._odd}
+        return away | set(self.roster.removed)
 
     def reachable(self) -> Bool[Tensor, " population"]:
         """Return the clients that can be asked in this round, as known at its beginning."""
@@ -96,6 +116,10 @@ class RemoteExchange:
     def _tensors(self, message: Message, row: int) -> dict[str, Tensor]:
         fields = {f"field.{name}": value[row] for name, value in message.fields.items()}
         return {"params": message.params[row], **fields}
+
+    def _publish(self, message: Message, number: int) -> None:
+        for row, client in enumerate(self._own.active.tolist()):
+            self.post.publish(self._tensors(message, row), self._at(number, client))
 
     # ------------------------------------------------------------------ asking
 
@@ -115,8 +139,7 @@ class RemoteExchange:
         own, message = self._own.active, replace(message, ids=self._own.active)
         check_peers(own, peers, self.roster.population)
         board = self._own.board(message)
-        for row, client in enumerate(own.tolist()):
-            self.post.publish(self._tensors(message, row), self._at(number, client))
+        self._publish(message, number)
         assert board.ids is not None
         wanted = sorted(set(peers[peers >= 0].tolist()) - set(board.ids.tolist()))
         if not self._until:
@@ -206,6 +229,7 @@ class RemoteExchange:
         if not len(whole):
             raise RoundMissed("no client's message arrived", None)
         new, reply = rule(shared, whole)
+        check_reply(reply, message.expects)
         places = {client: row for row, client in enumerate(whole.ids.tolist())}
         for client, host in self.post.host_of.items():
             at = replace(address, client=client, kind="reply")
@@ -218,22 +242,16 @@ class RemoteExchange:
         return new, reply.inbox(rows)
 
     def _replies(self, message: Message, address: Address) -> Inbox:
-        template = Template(
-            {"table": (message.params.dtype, ("senders", "params")), "index": (torch.int64, ("peers",))},
-            free="field.", lead="senders", halved=frozenset({"table"}), max_bytes=_MAX_REPLY,
-        )  # fmt: skip
+        template, like = self._reply_template(message), dict[str, Tensor]()
         rows: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
         index = []
         for client in self._own.active.tolist():
-            got = self.post.from_server(replace(address, client=client, kind="reply"), template).tensors
-            shown = torch.unique(got["index"])
-            if len(shown) != len(got["table"]) or bool((shown < 0).any()):
-                raise TransportError(f"the server's answer shows {len(shown)} rows and has {len(got['table'])}")
-            for place, sender in enumerate(shown.tolist()):
+            at = replace(address, client=client, kind="reply")
+            got = self.post.from_server(at, template, partial(_check_reply, like=like)).tensors
+            like = like or got
+            for place, sender in enumerate(torch.unique(got["index"]).tolist()):
                 fields = {n.removeprefix("field."): v[place] for n, v in got.items() if n.startswith("field.")}
                 rows[sender] = (got["table"][place], fields)
-            if len(got["table"]) and self.width not in (None, got["table"].shape[1]):
-                raise TransportError(f"the server's models have {got['table'].shape[1]} numbers; expected {self.width}")
             index.append(got["index"])
         if not rows:
             return Reply(message.params[:0], torch.zeros(len(message), 0, dtype=torch.int64)).inbox()
@@ -251,6 +269,24 @@ class RemoteExchange:
             bytes=torch.full_like(peers, nbytes_row(table) + sum(v.nbytes for v in names.values())),
         )
 
+    def _reply_template(self, message: Message) -> Template:
+        """The template of the server's answers to a message: what its method says, and models of this one's width."""
+        form, dtype = message.expects, message.params.dtype
+        width = self.width if form is None or form.models else None
+        tensors: dict[str, tuple[torch.dtype, tuple[int | str, ...]]] = {
+            "table": (dtype, ("senders", "params" if width is None else width)),
+            "index": (torch.int64, ("peers" if form is None else form.models,)),
+        }
+        most = MAX_REPLY
+        if form is not None:
+            tensors |= {f"field.{name}": (kind, ("senders", *shape)) for name, (kind, shape) in form.fields.items()}
+            each = sum(kind.itemsize * math.prod(shape) for kind, shape in form.fields.values())
+            each += 8 + dtype.itemsize * (width or 0)
+            most = MAX_HEADER + 8 + form.models * each if width is not None or not form.models else MAX_REPLY
+        return Template(
+            tensors, free="field." if form is None else "", lead="senders", halved=frozenset({"table"}), max_bytes=most
+        )
+
     def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
         """Compute the cohort in the server role, or receive it from the server: see `Exchange.cohort`."""
         number, self._groups = self._groups, self._groups + 1
@@ -261,12 +297,15 @@ class RemoteExchange:
             self.post.publish({"ids": self._expected}, address)
             return self._expected
         template = Template({"ids": (torch.int64, ("active",))}, max_bytes=_MAX_COHORT)
-        ids = self.post.from_server(address, template).tensors["ids"]
-        inside = (ids >= 0) & (ids < self.roster.population)
-        if not torch.equal(ids, torch.unique(ids)) or not bool(inside.all()):
-            raise TransportError("the server's cohort is not a set of clients in ascending order")
-        self._expected = ids
-        return ids
+
+        def check(tensors: Mapping[str, Tensor]) -> None:
+            ids = tensors["ids"]
+            inside = (ids >= 0) & (ids < self.roster.population)
+            if not torch.equal(ids, torch.unique(ids)) or not bool(inside.all()):
+                raise Refused("cohort", "the server's cohort is not a set of clients in ascending order")
+
+        self._expected = self.post.from_server(address, template, check).tensors["ids"]
+        return self._expected
 
     # ------------------------------------------------------------------ those who stopped
 
@@ -296,6 +335,26 @@ class RemoteExchange:
         """Restore the result of `snapshot`."""
         self._own.restore(tensors)
         self._stand({int(k.split(".")[1]): v for k, v in tensors.items() if k.startswith("stopped.")})
+
+
+def _check_reply(got: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
+    """Check that the parts of a server's answer fit together, and that it looks like the one to another client here.
+
+    Raises:
+        Refused: when they do not.
+    """
+    shown = torch.unique(got["index"])
+    if len(shown) != len(got["table"]) or bool((shown < 0).any()) or bool((shown >= 1 << 31).any()):
+        raise Refused("index", f"the server's answer shows {len(shown)} rows and has {len(got['table'])}")
+    if not like:
+        return
+
+    def form(reply: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        rows = {name: (t.dtype, t.shape[1:]) for name, t in reply.items()}
+        return {**rows, "index": (reply["index"].dtype, reply["index"].shape)}
+
+    if form(got) != form(like):
+        raise Refused("shape", "the server's answers to two clients of this node differ in form")
 
 
 def _reply_row(reply: Reply, row: int) -> dict[str, Tensor]:

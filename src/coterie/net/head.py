@@ -17,7 +17,12 @@ from coterie.simulation.settings import Settings
 _DOMAIN = b"coterie head 1\n"
 _MAX = 64 * 1024
 _OWN_AFFAIR = ("engine", "block", "cuda_graphs", "device", "checkpoint_seconds", "eval_every")
-_OPTIONAL = ("shared", "similarity_on")  # unset, they say what rosters that do not know them say
+_OPTIONAL = (
+    "shared",
+    "similarity_on",
+    "acceptance",
+    "attacks",
+)  # unset, they say what rosters that do not know them say
 FROZEN = "model.frozen"
 """Where a node's settings say what its frozen weights are; they count in the hash of the model, not of the study."""
 STATES = ("starting", "running", "done")
@@ -103,6 +108,8 @@ def settings_of(method: Method, settings: Settings, seed: int, model: str, popul
     out: dict[str, Any] = {"method": method.kind, "seed": seed, "model": model, "population": population}
     out |= _flat("method.", dataclasses.asdict(method))
     own = {k: v for k, v in dataclasses.asdict(settings).items() if v or k not in _OPTIONAL}
+    if settings.new_client_others == "frozen":  # younger than rosters that are about
+        del own["new_client_others"]
     out |= {k: v for k, v in _flat("", own).items() if k not in _OWN_AFFAIR}
     return out
 

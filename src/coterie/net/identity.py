@@ -1,10 +1,12 @@
 """Identities: a private certificate authority, members' keys and certificates, signatures.
 
 A member creates its key on its own machine and sends only a request; the organizer returns a certificate with the
-member's name as common name and its address as alternative name. The same key signs the member's messages.
+fingerprint of that key as common name, the member's name as user id and its address as alternative name. The same key
+signs the member's messages.
 All keys are ECDSA on P-256; private keys are files that only their owner can read.
 """
 
+import hashlib
 import ipaddress
 import os
 import re
@@ -143,6 +145,15 @@ def verify(key: ec.EllipticCurvePublicKey, signature: bytes, data: bytes) -> boo
     return True
 
 
+def key_fingerprint(key: ec.EllipticCurvePublicKey) -> str:
+    """Return the SHA-256 of a public key (its SubjectPublicKeyInfo in DER) in hexadecimal.
+
+    It is the common name of a member's certificate, so that access is given to a key and not to a name.
+    """
+    der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(der).hexdigest()
+
+
 # ---------------------------------------------------------------- certificates
 
 
@@ -166,15 +177,23 @@ def fingerprint(certificate: x509.Certificate) -> str:
 
 
 def certificate_name(certificate: x509.Certificate | x509.CertificateSigningRequest) -> str:
-    """Return the member name of a certificate or request.
+    """Return the member name of a certificate or request: its user id, or in a request its common name.
+
+    Certificates of older versions have the name as common name, too.
 
     Raises:
-        TransportError: when it has no common name, several, or an invalid one.
+        TransportError: when it has no such name, several, or an invalid one.
     """
-    names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    if len(names) != 1 or len(list(certificate.subject)) != 1:
-        raise TransportError("a certificate must have exactly one common name and nothing else in its subject")
-    return check_name(str(names[0].value))
+    common, users = (certificate.subject.get_attributes_for_oid(oid) for oid in (NameOID.COMMON_NAME, NameOID.USER_ID))
+    if len(common) != 1 or len(users) > 1 or len(list(certificate.subject)) != 1 + len(users):
+        raise TransportError("a certificate must have one common name, at most one user id, and nothing else")
+    return check_name(str((users or common)[0].value))
+
+
+def common_name(certificate: x509.Certificate) -> str:
+    """Return the common name of a member's certificate: the fingerprint of its key; in older ones, its name."""
+    certificate_name(certificate)
+    return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
 
 
 def certificate_key(certificate: x509.Certificate | x509.CertificateSigningRequest) -> ec.EllipticCurvePublicKey:
@@ -264,21 +283,31 @@ def make_request(folder: Path, name: str, address: str) -> Path:
 
 
 def sign_request(
-    folder: Path, request: Path, address: str, *, days: float = 30.0, now: datetime | None = None
+    folder: Path,
+    request: Path,
+    name: str,
+    address: str,
+    *,
+    days: float = 30.0,
+    new_key: bool = False,
+    now: datetime | None = None,
 ) -> x509.Certificate:
     """Sign a request: write its certificate to `members/NAME.pem` in the organizer's folder.
 
-    Only name, address and key are taken from the request.
+    Only the key is taken from the request. The certificate's common name is the key's fingerprint.
 
     Args:
         folder: the organizer's folder.
         request: the member's request.
+        name: the member's name, as agreed with it; the request must have it.
         address: the member's address, as agreed with it; the request must name its host.
-        days: validity of the certificate; short, because there is no revocation list.
+        days: validity of the certificate.
+        new_key: whether a member that has a certificate of another key gets a new one.
         now: the time.
 
     Raises:
-        TransportError: when the request is not signed by its own key, or asks for another name or address.
+        TransportError: when the request is not signed by its own key, asks for another name or address, or has another
+            key than the member's certificate.
     """
     _check_days(days)
     now = now or datetime.now(UTC)
@@ -290,7 +319,14 @@ def sign_request(
         raise TransportError(f"{request} holds no certificate request in PEM") from None
     if not csr.is_signature_valid:
         raise TransportError(f"{request} is not signed by the key it asks a certificate for")
-    name, key, wanted = certificate_name(csr), certificate_key(csr), _alternative(split_address(address)[0])
+    if certificate_name(csr) != check_name(name):
+        raise TransportError(f"{request} asks for the name {certificate_name(csr)}; agreed was {name}")
+    key, wanted = certificate_key(csr), _alternative(split_address(address)[0])
+    made = folder / "members" / f"{name}.pem"
+    if made.exists() and not new_key and public_text(certificate_key(read_certificate(made))) != public_text(key):
+        raise TransportError(
+            f"{name} has a certificate of another key; to replace that key: coterie net rekey {folder} {name} {request}"
+        )
     try:
         asked = csr.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
@@ -299,8 +335,11 @@ def sign_request(
         hosts = [] if asked is None else [str(name.value) for name in asked]
         raise TransportError(f"{request} asks for {', '.join(hosts) or 'no address'}; agreed was {address}")
     authority, ca = load_key(folder / "ca.key"), read_certificate(folder / "ca.pem")
+    subject = x509.Name([
+        x509.NameAttribute(NameOID.COMMON_NAME, key_fingerprint(key)), x509.NameAttribute(NameOID.USER_ID, name)
+    ])  # fmt: skip
     certificate = (
-        _builder(csr.subject, ca.subject, key, days, now)
+        _builder(subject, ca.subject, key, days, now)
         .add_extension(wanted, critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(digital_signature=True), critical=True)
@@ -310,8 +349,8 @@ def sign_request(
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
         .sign(authority, hashes.SHA256())
     )
-    (folder / "members").mkdir(exist_ok=True)
-    write_certificate(folder / "members" / f"{name}.pem", certificate)
+    made.parent.mkdir(exist_ok=True)
+    write_certificate(made, certificate)
     return certificate
 
 

@@ -76,7 +76,7 @@ def provision(
     made, people = [], []
     for member in who.members:
         request = identity.make_request(folder, member.name, member.address)
-        certificate = identity.sign_request(folder, request, member.address, days=days)
+        certificate = identity.sign_request(folder, request, member.name, member.address, days=days)
         made.append(roster.certified(member, certificate))
         people.append(
             identity.Identity.load(

@@ -2,7 +2,8 @@
 
 A node waits for the others, runs the rounds, catches up when it has fallen behind, writes the files of a simulation
 (with its own rows) after every round, and stays until the others have fetched its last messages. When it is killed, it
-continues from its checkpoint as a new incarnation.
+continues from its checkpoint as a new incarnation. Where the study holds out new clients, their nodes join when the
+others have ended, which answer them until they are done: see `latecomers`.
 """
 
 import json
@@ -12,8 +13,9 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +27,23 @@ from coterie.data.federation import Federation, Truth
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, TransportError
 from coterie.methods.base import Method, Round
+from coterie.methods.server import ServerMethod
 from coterie.models.layout import ModelSource, own_name
+from coterie.net import catchup, latecomers
 from coterie.net import head as heads
 from coterie.net import identity as identities
 from coterie.net.exchange import RemoteExchange
 from coterie.net.head import Head
+from coterie.net.keeper import Keeper, changes, check_same_run
 from coterie.net.log import Log, Sample
-from coterie.net.outbox import Missing
+from coterie.net.outbox import KEEP, Missing
 from coterie.net.payload import Refused
 from coterie.net.post import Post, RoundMissed, Terms
 from coterie.net.roster import Roster
 from coterie.net.transport import Transport
 from coterie.net.wire import VERSION
 from coterie.rng import Rng
-from coterie.simulation import checkpoint
+from coterie.simulation import checkpoint, newcomers
 from coterie.simulation.loop import Loop
 from coterie.simulation.models import models_of
 from coterie.simulation.record import Record
@@ -67,9 +72,14 @@ class RunSpec:
     model_name: str
     seed: int = 0
 
-    def task(self, federation: Federation) -> Task:
-        """Return the task of a node's rows."""
-        return make_task(federation, self.method, self.model, self.settings)
+    def task(self, federation: Federation, secret: int | None = None) -> Task:
+        """Return the task of a node's rows.
+
+        Args:
+            federation: the rows.
+            secret: seed of the draws of private training, which nobody else may know.
+        """
+        return make_task(federation, self.method, self.model, self.settings, secret)
 
     def agreed(self, population: int) -> dict[str, Any]:
         """Return the settings that must be equal on every node."""
@@ -82,7 +92,8 @@ class Patience:
 
     Args:
         start: seconds to wait at the start for members that do not answer yet.
-        linger: seconds to stay at the end for members that are not done and make no progress.
+        linger: seconds to stay at the end for members, new ones included, that are not done and make no progress;
+            infinite to wait for them without limit.
         ask: seconds to wait for the answer to "how are you?".
         poll: seconds between two such questions.
     """
@@ -115,6 +126,7 @@ class Node:
         terms: deadlines and options of the exchange; a deadline of 0 is measured (see `deadline`).
         patience: how long it waits for others.
         log: receives events.
+        keeper: knows of newer rosters; without one, the roster stays as it is.
     """
 
     def __init__(
@@ -129,33 +141,47 @@ class Node:
         terms: Terms | None = None,
         patience: Patience | None = None,
         log: Log | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self.plan, self.roster, self.transport, self.folder = plan, roster, transport, folder
         self.patience, self.log = patience or Patience(), log or Log(transport.name)
+        self.keeper, self._scout = keeper, ThreadPoolExecutor(1, "coterie-scout")
+        self._scouted: Future[tuple[str, bytes] | None] | None = None
         self._sign, self._stop, self._state = sign, threading.Event(), "starting"
         self._met: frozenset[str] = frozenset()
+        self._told_done = 0  # how often this node has answered that it is done
         self._check(federation)
         clusters = torch.tensor(roster.clusters or [-1] * roster.population)
         planted = Truth(clusters[federation.ids], (), ()) if roster.clusters else None
-        self.task = plan.task(replace(federation, truth=planted))
+        self.sides = latecomers.sides(roster, plan.method, plan.settings, plan.seed)
+        self.late = self.sides is not None and transport.name in self.sides.late
+        names, seen = {**roster.client_names, **federation.names}, roster
+        if self.sides is not None:
+            federation, seen = self.sides.numbered(federation, transport.name), self.sides.roster(transport.name)
+        self._federation = replace(federation, truth=planted)
+        # drawn anew at every start and never written: noise that is used twice could be taken off
+        self.task = plan.task(self._federation, secret=secrets.randbits(63))
         self.schema = heads.schema_hash(self.task.layout)
         self.settings = heads.with_frozen(plan.agreed(roster.population), self.task.layout)
         folder.mkdir(parents=True, exist_ok=True)
         self.incarnation = self._new_incarnation()
         self._journal_file = (folder / ARRIVALS).open("a")
         self.post = Post(
-            transport, replace(roster, schema=self.schema), sign, incarnation=self.incarnation,
+            transport, replace(seen, schema=self.schema), sign, incarnation=self.incarnation,
             terms=terms or Terms(), deadline=self.deadline, journal=self._journal,
         )  # fmt: skip
-        self.exchange = RemoteExchange(self.post, self.task.part.shared.count)
-        names = {**roster.client_names, **federation.names}
-        record = Record(clusters, names)
+        self.post.between, self.post.believes = self.renew, self._server_signs
+        door = latecomers.LateExchange if self.late else RemoteExchange
+        self.exchange = door(self.post, self.task.part.shared.count)
+        record = Record(clusters, names, None if self.sides is None else self.sides.ids)
         self.loop = NodeLoop(self.task, plan.method, self.exchange, plan.settings, Rng(plan.seed), record)
+        settings = plan.settings if self.late else replace(plan.settings, new_clients=None)  # whom others do not notice
         self._identity = checkpoint.identity(
-            plan.method, plan.settings, plan.seed, federation, self.task, own_name(plan.model)
+            plan.method, settings, plan.seed, federation, self.task, own_name(plan.model)
         )
-        self._earlier = checkpoint.load(folder, self.loop, self._identity)
-        self._started, self._local = time.perf_counter(), [0.0]
+        self._earlier = {} if self.late else checkpoint.load(folder, self.loop, self._identity)
+        self._started, self._local, self._deaf_until = time.perf_counter(), [0.0], -1
+        self.clock = self._in_step()
 
     def _check(self, federation: Federation) -> None:
         own = sorted(self.roster.member(self.transport.name).clients)
@@ -172,10 +198,8 @@ class Node:
             )
         if self.plan.method.server and not self.roster.server:
             raise ConfigError(f"{self.plan.method.kind} needs a server; this roster names none")
-        if self.plan.settings.new_clients is not None:
-            raise ConfigError(
-                f"new_clients is {self.plan.settings.new_clients!r}; between machines nobody is held out: leave it out"
-            )
+        if self.plan.settings.attacks is not None:
+            raise ConfigError("attacks are set; between machines nobody is made to attack: leave them out")
         if self.plan.settings.schedule != "synchronous":
             raise ConfigError(
                 f"schedule is {self.plan.settings.schedule!r}; between machines there is only 'synchronous'"
@@ -193,7 +217,8 @@ class Node:
         self._journal_file.write(json.dumps(event) + "\n")
         self._journal_file.flush()
         details = {k: v for k, v in event.items() if k not in ("event", "round")}
-        self.log(str(event["event"]), level="warning" if details.get("missing") else "debug", **details)
+        grave = details.get("missing") or event["event"] == "refused"
+        self.log(str(event["event"]), level="warning" if grave else "debug", **details)
 
     def deadline(self) -> float:
         """Return the deadline of a round: as set, or three transfers and two trainings, at least half a minute."""
@@ -206,6 +231,7 @@ class Node:
     # ------------------------------------------------------------------ meeting the others
 
     def _head(self, nonce: str) -> bytes:
+        self._told_done += self._state == "done"
         return Head(
             self.roster.run, self.transport.name, self.incarnation, nonce, self.loop.next_round, self._state, VERSION,
             heads.study_hash(self.settings), self.schema, self.roster.version, time.time(),
@@ -230,24 +256,35 @@ class Node:
                 return None
 
         with ThreadPoolExecutor(8, "coterie-heads") as pool:
-            names = list(names)
+            known = {m.name for m in self.roster.members}  # one that was just removed is not asked
+            names = [n for n in names if n in known]
             return {n: h for n, h in zip(names, pool.map(one, names), strict=True) if h is not None}
 
     @property
     def others(self) -> list[str]:
-        """The other members."""
-        return [m.name for m in self.roster.members if m.name != self.transport.name]
+        """The other members that take part in the rounds."""
+        members = self.roster.members if self.sides is None else self.sides.taking.members
+        return [m.name for m in members if m.name != self.transport.name]
 
     def look_around(self, seconds: float) -> dict[str, Head]:
-        """Ask all members for their heads until all have answered, some have started, or `seconds` are over."""
+        """Ask all members for their heads until all have answered, most have started, or `seconds` are over."""
         until, met = time.monotonic() + seconds, {}
         while len(met) < len(self.others):
             met |= self.ask_heads(n for n in self.others if n not in met)
-            if time.monotonic() > until or any(h.state == "running" and h.round > 0 for h in met.values()):
+            started = [n for n, h in met.items() if h.state == "running" and h.round > 0]
+            if time.monotonic() > until or 2 * len(started) > len(self.others):
                 break
             if len(met) < len(self.others) and self._stop.wait(self.patience.poll):
                 break
         return met
+
+    def _open(self) -> None:
+        """Answer those who ask how this node is, which roster it has, and how good the link is."""
+        self.transport.serve_head(self._head)
+        if (keeper := self.keeper) is not None:
+            keeper.keep()
+            self.transport.serve_roster(lambda: keeper.sealed)
+        self.post.serve_probe()
 
     def meet(self) -> bool:
         """Wait for the other members and check that they run the same study.
@@ -258,9 +295,10 @@ class Node:
         Raises:
             PeerMismatch: when this node's study or model differs from the roster's.
         """
-        self.transport.serve_head(self._head)
-        self.post.serve_probe()
+        self._open()
         met = self.look_around(self.patience.start)
+        if (newer := self._newer(met)) is not None:
+            self._take(*newer)
         odd = heads.check_study(self.roster, self.settings, self.schema, met)
         for name in odd:
             text = heads.difference(self.settings, met[name].settings)
@@ -274,18 +312,97 @@ class Node:
         return late or self.loop.next_round >= 0
 
     def _catch_up(self) -> None:
-        """Jump to the round of the others, which do not wait for a node that has fallen behind."""
-        self.post.ahead = None
-        rounds = [h.round for h in self.ask_heads(self.others).values() if h.state != "done"]
-        target = int(statistics.median_high(rounds)) if rounds else -1
-        if target > self.loop.next_round >= 0:
-            self.log("catch_up", level="warning", came_from=self.loop.next_round, goes_to=target)
-            self.loop.next_round = min(target, self.plan.settings.rounds)
+        """Jump to the round of the others, which do not wait for a node that has fallen behind: see `catchup`."""
+        heads, here = self.ask_heads(self.others), self.loop.next_round
+        hint, self.post.ahead = self.post.ahead, None
+        claimed = catchup.backed((h.round for h in heads.values()), len(self.others))
+        possible = self.clock.newest(self._pace())
+        target = min(claimed, self.plan.settings.rounds - 1, claimed if possible is None else possible)
+        if target > here >= 0:
+            self.log("catch_up", level="warning", came_from=here, goes_to=target, **_apart("claimed", claimed, target))
+            self.loop.skip(target)
+        elif hint is not None:
+            self._deaf_until = here + KEEP
+            self.log("not_backed", level="warning", text=f"a peer says that it is past round {here}; most are not")
+
+    def _server_signs(self, round: int) -> bool:
+        """Whether the server's signed head says that it is in a round or past it."""
+        head = self.ask_heads([self.roster.server]).get(self.roster.server)
+        return head is not None and head.round >= round
+
+    def _pace(self) -> float:
+        """Seconds that this node has trained in a round so far."""
+        done = self.loop.next_round + 1 - sum(last + 1 - first for first, last in self.loop.skipped)
+        return self._timing()["train_s"] / max(1, done)
+
+    def _in_step(self) -> catchup.RunClock:
+        """The clock of the run: from the checkpoint on, or from when the roster was signed."""
+        saved = self.folder / checkpoint.FILE
+        if self.loop.next_round >= 0 and saved.exists():
+            return catchup.RunClock(self.loop.next_round, saved.stat().st_mtime)
+        issued = self.roster.issued
+        return catchup.RunClock(-1, datetime.fromisoformat(issued).timestamp() if issued else None)
+
+    # ------------------------------------------------------------------ the roster
+
+    def renew(self) -> None:
+        """Take a newer roster, from its file or from a member that has one; look for one, once a round.
+
+        Raises:
+            TransportError: when this node cannot go on with it: see `keeper.check_same_run`.
+        """
+        if self.keeper is None:
+            return
+        found = self.keeper.look()
+        if found is not None:
+            self._adopt(found)
+        if self._scouted is None:
+            self._scouted = self._scout.submit(self._ask_around, self.loop.next_round)
+        elif self._scouted.done():
+            offered, self._scouted = self._scouted.result(), None
+            if offered is not None:
+                self._take(*offered)
+
+    def _ask_around(self, number: int) -> tuple[str, bytes] | None:
+        """Ask one member, another one every time, whether it has a newer roster."""
+        alive = sorted(self.transport.alive())
+        return self._newer(self.ask_heads([alive[number % len(alive)]])) if alive else None
+
+    def _newer(self, met: Mapping[str, Head]) -> tuple[str, bytes] | None:
+        """Return the newest roster of some members, when by their signed heads it is newer than this node's."""
+        name = max(met, key=lambda n: met[n].roster, default="")
+        if self.keeper is None or not name or met[name].roster <= self.roster.version:
+            return None
+        data = self.transport.roster_of(name, self.patience.ask)
+        return None if isinstance(data, Missing) else (name, data)
+
+    def _take(self, peer: str, data: bytes) -> None:
+        assert self.keeper is not None
+        found = self.keeper.offered(data, peer)
+        if found is not None:
+            self._adopt(found)
+
+    def _adopt(self, new: Roster) -> None:
+        """Go on under a newer roster: its members, their keys, and links that it allows."""
+        check_same_run(self.roster, new, self.transport.name)
+        self.log("roster", **changes(self.roster, new))
+        self.roster = seen = new
+        if self.sides is not None:
+            self.sides = self.sides.renewed(new)
+            seen = self.sides.roster(self.transport.name)
+        self.post.renew(replace(seen, schema=self.schema))
+        self.transport.renew(new)
 
     # ------------------------------------------------------------------ the run
 
     def run(self) -> None:
         """Run from the checkpoint or the start to the end."""
+        if self.late:
+            self._join()
+            return
+        if self._answers and checkpoint.finished(self.folder):
+            self._answer_again()
+            return
         behind = self.meet()
         if self.loop.next_round < 0 and not self._stop.is_set():
             self._step()
@@ -296,17 +413,25 @@ class Node:
         if self._stop.is_set():
             self.log("stopped", resumes=self.loop.next_round)
             return
+        if self.loop.untrained:
+            raise TransportError(
+                "the server left this node out of every round: it has trained nothing and has no model"
+            )
+        self._answer_newcomers()
         self._state = "done" if not self.plan.method.server else "running"
         self.loop.final()
         models = models_of(self.loop, self.plan.model, self.plan.method.kind)
         checkpoint.finish(self.folder, self.loop, self._identity, self._timing(), models.files())
         self._state = "done"
-        self.log("done", received=self.post.traffic.received, bytes=self.post.traffic.bytes)
+        skipped: dict[str, Any] = {"skipped": self.loop.skipped} if self.loop.skipped else {}
+        self.log("done", received=self.post.traffic.received, bytes=self.post.traffic.bytes, **skipped)
         self._linger()
 
     def _step(self) -> None:
         index, exchanging, began = self.loop.next_round, self.post.traffic.seconds, time.perf_counter()
+        received = self.post.traffic.received
         self.log.round = index
+        self.renew()
         try:
             self.loop.step()
         except RoundMissed as missed:
@@ -316,7 +441,9 @@ class Node:
                 ) from None
             self.log("round_missed", level="warning", text=str(missed))
             self._journal({"event": "missed", "round": index})
-            self.loop.next_round = index + 1
+            self.loop.skip(index + 1)
+        if self.post.traffic.received > received:
+            self.clock.in_step(index)
         seconds = time.perf_counter() - began
         exchanging = self.post.traffic.seconds - exchanging
         self._local = [*self._local[-20:], seconds - exchanging]
@@ -324,7 +451,7 @@ class Node:
         self._journal({"event": "round", "round": index})
         values: dict[str, Any] = {name: float(value.nanmean()) for name, value in self.loop.validation.items()}
         self.log("round", seconds=seconds, exchanging=exchanging, **values)
-        if self.post.ahead is not None and self.post.ahead > self.loop.next_round:
+        if self.post.ahead is not None and self.post.ahead > self.loop.next_round > self._deaf_until:
             self._catch_up()
 
     def _timing(self) -> dict[str, float]:
@@ -334,12 +461,123 @@ class Node:
             "train_samples": self.loop.train_samples,
         }
 
+    # ------------------------------------------------------------------ members that join late
+
+    @property
+    def _answers(self) -> bool:
+        """Whether newcomers ask this node."""
+        return self.sides is not None and self.sides.answers(self.transport.name)
+
+    def _answer_newcomers(self) -> None:
+        """From the last round on, answer members that join late."""
+        if self._answers:
+            assert self.sides is not None
+            wide, engine = replace(self._federation, population=self.roster.population), self.task.engine.name
+            settings = replace(self.plan.settings, engine=engine, block=self.task.block)
+            plan = replace(self.plan, settings=settings)
+            if not latecomers.answer(self.post, self.loop, lambda: plan.task(wide)):
+                self.log("withheld", level="warning", text="the model is not finite; new clients get no answer")
+
+    def _answer_again(self) -> None:
+        """Answer members that join late after a run that this node has finished before."""
+        self._open()
+        heads.check_study(self.roster, self.settings, self.schema, {})
+        self._answer_newcomers()
+        self._state = "done"
+        assert self.sides is not None
+        self.log("answering", text=f"the run is over; waiting for {', '.join(self.sides.late)} to join")
+        self._linger()
+
+    def _join(self) -> None:
+        """Join a run that has ended, by the method's own rule: train, be tested, and leave the others as they are."""
+        assert isinstance(self.exchange, latecomers.LateExchange)
+        assert self.sides is not None
+        met = self._await_the_end()
+        if self._stop.is_set():
+            self.log("stopped")
+            return
+        last, now = max(head.round for head in met.values()) - 1, latecomers.joining(self.loop, self.sides)
+        self._state = "running"
+        if isinstance(self.plan.method, ServerMethod):
+            models = newcomers.served(now, self._table())
+        else:
+            models = newcomers.with_peers(now, replace(self.loop.state, moments=None, reputation=None))
+        final = newcomers.tested(now, self._followed(models), self.loop.record, last)
+        self.loop.evaluated, self.loop.next_round = final, last + 1
+        if len(self.loop.tracker.best):
+            self.loop.tracker = replace(self.loop.tracker, best=final)
+        checkpoint.save(self.folder, self.loop, self._identity, self._timing())
+        models = models_of(self.loop, self.plan.model, self.plan.method.kind)
+        checkpoint.finish(self.folder, self.loop, self._identity, self._timing(), models.files())
+        self._state = "done"
+        self.log("done", received=self.post.traffic.received, bytes=self.post.traffic.bytes)
+        self._linger()
+
+    def _table(self) -> Tensor:
+        """The server's models, with 0 in what clients keep at home."""
+        assert isinstance(self.exchange, latecomers.LateExchange)
+        part = self.task.part
+        try:
+            table = self.exchange.served(self.loop.state.params)
+        except RoundMissed:
+            raise TransportError(f"the server {self.roster.server} has no model for new clients: see its log") from None
+        return table if part.whole else part.shared.widened(table)
+
+    def _followed(self, models: newcomers.Models) -> newcomers.Models:
+        """Pass a newcomer's models on, and log its rounds."""
+        for index, (params, judged) in enumerate(models, start=-1):
+            self.loop.state = replace(self.loop.state, params=params)
+            self.log.round = index
+            self.log("joined" if index < 0 else "round", received=self.post.traffic.received)
+            yield params, judged
+
+    def _await_the_end(self) -> dict[str, Head]:
+        """Wait until those whom newcomers ask are done, and return the heads of all that answer.
+
+        A run that goes on is waited for, however long it takes; members that do not answer for `Patience.start`
+        seconds.
+
+        Raises:
+            TransportError: when those that newcomers ask do not answer.
+            PeerMismatch: when this node's study or model differs from the roster's.
+        """
+        self._open()
+        names = [self.roster.server] if self.plan.method.server else self.others
+        seen, until = {}, time.monotonic() + self.patience.start
+        while True:
+            self.renew()
+            met = self.ask_heads(names)
+            found = {name: (head.state, head.round) for name, head in met.items()}
+            if found != seen:
+                seen, until = found, time.monotonic() + self.patience.start
+                self.log("waiting", text=", ".join(f"{n}: {s}, round {r}" for n, (s, r) in found.items()) or "nobody")
+            ended = all(state == "done" for state, _ in found.values())
+            if ended and (len(met) == len(names) or time.monotonic() > until):
+                break
+            if self._stop.wait(self.patience.poll):
+                return met
+        odd = heads.check_study(self.roster, self.settings, self.schema, met)
+        if not set(met) - set(odd):
+            raise TransportError(
+                f"{', '.join(names)} did not answer for {self.patience.start:.0f} s; a finished member "
+                "answers new clients for `linger` seconds, and again when its `coterie node` is started again"
+            )
+        self.exchange.away([n for n in names if n not in met], for_good=odd)
+        self._met = frozenset(met)
+        return met
+
     def _linger(self) -> None:
-        """Stay while others are running, so that they can fetch this node's messages."""
+        """Stay while others need this node's messages: those that are running, and new ones that are not done."""
         seen, until = {}, time.monotonic() + self.patience.linger
+        late = [] if self.late or not self._answers else list(self.sides.late if self.sides is not None else [])
         while time.monotonic() < until:
-            found = {n: (h.state, h.round) for n, h in self.ask_heads(self.others).items()}
-            if all(state != "running" for state, _ in found.values()):
+            self.renew()
+            found = {n: (h.state, h.round) for n, h in self.ask_heads([*self.others, *late]).items()}
+            late = [n for n in late if n not in found or found[n][0] != "done"]
+            if self.late and (self._told_done >= len(self._met) or not found):
+                self._stop.wait(self.patience.poll)  # the last of those who waited for this node reads its answer
+                return
+            if not late and not self.late and all(state != "running" for state, _ in found.values()):
                 return
             if found != seen:
                 seen, until = found, time.monotonic() + self.patience.linger
@@ -354,6 +592,7 @@ class Node:
         """Stop asking and close the journal. The transport's owner closes the transport."""
         self._stop.set()
         self.post.close()
+        self._scout.shutdown(wait=False, cancel_futures=True)
         self._journal_file.close()
 
     def samples(self) -> list[Sample]:
@@ -373,3 +612,8 @@ class Node:
             out.append((f"coterie_validation_{name}", "newest, mean over clients", labels, mean))
         out.append(("coterie_process_id", "id of the process", labels, os.getpid()))
         return out
+
+
+def _apart(name: str, value: int, other: int) -> dict[str, int]:
+    """A value by its name, where it is not what another says."""
+    return {name: value} if value != other else {}

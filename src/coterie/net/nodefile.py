@@ -1,6 +1,6 @@
 """node.toml, the settings of one node, and its own data."""
 
-import importlib
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -11,15 +11,18 @@ import numpy as np
 import torch
 from annotated_types import Ge, Le
 
+from coterie._util.importing import imported_function
 from coterie._util.settings import Configurable, NonNegativeFloat, NonNegativeInt, Share, parse
 from coterie.data import datasets, hub
 from coterie.data.arrays import from_arrays
 from coterie.data.build import DataConfig, build_federation, build_from_sources
 from coterie.data.federation import Federation
 from coterie.errors import ConfigError, DataError, require
+from coterie.methods.base import Method
 from coterie.net.node import Patience, RunSpec
 from coterie.net.post import Terms
 from coterie.rng import Rng
+from coterie.simulation.settings import Settings
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
 
@@ -72,7 +75,8 @@ class NetworkSettings(Configurable):
         half: send models in half precision.
         chunk: bytes in a chunk, 1024 to 524288; 262144 below 1 Mbit/s.
         start: seconds to wait at the start for members that do not answer.
-        linger: seconds to stay at the end for members that make no progress.
+        linger: seconds to stay at the end for members that make no progress, new clients that have not joined yet
+            included; "unlimited" to wait for them as long as it takes.
         lease: seconds without a sign of life after which a member counts as down; 10 over long distances, 3 in one
             building.
     """
@@ -83,7 +87,7 @@ class NetworkSettings(Configurable):
     half: bool = False
     chunk: Annotated[int, Ge(1024), Le(512 * 1024)] = 512 * 1024
     start: NonNegativeFloat = 60.0
-    linger: NonNegativeFloat = 120.0
+    linger: NonNegativeFloat | Literal["unlimited"] = 120.0
     lease: Annotated[float, Ge(1)] = 10.0
 
     @property
@@ -94,7 +98,7 @@ class NetworkSettings(Configurable):
     @property
     def patience(self) -> Patience:
         """The settings of the node."""
-        return Patience(start=self.start, linger=self.linger)
+        return Patience(start=self.start, linger=math.inf if isinstance(self.linger, str) else self.linger)
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,17 @@ def choose(study: StudyConfig, method: str = "", seed: int | None = None) -> tup
 def plan_of(study: StudyConfig) -> RunSpec:
     """Return the part of a run that is equal on all nodes, from a study of one run."""
     entry = study.scaled(study.methods[0].label)
-    return RunSpec(entry.method, entry.settings, study.model.source, str(study.model.source), study.seeds[0])
+    settings = between_machines(entry.method, entry.settings)
+    return RunSpec(entry.method, settings, study.model.source, str(study.model.source), study.seeds[0])
+
+
+def between_machines(method: Method, settings: Settings) -> Settings:
+    """Return the settings as nodes have them: clients of peer-to-peer methods judge what they get, unless told not to.
+
+    A simulation with these settings gives the results of the nodes.
+    """
+    judging = replace(settings, acceptance=True)
+    return judging if settings.acceptance is None and judging.rules_of(method) else settings
 
 
 def load(path: Path) -> NodeFile:
@@ -295,14 +309,9 @@ def _arrays(path: Path) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
 
 
 def _called(name: str) -> Any:
-    module, colon, function = name.partition(":")
-    if not colon:
+    if ":" not in name:
         raise ConfigError(f"data.function is {name!r}; expected 'package.module:name'")
-    try:
-        made = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"data.function {name!r}: {error}; the module must be importable from here") from None
-    result = made()
+    result = imported_function(name, f"data.function {name!r}")()
     if not isinstance(result, Federation) and not (isinstance(result, tuple) and len(result) == 2):
         raise DataError(f"{name} returned {type(result).__name__}; expected a federation, (x, y), or two such pairs")
     return result

@@ -22,9 +22,10 @@ class Missing:
     """Why a message did not arrive; a value, not an exception.
 
     Args:
-        reason: "unreachable" (no node answered), "timeout", "not_ready" (it has not reached that round), "gone" (it is
-            past it), "busy" (too many open questions), "withheld" (its model is not finite), "absent" (the server
-            continued without this client), "forbidden", "closing", or "refused:CODE" for a message that failed a check.
+        reason: "unreachable" (no node answered), "removed" (its member was removed), "timeout", "not_ready" (it has not
+            reached that round), "gone" (it is past it), "busy" (too many open questions), "withheld" (its model is not
+            finite), "absent" (the server continued without this client), "forbidden", "closing", or "refused:CODE" for
+            a message that failed a check.
         round: the peer's round, when known.
         text: details for the log.
     """

@@ -105,7 +105,11 @@ class Post:
         journal: receives records of what was asked and what arrived.
 
     Attributes:
-        ahead: the latest round of a peer that has passed this node's round.
+        ahead: the latest round of a peer that says, without a signature, that it has passed this node's round: a reason
+            to ask for signed heads.
+        between: called between two questions to a server that does not answer.
+        believes: whether the server has signed that it is in a round or past it; asked when it says, without a
+            signature, that it went on without this node.
     """
 
     def __init__(
@@ -124,13 +128,21 @@ class Post:
         self.deadline = deadline or (lambda: self.terms.deadline)
         self.traffic = Traffic()
         self.ahead: int | None = None
-        self.host_of = roster.host_of
-        self._sign = sign
-        keys = {m.name: identity.public_key(m.key) for m in roster.members}
-        self._verify = {n: lambda s, data, key=key: identity.verify(key, s, data) for n, key in keys.items()}
-        self._newest: dict[str, int] = {}
+        self.between: Callable[[], None] = lambda: None
+        self.believes: Callable[[int], bool] = lambda round: True
+        self._sign, self._newest = sign, dict[str, int]()
+        self.renew(roster)
         self._pool = ThreadPoolExecutor(_AT_A_TIME, "coterie-fetch")
         self._closing = threading.Event()
+
+    def renew(self, roster: Roster) -> None:
+        """Continue with another roster of the run: only messages by its keys count from now on."""
+        keys = {m.name: m.key for m in self.roster.members}
+        self._newest = {m.name: self._newest[m.name] for m in roster.members
+                        if m.name in self._newest and keys.get(m.name) == m.key}  # fmt: skip
+        self.roster, self.host_of = roster, roster.host_of
+        public = {m.name: identity.public_key(m.key) for m in roster.members}
+        self._verify = {n: lambda s, data, key=key: identity.verify(key, s, data) for n, key in public.items()}
 
     def close(self) -> None:
         """Stop asking. The transport's owner closes the transport, which ends open questions."""
@@ -201,13 +213,22 @@ class Post:
 
         def one(address: Address) -> Delivery | Missing:
             left = until - time.monotonic()
+            if address.client not in self.host_of:
+                return Missing("removed")
             return self.fetch(self.host_of[address.client], address, template, left) if left > 0 else Missing("timeout")
 
         addresses = list(wanted)
         return {a.client: found for a, found in zip(addresses, self._pool.map(one, addresses), strict=True)}
 
-    def from_server(self, address: Address, template: Template) -> Delivery:
+    def from_server(
+        self, address: Address, template: Template, check: Callable[[Mapping[str, Tensor]], None] = lambda tensors: None
+    ) -> Delivery:
         """Ask the server until it answers; a round cannot continue without it.
+
+        Args:
+            address: of the answer.
+            template: its tensors.
+            check: raises `Refused` when they do not fit together; the answer then counts as one that has not come.
 
         Raises:
             RoundMissed: when the server continued without this node's message.
@@ -217,13 +238,25 @@ class Post:
         while True:
             found = self.fetch(self.roster.server, address, template, 2 * self.deadline() + 1)
             if isinstance(found, Delivery):
-                return found
-            if found.reason in ("absent", "gone", "withheld"):
+                try:
+                    check(found.tensors)
+                    return found
+                except Refused as refused:
+                    found = self._refused(refused)
+            if found.reason in ("absent", "gone", "withheld") and self.believes(address.round):
                 raise RoundMissed(found.reason, found.round)
             self.journal({"event": "waiting", "round": address.round, "for": self.roster.server, "why": found.reason})
+            self.between()
             if time.monotonic() > until or self._closing.wait(pause):
                 raise TransportError(
                     f"the server {self.roster.server} has not answered for {self.terms.server_wait:.0f} s "
-                    f"({found.reason}); start it again: it goes on from its checkpoint"
+                    f"({found.text or found.reason}); start it again: it goes on from its checkpoint"
                 )
             pause = min(2 * pause, 5.0)
+
+    def _refused(self, refused: Refused) -> Missing:
+        """Count and record an answer of the server that cannot be used."""
+        self.traffic.missing[f"refused:{refused.code}"] += 1
+        server, text = self.roster.server, str(refused)
+        self.journal({"event": "refused", "peer": server, "code": refused.code, "text": text})
+        return Missing(f"refused:{refused.code}", None, text)

@@ -4,31 +4,27 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from coterie._util import manifest
 from coterie._util.claims import claimed
 from coterie.errors import ConfigError, TransportError
-from coterie.net import nodefile
+from coterie.net import latecomers, nodefile
 from coterie.net import roster as rosters
 from coterie.net.engine_log import listening
 from coterie.net.identity import Identity
+from coterie.net.keeper import Keeper
 from coterie.net.log import Log, MetricsServer
 from coterie.net.node import Node
 from coterie.net.nodefile import NodeFile
-from coterie.net.roster import Roster
 from coterie.results import summary
 from coterie.simulation import checkpoint
 from coterie.studies import config
 from coterie.studies.describe import describe
-
-if TYPE_CHECKING:
-    from coterie.net.transport import Transport
 
 _GIVEN_UP = (
     "running without TLS on loopback: every program on this machine can read and answer messages under any name; "
@@ -36,14 +32,19 @@ _GIVEN_UP = (
 )
 
 
-def credentials(file: NodeFile) -> tuple[Roster, Identity]:
-    """Read the roster and this member's identity, and check that they belong together.
+def credentials(file: NodeFile, log: Callable[..., None] = lambda *_, **__: None) -> tuple[Keeper, Identity]:
+    """Read the newest roster and this member's identity, and check that they belong together.
+
+    Args:
+        file: node.toml.
+        log: receives events.
 
     Raises:
         TransportError: when they do not, or a file cannot be used.
     """
     own = Identity.load(file.path(file.key), file.path(file.certificate), file.path(file.ca))
-    roster = rosters.load(file.path(file.roster), file.path(file.organizer))
+    keeper = Keeper(file.path(file.roster), file.path(file.organizer), file.path(file.runs) / own.name, log)
+    roster = keeper.roster
     problems = rosters.check_own(roster, own)
     if problems:
         raise TransportError(problems[0])
@@ -52,7 +53,7 @@ def credentials(file: NodeFile) -> tuple[Roster, Identity]:
         raise ConfigError(
             f"role is {file.role!r}; the roster makes {own.name} a {expected}: coterie node --role {expected}"
         )
-    return roster, own
+    return keeper, own
 
 
 def run_folder(file: NodeFile, name: str) -> Path:
@@ -72,8 +73,9 @@ def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
     from coterie.net.zenoh_transport import ZenohTransport
 
     study, _, _ = file.chosen()
-    roster, own = credentials(file)
-    log = Log(own.name, level=file.log)
+    log = Log("", level=file.log)
+    keeper, own = credentials(file, log)
+    roster, log.node = keeper.roster, own.name
     clients = roster.member(own.name).clients
     federation = nodefile.own_rows(file, study, clients, roster.population)
     folder = run_folder(file, own.name)
@@ -84,7 +86,7 @@ def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
             log("insecure", level="warning", text=_GIVEN_UP)
         with unbroken():  # threads start here: who starts them must come to own them
             engine = stack.enter_context(listening(log))
-            transport: Transport = stack.enter_context(
+            transport = stack.enter_context(
                 ZenohTransport(
                     roster,
                     own.name,
@@ -94,9 +96,10 @@ def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
                     log=log,
                 )
             )
+        engine.name_of = transport.name_of
         node = Node(
             nodefile.plan_of(study), federation, roster, transport, own.sign, folder,
-            terms=file.network.terms, patience=file.network.patience, log=log,
+            terms=file.network.terms, patience=file.network.patience, log=log, keeper=keeper,
         )  # fmt: skip
         stack.callback(node.close)
         if file.metrics_port:
@@ -146,7 +149,7 @@ def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
         file = replace(file, role=role)
     name = credentials(file)[1].name
     folder = run_folder(file, name)
-    if checkpoint.finished(folder):
+    if checkpoint.finished(folder) and not _answers(file, name):
         Log(name, level=file.log)("done", text=f"the run in {folder} is over; delete the folder to run it again")
         return 0
     signal.signal(signal.SIGTERM, _terminate)
@@ -160,6 +163,13 @@ def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
         raise
     summary.write_summary(folder.parent.parent)
     return 0
+
+
+def _answers(file: NodeFile, name: str) -> bool:
+    """Whether members that join late ask this one when its run is over."""
+    plan = nodefile.plan_of(file.chosen()[0])
+    sides = latecomers.sides(credentials(file)[0].roster, plan.method, plan.settings, plan.seed)
+    return sides is not None and sides.answers(name)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

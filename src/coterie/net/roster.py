@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from coterie._util.files import write_atomically
 from coterie.errors import PeerMismatch, TransportError
 from coterie.net import identity
-from coterie.net.wire import NAME, VERSION
+from coterie.net.wire import NAME, SIGNATURE, VERSION
 
 _DOMAIN = b"coterie roster 1\n"
 _HEX = re.compile(r"[0-9a-f]*")
@@ -36,6 +37,8 @@ class Member:
         key: its public key, 66 hexadecimal digits.
         certificate: the fingerprint of its certificate (SHA-256, hexadecimal).
         expires: when that certificate ends, in ISO 8601.
+        subject: the common name of its certificate: the fingerprint of its key. Empty for certificates of older
+            versions, whose common name is the member's name.
     """
 
     name: str
@@ -44,6 +47,12 @@ class Member:
     key: str = ""
     certificate: str = ""
     expires: str = ""
+    subject: str = ""
+
+    @property
+    def common_name(self) -> str:
+        """The common name of its certificate, by which links are allowed."""
+        return self.subject or self.name
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,8 @@ class Roster:
         server: the member in the server role, "" for peer-to-peer methods.
         clusters: planted cluster of each client, for tests with Oracle only.
         issued: when it was signed, in ISO 8601.
+        removed: ids of clients whose member was removed. Ids are never used again, so that the population keeps its
+            size; nobody asks these clients for anything.
     """
 
     run: str
@@ -73,6 +84,7 @@ class Roster:
     server: str = ""
     clusters: tuple[int, ...] = ()
     issued: str = ""
+    removed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.protocol != VERSION:
@@ -84,7 +96,7 @@ class Roster:
     def problems(self) -> list[str]:
         """Return the roster's internal errors; empty for a valid roster."""
         names = [m.name for m in self.members]
-        clients = sorted(c for m in self.members for c in m.clients)
+        clients = sorted([*self.removed, *(c for m in self.members for c in m.clients)])
         found = [f"name {n[:80]!r}; expected 1 to 63 of a-z, 0-9 and -" for n in names if not NAME.fullmatch(n)]
         if not NAME.fullmatch(self.run):
             found.append(f"run {self.run[:80]!r}; expected 1 to 63 of a-z, 0-9 and -")
@@ -95,7 +107,10 @@ class Roster:
             twice = sorted({v for v in values if values.count(v) > 1})
             found += [f"two members have the {what} {v}" for v in twice]
         if clients != list(range(self.population)):
-            found.append(f"the members host clients {clients[:20]}; expected each of 0 to {self.population - 1} once")
+            found.append(
+                f"the members host, or once hosted, clients {clients[:20]}; "
+                f"expected each of 0 to {self.population - 1} once"
+            )
         if self.server and self.server not in names:
             found.append(f"the server {self.server!r} is not a member; members: {', '.join(names[:10])}")
         if self.clusters and len(self.clusters) != self.population:
@@ -104,7 +119,9 @@ class Roster:
             try:
                 identity.split_address(member.address)
                 if member.key:
-                    identity.public_key(member.key)
+                    key = identity.public_key(member.key)
+                    if member.subject not in ("", identity.key_fingerprint(key)):
+                        found.append(f"{member.name}: its certificate is not bound to its key")
             except TransportError as error:
                 found.append(f"{member.name}: {error}")
         return found
@@ -144,6 +161,7 @@ def certified(member: Member, certificate: x509.Certificate) -> Member:
         key=identity.public_text(identity.certificate_key(certificate)),
         certificate=identity.fingerprint(certificate),
         expires=certificate.not_valid_after_utc.isoformat(),
+        subject=name if (name := identity.common_name(certificate)) != member.name else "",
     )
 
 
@@ -179,7 +197,7 @@ def loads(text: str) -> Roster:
     for entry in members:
         _check_types(Member, entry, set())
     made = [Member(**{**entry, "clients": tuple(entry.get("clients", ()))}) for entry in members]
-    table["clusters"] = tuple(table.get("clusters", ()))
+    table |= {name: tuple(table.get(name, ())) for name in ("clusters", "removed")}
     return Roster(members=tuple(made), **table)
 
 
@@ -221,15 +239,42 @@ def load(path: Path, organizer: Path) -> Roster:
     Raises:
         TransportError: when the signature is not the organizer's, or the roster has errors.
     """
-    text, signature, key = _read(path), _read(path.with_name(path.name + ".sig")), _read(organizer)
+    return opened(sealed(path), organizer_key(organizer), f"{path} is not signed by the organizer in {organizer}")
+
+
+def sealed(path: Path) -> bytes:
+    """Return a roster with its signature before it, as it travels between members.
+
+    Raises:
+        TransportError: when a file is missing, or holds no signature.
+    """
+    text, signature = _read(path), _read(path.with_name(path.name + ".sig"))
     hexadecimal = signature.decode("ascii", "replace").strip()
     if not _HEX.fullmatch(hexadecimal) or len(hexadecimal) != 128:
         raise TransportError(f"{path}.sig holds no signature; ask the organizer for both files again")
-    public = identity.public_key(key.decode("ascii", "replace").strip())
-    if not identity.verify(public, bytes.fromhex(hexadecimal), _DOMAIN + text):
-        raise TransportError(
-            f"{path} is not signed by the organizer in {organizer}: it was changed, or belongs to another run"
-        )
+    return bytes.fromhex(hexadecimal) + text
+
+
+def organizer_key(path: Path) -> ec.EllipticCurvePublicKey:
+    """Read the organizer's public key.
+
+    Raises:
+        TransportError: when the file holds none.
+    """
+    return identity.public_key(_read(path).decode("ascii", "replace").strip())
+
+
+def opened(
+    data: bytes, organizer: ec.EllipticCurvePublicKey, what: str = "the roster is not the organizer's"
+) -> Roster:
+    """Check the signature of the result of `sealed`, and then read the roster.
+
+    Raises:
+        TransportError: when the signature is not the organizer's; `what` begins the text.
+    """
+    signature, text = data[:SIGNATURE], data[SIGNATURE:]
+    if not identity.verify(organizer, signature, _DOMAIN + text):
+        raise TransportError(f"{what}: it was changed, or belongs to another run")
     return loads(text.decode("utf-8", "replace"))
 
 

@@ -1,15 +1,16 @@
 """Setting up a run: the organizer's folder."""
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from coterie._util.files import write_atomically
 from coterie.errors import ConfigError, TransportError
 from coterie.models.layout import Layout, source, template
-from coterie.net import head, nodefile
+from coterie.net import head, latecomers, nodefile
 from coterie.net import roster as rosters
-from coterie.net.identity import Identity, certificate_name, read_certificate
+from coterie.net.identity import Identity, certificate_name, read_certificate, sign_request
 from coterie.net.roster import Member, Roster
 from coterie.simulation.settings import DTYPES
 from coterie.studies import config
@@ -17,12 +18,84 @@ from coterie.studies import config
 MEMBERS = "members.json"
 
 
+def signed_members(folder: Path) -> dict[str, str]:
+    """Return the addresses of all members ever signed, in order: a member's place is its client's id, for good.
+
+    The address of a member that was removed is "".
+    """
+    path = folder / MEMBERS
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def check_member(folder: Path, name: str) -> None:
+    """Check that a name was not that of a member that was removed.
+
+    Raises:
+        ConfigError: when it was.
+    """
+    if signed_members(folder).get(name) == "":
+        raise ConfigError(f"{name} was removed, and neither names nor ids are used again; agree on another name")
+
+
 def note_member(folder: Path, name: str, address: str) -> None:
     """Store a member's address, in the order of signing, for the roster."""
-    path = folder / MEMBERS
-    known = json.loads(path.read_text()) if path.exists() else {}
-    known[name] = address
-    write_atomically(path, (json.dumps(known, indent=1) + "\n").encode())
+    _store(folder, {**signed_members(folder), name: address})
+
+
+def _store(folder: Path, known: dict[str, str]) -> None:
+    write_atomically(folder / MEMBERS, (json.dumps(known, indent=1) + "\n").encode())
+
+
+def remove(folder: Path, name: str) -> Roster:
+    """Remove a member: write and sign the next version of the roster without it. Its client's id stays unused.
+
+    Args:
+        folder: the organizer's.
+        name: the member's.
+
+    Raises:
+        ConfigError: when it has the server role, or is the last member.
+        TransportError: when there is no such member.
+    """
+    old = rosters.load(folder / "roster.toml", folder / "organizer.pub")
+    member = old.member(name)
+    if old.server == name:
+        raise ConfigError(f"{name} has the server role; write a roster with another server first: --server")
+    if len(old.members) == 1:
+        raise ConfigError(f"{name} is the only member of run {old.run}; a run without members has no roster")
+    left = tuple(m for m in old.members if m.name != name)
+    removed = tuple(sorted([*old.removed, *member.clients]))
+    made = _next(folder, replace(old, members=left, removed=removed))
+    if name in (known := signed_members(folder)):
+        _store(folder, {**known, name: ""})
+    return made
+
+
+def rekey(folder: Path, name: str, request: Path, *, days: float = 30.0) -> Roster:
+    """Give a member a new key: sign its request, and write and sign the next version of the roster.
+
+    Args:
+        folder: the organizer's.
+        name: the member's.
+        request: its new request.
+        days: validity of the certificate.
+
+    Raises:
+        TransportError: when there is no such member, or the request is not for its name and address.
+    """
+    old = rosters.load(folder / "roster.toml", folder / "organizer.pub")
+    member = old.member(name)
+    certificate = sign_request(folder, request, name, member.address, days=days, new_key=True)
+    new = rosters.certified(member, certificate)
+    return _next(folder, replace(old, members=tuple(new if m.name == name else m for m in old.members)))
+
+
+def _next(folder: Path, changed: Roster) -> Roster:
+    """Sign a changed roster as its next version."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    made = replace(changed, version=changed.version + 1, issued=now)
+    rosters.write(folder / "roster.toml", made, folder / "organizer.key")
+    return made
 
 
 def run_of(folder: Path) -> str:
@@ -44,20 +117,23 @@ def write_roster(folder: Path, study: Path, features: tuple[int, ...], classes: 
     Raises:
         ConfigError: when no member has a certificate, or the study needs a server and none is named.
     """
-    path = folder / MEMBERS
-    known = json.loads(path.read_text()) if path.exists() else {}
-    if not known:
+    known = signed_members(folder)
+    if not any(known.values()):
         raise ConfigError(f"{folder} has signed no member yet; answer requests with `coterie net sign`")
     chosen, _, _ = nodefile.choose(config.load(study))
     plan = nodefile.plan_of(chosen)
     if plan.method.server and not server:
         raise ConfigError(
-            f"{plan.method.kind} needs a server; name the member in that role: --server {next(iter(known))}"
+            f"{plan.method.kind} needs a server; name the member in that role: "
+            f"--server {next(name for name, address in known.items() if address)}"
         )
     module = template(plan.method.model(source(plan.model, features, classes or 1)))
     layout = Layout(module, DTYPES[plan.settings.dtype])
-    members = []
+    members, removed = [], []
     for number, (name, address) in enumerate(known.items()):
+        if not address:
+            removed.append(number)
+            continue
         certificate = read_certificate(folder / "members" / f"{name}.pem")
         if certificate_name(certificate) != name:
             raise TransportError(
@@ -67,13 +143,15 @@ def write_roster(folder: Path, study: Path, features: tuple[int, ...], classes: 
     made = Roster(
         run_of(folder),
         tuple(members),
-        len(members),
+        len(known),
         version=_last_version(folder) + 1,
-        study=head.study_hash(plan.agreed(len(members))),
+        study=head.study_hash(plan.agreed(len(known))),
         schema=head.schema_hash(layout),
         server=server if plan.method.server else "",
         issued=datetime.now(UTC).isoformat(timespec="seconds"),
+        removed=tuple(removed),
     )
+    latecomers.sides(made, plan.method, plan.settings, plan.seed)  # whom the study holds out must be on it
     rosters.write(folder / "roster.toml", made, folder / "organizer.key")
     return made
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from coterie.net.outbox import Missing, Outbox
 from coterie.net.payload import Refused
+from coterie.net.roster import Roster
 from coterie.net.wire import Address, Assembler, Expectation, Manifest, Parcel
 
 
@@ -62,6 +63,18 @@ class Transport(Protocol):
 
     def head(self, peer: str, nonce: str, deadline: float) -> bytes | Missing:
         """Ask a member how it is."""
+        ...
+
+    def serve_roster(self, sealed: Callable[[], bytes]) -> None:
+        """Say how this node answers when it is asked for its roster."""
+        ...
+
+    def roster_of(self, peer: str, deadline: float) -> bytes | Missing:
+        """Ask a member for its roster: the signature and then the text."""
+        ...
+
+    def renew(self, roster: Roster) -> None:
+        """Go on with another roster of the run: links that it does not allow are closed."""
         ...
 
     def alive(self) -> frozenset[str]:
@@ -122,6 +135,7 @@ class InProcess:
         self.hub, self.name, self.outbox = hub, name, Outbox()
         self._announced = False
         self._head: Head | None = None
+        self._sealed: Callable[[], bytes] | None = None
         with hub.lock:
             hub.nodes[name] = self
 
@@ -163,6 +177,18 @@ class InProcess:
         """Ask a node of the hub how it is."""
         node = self.hub.find(self.name, peer)
         return Missing("unreachable") if node is None or node._head is None else node._head(nonce)
+
+    def serve_roster(self, sealed: Callable[[], bytes]) -> None:
+        """Say how this node answers when it is asked for its roster."""
+        self._sealed = sealed
+
+    def roster_of(self, peer: str, deadline: float) -> bytes | Missing:
+        """Ask a node of the hub for its roster."""
+        node = self.hub.find(self.name, peer)
+        return Missing("unreachable") if node is None or node._sealed is None else node._sealed()
+
+    def renew(self, roster: Roster) -> None:
+        """Go on: a hub has no links that could be closed."""
 
     def alive(self) -> frozenset[str]:
         """Return the nodes that have published something and can be reached."""

@@ -22,7 +22,7 @@ CHUNK = 512 * 1024
 MAX_MANIFEST = 4096
 SIGNATURE = 64
 CODECS = ("safetensors", "safetensors-f16")
-KINDS = ("model", "request", "reply", "cohort", "probe")
+KINDS = ("model", "request", "reply", "cohort", "probe", "join")
 NAME = re.compile(r"[a-z0-9-]{1,63}")
 _DOMAIN = b"coterie manifest 1\n"
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -36,7 +36,8 @@ class Address:
         round: the round, -1 for the warm-up.
         exchange: number of the exchange in the round, from 0.
         client: id of the client that the message is from or for; -1 for a message of the server role.
-        kind: "model" for peers, "request" for the server role, "reply" and "cohort" from it; "probe" for measuring.
+        kind: "model" for peers, "request" for the server role, "reply" and "cohort" from it; "probe" for measuring;
+            "join" for clients that join when the run has ended.
     """
 
     round: int

@@ -7,10 +7,11 @@ a cut link, a dead peer and a forbidden question all look alike: an empty set wi
 """
 
 import json
+import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -27,6 +28,8 @@ from coterie.net.wire import CHUNK, KINDS, VERSION, Address, Assembler, Expectat
 
 MAX_QUERY = 64 * 1024
 MAX_REPLY = 1024 * 1024
+_SETTLE = 10.0  # seconds in which links come up after they were made anew
+_REOPEN = 20.0  # seconds to wait for the own address after the session was closed
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -35,12 +38,12 @@ def prefix(run: str) -> str:
     return f"coterie/{VERSION}/{run}"
 
 
-def access(me: str, names: list[str], run: str) -> dict[str, Any]:
+def access(me: str, names: Mapping[str, str], run: str) -> dict[str, Any]:
     """Return the access list of one member: the actions allowed to each certificate.
 
     Args:
         me: this member.
-        names: all members; a certificate's common name is its member's name.
+        names: the common name of each member's certificate, by the member's name.
         run: the run's id.
     """
     base = prefix(run)
@@ -56,12 +59,12 @@ def access(me: str, names: list[str], run: str) -> dict[str, Any]:
         allow("out-ask", "egress", ["query"], f"{base}/*/**"),
         allow("out-watch", "egress", watch, f"{base}/*/alive"),
     ]
-    subjects: list[dict[str, Any]] = [{"id": "members", "cert_common_names": names}]
+    subjects: list[dict[str, Any]] = [{"id": "members", "cert_common_names": list(names.values())}]
     policies = [{"rules": [rule["id"] for rule in rules], "subjects": ["members"]}]
-    for name in names:
+    for name, common in names.items():
         rules.append(allow(f"own-{name}", "ingress", own, f"{base}/{name}/**"))
         rules.append(allow(f"ask-{name}", "ingress", ["query"], f"{base}/{me}/*/{name}"))
-        subjects.append({"id": f"cn-{name}", "cert_common_names": [name]})
+        subjects.append({"id": f"cn-{name}", "cert_common_names": [common]})
         policies.append({"rules": [f"own-{name}", f"ask-{name}"], "subjects": [f"cn-{name}"]})
     return {"enabled": True, "default_permission": "deny", "rules": rules, "subjects": subjects, "policies": policies}
 
@@ -116,7 +119,7 @@ def configuration(
             "verify_name_on_connect": True,
             "close_link_on_expiration": True,
         }
-        config["access_control"] = access(me, [m.name for m in roster.members], roster.run)
+        config["access_control"] = access(me, {m.name: m.common_name for m in roster.members}, roster.run)
     return config
 
 
@@ -173,29 +176,43 @@ class ZenohTransport:
         elif identity.name != name:
             raise TransportError(f"the certificate is {identity.name}'s; this node is {name}")
         self.roster, self.name, self._log = roster, name, log
+        self._identity, self._address, self._lease = identity, listen, lease
         self._names = frozenset(m.name for m in roster.members)
         self._base = prefix(roster.run)
         self._head: Head | None = None
+        self._sealed: Callable[[], bytes] | None = None
         self._alive: set[str] = set()
-        self._token: Any = None
+        self._announced, self._closed, self._token = False, False, None
+        self._pause = threading.Event()
+        self._renewed = -math.inf
         self._leaving = zenoh.CancellationToken()
         self._lock = threading.Lock()
-        config = configuration(roster, name, identity, listen=listen, lease=lease)
         _give_threads(len(roster.members))
-        try:
-            self._session = zenoh.open(zenoh.Config.from_json5(json.dumps(config)))
-        except zenoh.ZError as error:
-            address = config["listen"]["endpoints"][0]
-            why = (
-                "it is in use: this node runs already, or another program does"
-                if "in use" in str(error)
-                else str(error)
-            )
-            raise TransportError(f"cannot listen on {address}: {why[:300]}") from None
-        room = max(64, 4 * len(roster.members))
+        self._session = self._open()
         self.outbox = Outbox()
         self._senders = ThreadPoolExecutor(senders, "coterie-send")
-        self._questions = self._session.declare_queryable(f"{self._base}/{name}/**", zenoh.handlers.FifoChannel(room))
+        self._begin()
+
+    def _open(self, patience: float = 0.0) -> Any:
+        """Open a session with the links that the roster allows; wait for the own address to be free again."""
+        config = configuration(self.roster, self.name, self._identity, listen=self._address, lease=self._lease)
+        until = time.monotonic() + patience
+        while True:
+            try:
+                return zenoh.open(zenoh.Config.from_json5(json.dumps(config)))
+            except zenoh.ZError as error:
+                address, taken = config["listen"]["endpoints"][0], "in use" in str(error)
+                if not taken or time.monotonic() > until:
+                    why = "it is in use: this node runs already, or another program does" if taken else str(error)
+                    raise TransportError(f"cannot listen on {address}: {why[:300]}") from None
+            self._pause.wait(0.1)
+
+    def _begin(self) -> None:
+        """Answer and watch over the session."""
+        room = max(64, 4 * len(self.roster.members))
+        self._questions = self._session.declare_queryable(
+            f"{self._base}/{self.name}/**", zenoh.handlers.FifoChannel(room)
+        )
         self._tokens = self._session.liveliness().declare_subscriber(
             f"{self._base}/*/alive", zenoh.handlers.FifoChannel(room), history=True
         )
@@ -206,6 +223,36 @@ class ZenohTransport:
         for thread in self._threads:
             thread.start()
 
+    def _end(self) -> None:
+        """Withdraw everything and close the session."""
+        if self._token is not None:
+            self._token.undeclare()
+            self._token = None
+        self._questions.undeclare()
+        self._tokens.undeclare()
+        for thread in self._threads:
+            thread.join()
+        self._session.close()
+
+    def renew(self, roster: Roster) -> None:
+        """Go on with another roster: every link is closed, and made anew under its access list.
+
+        What was published stays. Not to be called while this node is asking for something.
+        """
+        self._end()
+        with self._lock:
+            self.roster, self._names = roster, frozenset(m.name for m in roster.members)
+            self._alive.clear()
+        self._session = self._open(_REOPEN)
+        self._begin()
+        self._renewed = time.monotonic()
+        if self._announced:
+            self._announce()
+
+    def name_of(self, common_name: str) -> str:
+        """Return the member whose certificate has a common name; the common name itself when nobody's has."""
+        return next((m.name for m in self.roster.members if m.common_name == common_name), common_name)
+
     def __enter__(self) -> "ZenohTransport":
         return self
 
@@ -215,7 +262,21 @@ class ZenohTransport:
     # ------------------------------------------------------------------ asking
 
     def fetch(self, peer: str, expect: Expectation, deadline: float) -> Delivery | Missing:
-        """Ask a member for a message, wait at most `deadline` seconds, and check it."""
+        """Ask a member for a message, wait at most `deadline` seconds, and check it.
+
+        While links are made anew after a change of the roster, a member that cannot be reached is asked again.
+        """
+        until = time.monotonic() + deadline
+        found = self._fetched(peer, expect, deadline)
+        while isinstance(found, Missing) and found.reason in ("unreachable", "closing"):
+            now = time.monotonic()
+            if now > min(self._renewed + _SETTLE, until - 0.5) or self._leaving.is_cancelled:
+                break
+            self._pause.wait(0.25)
+            found = self._fetched(peer, expect, until - time.monotonic())
+        return found
+
+    def _fetched(self, peer: str, expect: Expectation, deadline: float) -> Delivery | Missing:
         started = time.monotonic()
         at = expect.address
         question = f"r={at.round};x={at.exchange};c={at.client};w={WAIT * deadline:.3f}"
@@ -248,6 +309,12 @@ class ZenohTransport:
     def head(self, peer: str, nonce: str, deadline: float) -> bytes | Missing:
         """Ask a member how it is."""
         for sample, error in self._replies(f"{peer}/head/{self.name}?n={nonce}", deadline):
+            return (error or Missing("unreachable")) if sample is None else sample.payload.to_bytes()
+        return Missing("unreachable")
+
+    def roster_of(self, peer: str, deadline: float) -> bytes | Missing:
+        """Ask a member for its roster."""
+        for sample, error in self._replies(f"{peer}/roster/{self.name}", deadline):
             return (error or Missing("unreachable")) if sample is None else sample.payload.to_bytes()
         return Missing("unreachable")
 
@@ -299,12 +366,17 @@ class ZenohTransport:
             self._announce()
 
     def _announce(self) -> None:
+        self._announced = True
         if self._token is None:
             self._token = self._session.liveliness().declare_token(f"{self._base}/{self.name}/alive")
 
     def serve_head(self, head: Head) -> None:
         """Say how this node answers when it is asked how it is."""
         self._head = head
+
+    def serve_roster(self, sealed: Callable[[], bytes]) -> None:
+        """Say how this node answers when it is asked for its roster."""
+        self._sealed = sealed
 
     def _listen(self) -> None:
         for query in self._questions.handler:
@@ -315,6 +387,8 @@ class ZenohTransport:
                 _say(query, Missing("forbidden"))
             elif chunks[1] == "head":
                 self._answer_head(query, key)
+            elif chunks[1] == "roster":
+                self._answer_roster(query, key)
             else:
                 self._take(query, key, chunks[1], asker)
 
@@ -325,6 +399,13 @@ class ZenohTransport:
             return
         with suppress(zenoh.ZError), query:
             query.reply(key, self._head(nonce))
+
+    def _answer_roster(self, query: Any, key: str) -> None:
+        if self._sealed is None:
+            _say(query, Missing("not_ready"))
+            return
+        with suppress(zenoh.ZError), query:
+            query.reply(key, self._sealed())
 
     def _take(self, query: Any, key: str, kind: str, asker: str) -> None:
         try:
@@ -363,18 +444,13 @@ class ZenohTransport:
 
     def close(self) -> None:
         """Leave: withdraw the token, answer open questions, end the threads, close the session."""
-        if self._session.is_closed():
+        if self._closed:
             return
-        if self._token is not None:
-            self._token.undeclare()
+        self._closed = True
         self._leaving.cancel()
         self.outbox.close()
-        self._questions.undeclare()
-        self._tokens.undeclare()
-        for thread in self._threads:
-            thread.join()
         self._senders.shutdown(wait=True)
-        self._session.close()
+        self._end()
 
 
 def _say(query: Any, missing: Missing) -> None:

@@ -24,8 +24,9 @@ from coterie.results.equal_bytes import EqualBytes
 from coterie.results.pairs import Pair
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
-from coterie.studies.sweep import SUMMARY, joined, read_sweep
+from coterie.studies.sweep import SUMMARY, expand, joined, read_sweep
 
+UNTOLD = "How many settings were tried in tuning each method is not known; --tuned FILE compares that."
 POINT = 0.01
 """The smallest difference of accuracies that counts."""
 
@@ -42,7 +43,8 @@ class Result:
         seeds: the seeds that the rows are means over; None where a stored summary does not tell.
         left_out: how each run stands that is not among them.
         archived: whether the runs are not there, and all is as summary.json has it.
-        pairs: of its methods; none of a sweep, or of a summary that was stored before there were any.
+        pairs: of its methods; none of a sweep over data or models, whose points are studies of their own, or of a
+            summary that was stored before there were any.
         about: what the intervals of these speak of; empty where it is not known.
         spent: what each method spent; see `summary.spent`.
     """
@@ -206,7 +208,7 @@ def read(folder: str | Path) -> Result:
 
 def _result(path: Path, study: StudyConfig, content: Mapping[str, Any], *, archived: bool) -> Result:
     known = REGISTRY.with_stored(content.get("metrics") or {})
-    found = [] if study.sweep else pairs.read(summary.json_ready(dict(content)))
+    found = pairs.read(summary.json_ready(dict(content)))
     about = str(content.get("about", ""))
     return Result(
         path,
@@ -304,7 +306,8 @@ def in_pairs(
         said = _verdicts(one, entry, own, cluster, share, _name(one, results))
         labels = list(dict.fromkeys(label for pair in own for label in (pair.method_a, pair.method_b)))
         line = conditions.unequal(one.spent, [label for label in one.labels if label in labels], tried)
-        out.append(InPairs(one, entry, own, [*said, *([line] if line else [])]))
+        effort = UNTOLD if own and tried is None else ""
+        out.append(InPairs(one, entry, own, [*said, *filter(None, (line, effort))]))
     return out
 
 
@@ -313,8 +316,11 @@ def _verdicts(
 ) -> list[str]:  # fmt: skip
     """What is established in a study, a line a pair, then what that speaks of."""
     if not own:
-        if one.study.sweep or len({row["label"] for row in one.rows if row["metric"] == metric.name}) < 2:
+        if len({row["label"] for row in one.rows if row["metric"] == metric.name}) < 2:
             return []
+        if one.study.sweep and not one.pairs:
+            points = f"give the folder of one, such as {expand(one.study, to_run=False)[0].name}"
+            return [f"{name}: methods at different points of a sweep are not compared in pairs; {points}."]
         if not one.pairs:
             return [f"{name}: its summary was stored without pairs, so nothing is said of what is established."]
         return [f"{name}: pairs are compared by {one.metric} in each cluster, by other metrics over all clients."]

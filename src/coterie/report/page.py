@@ -17,7 +17,7 @@ from typing import Any
 
 from coterie._util.files import write_atomically
 from coterie._util.names import few, short
-from coterie.functional.metrics import Metric
+from coterie.functional.metrics import EPSILON, Metric
 from coterie.report.data import blank, payload
 from coterie.results import pairs
 from coterie.results.summary import MEANS, Problem, StoredRun, by_label, find_runs, metrics_of, told_of_new_clients
@@ -123,6 +123,22 @@ def _many(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
+def told_of_privacy(runs: Sequence[StoredRun]) -> list[str]:
+    """Say what private training has cost clients, method by method; nothing where none is private."""
+    found: dict[str, list[float]] = {}
+    for run in runs:
+        if EPSILON.name in run.results:
+            found.setdefault(run.label, []).extend(run.final(EPSILON.name).tolist())
+    said = [
+        f"{label} {EPSILON.show(sum(values) / len(values))} ({EPSILON.show(max(values))})"
+        for label, values in found.items()
+        if values
+    ]
+    return (
+        [f"Epsilon of differential privacy, mean over clients and seeds (largest): {', '.join(said)}"] if said else []
+    )
+
+
 def overview(data: Mapping[str, Any], runs: Sequence[StoredRun]) -> str:
     """The first view as HTML: what is not in the tables, the study in words, the results, the gains."""
     parts = [note_list(data["notes"])]
@@ -133,6 +149,7 @@ def overview(data: Mapping[str, Any], runs: Sequence[StoredRun]) -> str:
     shown = sorted((known[name] for name in names), key=lambda one: one.name != data["metric"])
     if shown:
         parts.append(f"<h2>Results</h2>{result_table(data, shown[0])}{client_table(data, runs, shown[0])}")
+        parts += [f"<p>{escape(line)}.</p>" for line in told_of_privacy(runs)]
         parts += [f"<p>{escape(line)}.</p>" for line in told_of_new_clients(data["results"], data["metric"])]
         parts.append("<h2>Gain over training alone</h2>" + gain_table(data, known[data["gains"]["metric"]]))
         for one in shown[1:]:
@@ -244,6 +261,8 @@ def _training(config: Mapping[str, Any], local: Mapping[str, Any]) -> str:
         parts.append(f"{local['epochs']} local epoch{'s' if local['epochs'] != 1 else ''} a round")
     if local.get("optimizer"):
         parts.append(f"{local['optimizer']}, {_rate(local)}, batches of {local.get('batch_size')}")
+    if isinstance(dp := local.get("dp"), Mapping):
+        parts.append(f"differentially private ({', '.join(f'{key} {_said(value)}' for key, value in dp.items())})")
     return ", ".join(parts)
 
 
@@ -272,14 +291,13 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
     rows = [r for r in data["results"]["rows"] if r["metric"] == metric.name and (r["cluster"] == "all" or not whole)]
     columns = list(dict.fromkeys(row["cluster"] for row in rows))
     found = {(row["label"], row["cluster"]): row for row in rows}
-    kinds = {row["label"]: row["method"] for row in rows}
     count = {row["label"]: row["seeds"] for row in rows}
     names = {"all": "whole run"} if whole else MEANS
     head = "".join(f'<th scope="col">{escape(names.get(column) or column)}</th>' for column in columns)
     compared = {one["cluster"]: one for one in data["pairs"]["families"] if one["metric"] == metric.name}
     leading = {column: compared[column]["leaders"] if column in compared else [] for column in columns}
     body = []
-    for label in kinds:
+    for label in count:
         line = [f'<th scope="row">{escape(label)}</th><td>{count[label]}</td>']
         for column in columns:
             row = found.get((label, column))
@@ -300,7 +318,7 @@ def result_table(data: Mapping[str, Any], metric: Metric) -> str:
     if any(len(first) > 1 for first in leading.values()):
         order += f"; {STAR} cannot be told apart from the best of its column"
     if any(leading.values()):
-        order += "".join(f"; {said}" for said in pairs.not_ranked(kinds))
+        order += "".join(f"; {said}" for said in pairs.not_ranked(rows))
     caption = f"{title[0].upper()}{title[1:]}{order}."
     said = compared["all"]["standing"] if "all" in compared else ""
     return (
@@ -327,7 +345,7 @@ def gain_table(data: Mapping[str, Any], metric: Metric) -> str:
                 if name == "lost":
                     low, high = max(low, 0.0), min(high, 1.0)
                 text += f" <small>[{kind.show(low, signed=signed)}, {kind.show(high, signed=signed)}]</small>"
-            sure = name != "lost" and row[f"{name}_established"]
+            sure = name == "mean" and row["mean_established"]
             line.append(cell(row[name], text, "" if not sure else "worse" if row[name] < 0 else "better"))
         body.append(f'<tr data-label="{escape(row["label"])}">{"".join(line)}</tr>')
     points = f"percentage points of test {metric.title}"
@@ -335,7 +353,8 @@ def gain_table(data: Mapping[str, Any], metric: Metric) -> str:
     caption = (
         f"Gain of each client over the same client under {gains['baseline']} with the same seed, in {unit}; in "
         f"brackets Student's t interval over the n seeds ({round(100 * gains['confidence'])} % confidence). In color "
-        "what is established as a gain or a loss, corrected for the number of methods."
+        "mean gains and losses that are established, corrected for the number of methods; the worst clients of many "
+        "are below 0 by chance too."
     )
     return (
         f'<div class="scroll"><table class="gains" data-metric="{escape(metric.name)}">'

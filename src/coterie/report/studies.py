@@ -115,8 +115,7 @@ def _table(told: Sequence[_Told]) -> str:
             link = f'<a href="{one.address(method=quote(label, safe=""))}">{text}</a>'
             line.append(cell(row["mean"], link, "best" if one.leading == [label] else ""))
         body.append(f'<tr data-label="{escape(label)}">{"".join(line)}</tr>')
-    kinds = {label: row["method"] for one in told for label, row in one.rows.items()}
-    references = "".join(f"{said}. " for said in pairs.not_ranked(kinds))
+    references = "".join(f"{said}. " for said in pairs.not_ranked(row for one in told for row in one.rows.values()))
     caption = (
         "Mean over clients ± population standard deviation over seeds, each study over its own. In bold what is "
         f"established as the best of its column; {STAR} cannot be told apart from it; of a single seed nothing is. "

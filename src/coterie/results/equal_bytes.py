@@ -1,7 +1,7 @@
 """Methods ranked at equal bytes: when each of their clients has used the same number of bytes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -113,10 +113,22 @@ def at_equal_bytes(folder: str | Path, budget: float | None = None) -> EqualByte
 
 
 def of_runs(
-    runs: Sequence[StoredRun], problems: Sequence[Problem], folder: str | Path, budget: float | None = None
+    runs: Sequence[StoredRun],
+    problems: Sequence[Problem],
+    folder: str | Path,
+    budget: float | None = None,
+    whole: Mapping[str, Any] | None = None,
 ) -> EqualBytes:
-    """As `at_equal_bytes`, of runs that were read already, and of the folders that could not be read."""
-    whole = summary.summary_of(runs, folder, problems)
+    """As `at_equal_bytes`, of runs that were read already, and of the folders that could not be read.
+
+    Args:
+        runs: those that could be read.
+        problems: the other folders.
+        folder: of the study.
+        budget: bytes of a client.
+        whole: the summary of these runs, where there is one already.
+    """
+    whole = whole or summary.summary_of(runs, folder, problems)
     chosen = summary.compared(runs, problems)
     metric = summary.main_metric(chosen)
     tested = bool(chosen) and all(_tested(run, metric) for run in chosen)

@@ -17,10 +17,11 @@ from scipy import stats
 
 from coterie.functional.metrics import Metric
 from coterie.functional.paired import CONFIDENCE, MOST_SEEDS, holm, mean_difference, overlap_of, seeds_needed
+from coterie.methods import METHODS
 
 LEVEL = round(1 - CONFIDENCE, 10)
-REFERENCES = {"oracle": "knows the clusters", "pooled": "has everybody's data in one place"}
-"""Kinds of methods that are not ranked, and what they have that no client has."""
+REFERENCES = {"truth": "knows the clusters", "pool": "has everybody's data in one place"}
+"""What a method may need that no client has (`Method.needs`), in words: methods that need some are not ranked."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,8 @@ def leaders(rows: Iterable[Mapping[str, Any]], pairs: Iterable[Pair], metric: Me
     say nothing: of a single seed, or of a summary that was stored before there were any.
 
     Args:
-        rows: of a summary: `method` (the kind), `label`, `cluster`, `metric`, `mean`.
+        rows: of a summary: `method` (the kind), `label`, `cluster`, `metric`, `mean`, and `needs` where a method has
+            some.
         pairs: of the same summary.
         metric: what is compared.
         cluster: over which clients.
@@ -262,7 +264,7 @@ def leaders(rows: Iterable[Mapping[str, Any]], pairs: Iterable[Pair], metric: Me
         row["label"]: metric.sign * row["mean"]
         for row in rows
         if (row["metric"], row["cluster"]) == (metric.name, cluster)
-        and row["method"] not in REFERENCES
+        and not _beyond(row)
         and row["mean"] is not None
         and math.isfinite(row["mean"])
     }
@@ -276,13 +278,22 @@ def leaders(rows: Iterable[Mapping[str, Any]], pairs: Iterable[Pair], metric: Me
     return [order[0], *(label for label, pair in with_best.items() if pair is None or not pair.established)]
 
 
-def not_ranked(kinds: Mapping[str, str]) -> list[str]:
+def _beyond(row: Mapping[str, Any]) -> list[str]:
+    """Return in words what the method of a row has that no client has; its class tells of rows that do not say."""
+    needs = row.get("needs")
+    if needs is None:
+        needs = METHODS[row["method"]].needs if row["method"] in METHODS else ()
+    return [words for need, words in REFERENCES.items() if need in needs]
+
+
+def not_ranked(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Say which methods are not ranked and why.
 
     Args:
-        kinds: by label the kind of each method.
+        rows: of a summary: `method` (the kind), `label`, and `needs` where a method has some.
     """
-    return [f"{label}, which {REFERENCES[kind]}, is not ranked" for label, kind in kinds.items() if kind in REFERENCES]
+    by_label = {row["label"]: _beyond(row) for row in rows}
+    return [f"{label}, which {' and '.join(words)}, is not ranked" for label, words in by_label.items() if words]
 
 
 def standing(rows: Sequence[Mapping[str, Any]], pairs: Sequence[Pair], metric: Metric, cluster: str = "all") -> str:
@@ -295,7 +306,7 @@ def standing(rows: Sequence[Mapping[str, Any]], pairs: Sequence[Pair], metric: M
     seeds = max((pair.seeds for pair in own), default=0)
     if not leading:
         return "One seed settles nothing about other seeds: no method is shown as the best." if seeds == 1 else ""
-    without = "".join(f" {said}." for said in not_ranked({row["label"]: row["method"] for row in rows}))
+    without = "".join(f" {said}." for said in not_ranked(rows))
     if len(leading) == 1:
         return f"{leading[0]} is the best: its difference from each other method is established.{without}"
     *others, last = leading[1:]

@@ -127,8 +127,15 @@ class StoredRun:
 
     @cached_property
     def final_rows(self) -> pd.DataFrame:
-        """The rows of the final test evaluation, of the best models where those were kept, else of the last."""
-        return final_tests(self.metrics)
+        """The rows of the final test evaluation, of the best models where those were kept, else of the last.
+
+        In the folder of a node that joined late they are those of its own clients, which were in no round.
+        """
+        rows = final_tests(self.metrics)
+        if not rows.empty:
+            return rows
+        joined = (self.metrics["split"] == newcomers.SPLIT) & (self.metrics["model"] != newcomers.RECEIVED)
+        return self.metrics.loc[joined.to_numpy()]
 
     @property
     def results(self) -> list[str]:
@@ -139,12 +146,31 @@ class StoredRun:
 
     def final(self, metric: str) -> pd.Series:
         """The final test value of a metric per client, indexed by client id; else the last that rounds reported."""
-        rows = self.final_rows
-        rows = rows.loc[(rows["metric"] == metric).to_numpy()]
-        if rows.empty and not self.known[metric].on_samples:
-            reported = (self.metrics["split"] == "train") & (self.metrics["metric"] == metric)
-            rows = self.metrics.loc[reported.to_numpy()].drop_duplicates("client", keep="last")
-        return pd.Series(rows["value"].to_numpy(float), index=rows["client"].to_numpy()).sort_index()
+        if metric not in self._finals:
+            rows = self.final_rows
+            rows = rows.loc[(rows["metric"] == metric).to_numpy()]
+            if rows.empty and not self.known[metric].on_samples:
+                reported = (self.metrics["split"] == "train") & (self.metrics["metric"] == metric)
+                rows = self.metrics.loc[reported.to_numpy()].drop_duplicates("client", keep="last")
+            values = pd.Series(rows["value"].to_numpy(float), index=rows["client"].to_numpy())
+            self._finals[metric] = values.sort_index()
+        return self._finals[metric].copy()
+
+    @cached_property
+    def _finals(self) -> dict[str, pd.Series]:
+        """What `final` has found, by metric: summaries and pages ask many times."""
+        return {}
+
+    def curve(self, metric: str) -> tuple[list[int], list[float]]:
+        """As the function `curve`, of its metrics."""
+        if metric not in self._curves:
+            self._curves[metric] = curve(self.metrics, metric)
+        return self._curves[metric]
+
+    @cached_property
+    def _curves(self) -> dict[str, tuple[list[int], list[float]]]:
+        """What `curve` has found, by metric: that of a baseline is asked for by each method."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -501,10 +527,11 @@ def summarize(study: str | Path, seeds: Iterable[int] | None = None) -> dict[str
         `study`, `seeds`, `left_out`, `rows`, `pairs` and `timing`. A row is the final test value of one metric of one
         method: the mean over the clients of one planted cluster, over all clients ("all"), or the unweighted mean over
         clusters ("clusters"); then mean and population standard deviation over seeds, the same `seeds` for every method
-        (see `compared`); a single seed has no deviation. `left_out` tells how each run stands that is not among them. A
-        pair has the fields of `pairs.Pair` (see `pairs_of`); `about` says what their intervals speak of.
-        `participation`, `spent`, `time_to_accuracy` and `undefined` are those of the functions below. `metrics` is
-        there when methods declared some, and `scale` when the rounds were scaled.
+        (see `compared`); a single seed has no deviation; `needs` is there for a method that declares some.
+        `left_out` tells how each run stands that is not among them. A pair has the fields of `pairs.Pair` (see
+        `pairs_of`); `about` says what their intervals speak of. `participation`, `spent`, `time_to_accuracy`,
+        `undefined` and, where a node left out rounds, `skipped` are those of the functions below. `metrics` is there
+        when methods declared some, and `scale` when the rounds were scaled.
 
     Raises:
         DataError: when the folder holds no run, or several studies.
@@ -524,15 +551,14 @@ def summary_of(
     names = cluster_names(home, (int(c) for run in runs for c in run.clients.unique() if c >= 0))
     chosen = compared(runs, problems, seeds)
     rows: list[dict[str, Any]] = []
-    for label, group in by_label(chosen).items():
+    for group in by_label(chosen).values():
         for metric in dict.fromkeys(name for run in group for name in run.results):
             reduced = pd.DataFrame([cluster_means(run, metric) for run in group])
             for cluster in reduced.columns:
                 mean, deviation = over_seeds(reduced[cluster].to_numpy(float))
                 rows.append(
                     {
-                        "method": group[0].kind,
-                        "label": label,
+                        **method_of(group[0]),
                         "cluster": names.get(cluster, str(cluster)),
                         "metric": metric,
                         "mean": mean,
@@ -557,12 +583,19 @@ def summary_of(
     about = {"about": pairs.about(chosen[0].config, client_names(chosen))} if found else {}
     content |= {"rows": rows, "pairs": found, **about, "timing": timing}
     content |= {one.__name__: one(chosen) for one in (participation, spent, time_to_accuracy, undefined)}
+    content |= {"skipped": rows} if (rows := skipped(chosen)) else {}
     if declared := metrics.stored(metrics_of(runs).values()):
         content["metrics"] = declared
     if joined := new_clients(chosen):
         content["new_clients"] = joined
     scales = {float(run.config.get("scale", 1.0)) for run in runs} - {1.0}
     return {**content, "scale": min(scales)} if scales else content
+
+
+def method_of(run: StoredRun) -> dict[str, Any]:
+    """Return what a row of a summary says of its method: kind and label, and `needs` where it declares some."""
+    needs = sorted(declared(run, "needs"))
+    return {"method": run.kind, "label": run.label, **({"needs": needs} if needs else {})}
 
 
 def pairs_of(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[pairs.Pair]:
@@ -654,8 +687,9 @@ def gains(study: str | Path) -> dict[str, Any]:
         for each of `mean` (over clients), `worst_tenth` (mean over the tenth of the clients that gained least, rounded
         up to whole clients) and `lost` (share of clients with a gain below zero) the mean over the seeds with the ends
         of Student's interval, `<name>_low` and `<name>_high`; None with a single seed, or where all seeds gave the
-        same. `mean_established` and `worst_tenth_established` say whether it differs from 0, by Student's t test and
-        with Holm's correction for the number of rows.
+        same. `mean_established` says whether the mean differs from 0, by Student's t test and with Holm's correction
+        for the number of rows. Nothing like it is said of the worst tenth: the worst of several clients that neither
+        gain nor lose is below 0.
 
     Raises:
         DataError: when the folder holds no run.
@@ -670,20 +704,17 @@ def gains_of(runs: Sequence[StoredRun], problems: Sequence[Problem] = ()) -> dic
     metric = main_metric(runs)
     baseline = next((run.label for run in runs if run.kind == "local"), None)
     out: dict[str, Any] = {"baseline": baseline, "metric": metric, "confidence": CONFIDENCE, "rows": []}
-    tests: dict[str, list[float]] = {}
+    tests: list[float] = []
     overlap = shared_training(runs[0]) if runs else 0.0
     for label, per_seed in client_gains(done, baseline, metric).items():
         reduced = [_reduce_gains(own.to_numpy()) for own in per_seed.values()]
         row: dict[str, Any] = {"label": label, "seeds": len(reduced)}
         for name in ("mean", "worst_tenth", "lost"):
             row |= interval(name, np.array([one[name] for one in reduced]), overlap)
-        for name in ("mean", "worst_tenth"):
-            values = np.array([one[name] for one in reduced])
-            tests.setdefault(name, []).append(float(mean_difference(values, overlap=overlap).p))
+        tests.append(float(mean_difference(np.array([one["mean"] for one in reduced]), overlap=overlap).p))
         out["rows"].append(row)
-    for name, found in tests.items():
-        for row, p in zip(out["rows"], holm(np.array(found)), strict=True):
-            row[f"{name}_established"] = bool(p <= 1 - CONFIDENCE)
+    for row, p in zip(out["rows"], holm(np.array(tests)) if tests else (), strict=True):
+        row["mean_established"] = bool(p <= 1 - CONFIDENCE)
     return out
 
 
@@ -736,7 +767,7 @@ TIMED = (metrics.ACCURACY.name, metrics.GLOBAL_ACCURACY.name)
 
 
 def declared(run: "StoredRun", name: str) -> Any:
-    """Return what the class of a run's method declares, as the run noted it: `server` or `timed_against`."""
+    """Return what the class of a run's method declares, as the run noted it: `server`, `needs` or `timed_against`."""
     return run.provenance.get(name, getattr(METHODS.get(run.kind, Method), name))
 
 
@@ -803,7 +834,7 @@ def time_to_accuracy(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
     for run in runs:
         base = bases.get((declared(run, "timed_against"), run.seed))
         for metric in TIMED if base is not None and base.label != run.label else ():
-            own, theirs = curve(run.metrics, metric), curve(base.metrics, metric)  # type: ignore[union-attr]
+            own, theirs = run.curve(metric), base.curve(metric)  # type: ignore[union-attr]
             if own[0] and theirs[0]:
                 entry = _ratio(own, theirs)
                 found.setdefault((run.label, base.label, metric), []).append(entry)  # type: ignore[union-attr]
@@ -823,7 +854,7 @@ def new_clients(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
 
     A row for each method, metric and `model`: "joined" (after they trained), or "received" (with a server: before). It
     has `mean` and `std` over seeds of the mean over these clients, the number of `seeds`, of `clients` in the first of
-    them, and of the `rounds` that each trained.
+    them, and of the `rounds` that each trained; and `others` where the others did not stay as they were: "training".
     """
     rows = []
     for label, group in by_label(runs).items():
@@ -838,16 +869,18 @@ def new_clients(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
             first = group[0].metrics
             new = first.loc[(first["split"] == newcomers.SPLIT).to_numpy(), "client"].nunique()
             rounds = int(group[0].config.get("new_client_rounds", _ROUNDS))
+            others = str(group[0].config.get("new_client_others", _OTHERS))
             rows.append(
                 {
                     "label": label, "metric": metric, "model": model, "mean": mean, "std": deviation,
                     "seeds": len(values), "clients": int(new), "rounds": rounds,
+                    **({} if others == _OTHERS else {"others": others}),
                 }
             )  # fmt: skip
     return rows
 
 
-_ROUNDS = Settings.new_client_rounds
+_ROUNDS, _OTHERS = Settings.new_client_rounds, Settings.new_client_others
 
 
 def told_of_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
@@ -870,8 +903,9 @@ def told_of_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
             was = "" if before is None else f" ({known.show(before, brief=True)} as received)"
             parts.append(f"{row['label']} {known.show(row['mean'], brief=True)}{spread}{was}")
     many = f"{rows[0]['clients']} client{'s' * (rows[0]['clients'] > 1)}"
+    beside = " while the others trained on" if rows[0].get("others") == "training" else ""
     return [
-        f"New clients: {many} took part in no round, joined at the end and trained {rows[0]['rounds']} rounds; "
+        f"New clients: {many} took part in no round, joined at the end and trained {rows[0]['rounds']} rounds{beside}; "
         f"{known.heading('test')}: {', '.join(parts)}"
     ]
 
@@ -894,3 +928,12 @@ def undefined(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
             if row not in rows:
                 rows.append(row)
     return rows
+
+
+def skipped(runs: Sequence["StoredRun"]) -> list[dict[str, Any]]:
+    """Return the rounds that nodes left out: `label`, `seed` and `rounds`, pairs of the first and last of each gap."""
+    return [
+        {"label": run.label, "seed": run.seed, "rounds": left_out}
+        for run in runs
+        if (left_out := run.provenance.get("skipped"))
+    ]

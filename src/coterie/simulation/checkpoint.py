@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 FILE, BEFORE = "checkpoint.safetensors", "checkpoint-before.safetensors"
 PROVENANCE = "provenance.json"
 _NOT_IDENTITY = ("rounds", "checkpoint_seconds", "block", "engine", "cuda_graphs")
-_OPTIONAL = ("loss", "metrics", "shared", "similarity_on")
+_OPTIONAL = ("loss", "metrics", "shared", "similarity_on", "acceptance", "attacks")
 _YOUNG = ("aggregation", "selection")
 """Settings of methods that are younger than checkpoints that are about; those have them unset."""
 
@@ -62,6 +62,8 @@ def identity(
     kept = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _NOT_IDENTITY}
     if settings.precision == "full":  # younger than checkpoints that are about, as are the next
         del kept["precision"]
+    if settings.new_clients is None or settings.new_client_others == "frozen":
+        del kept["new_client_others"]
     if settings.new_clients is None:
         del kept["new_clients"], kept["new_client_rounds"]
     kept = {name: value for name, value in kept.items() if name not in _OPTIONAL or value}
@@ -92,8 +94,10 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
             tensors |= parts
             compact |= {} if told is None else {f"state.{part}.{k}": told}
     tensors |= {f"state.moments.{k}": v for k, v in _fields(loop.state.moments).items()}
+    tensors |= {f"state.reputation.{k}": v for k, v in _fields(loop.state.reputation).items()}
     tensors |= {f"tracker.{k}": v for k, v in _fields(loop.tracker).items()}
     tensors |= {f"validation.{k}": v for k, v in loop.validation.items()}
+    tensors |= {f"privacy.{k}": v for k, v in loop.task.spent.snapshot().items()}
     tensors |= {f"exchange.{k}": v for k, v in getattr(loop.exchange, "snapshot", dict)().items()}
     record, names = loop.record.snapshot()
     tensors |= {f"record.{k}": v for k, v in record.items()}
@@ -104,6 +108,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
         "samples": loop.train_samples,
         "engine": _engine(loop),
         **({"compact": compact} if compact else {}),
+        **({"skipped": loop.skipped} if loop.skipped else {}),
     }
     files = {FILE: partial(_write, tensors, meta), **_described(loop, run, timing, done=False)}
     manifest.replace_files(folder, files, rotate={FILE: BEFORE})
@@ -171,14 +176,17 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     state = loop.state
     memory, shared = _filled(state.memory, part("state.memory.")), _filled(state.shared, part("state.shared."))
     moments = _filled(state.moments, part("state.moments."))
-    loop.state = State(tensors["state.params"].to(state.params.device), memory, shared, moments)
+    reputation = _filled(state.reputation, part("state.reputation."))
+    loop.state = State(tensors["state.params"].to(state.params.device), memory, shared, moments, reputation)
     loop.tracker = _filled(loop.tracker, part("tracker."))
     loop.validation = part("validation.")
+    loop.task.spent.restore(part("privacy."))
     loop.record.restore(part("record."), found["names"])
     restore = getattr(loop.exchange, "restore", None)
     if restore is not None:
         restore(part("exchange."))
     loop.next_round, loop.train_samples = found["round"], found["samples"]
+    loop.skipped = [(first, last) for first, last in found.get("skipped", ())]
     return earlier
 
 
@@ -254,6 +262,7 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "config_hash": run,
         "method": {"kind": loop.method.kind, **{k: str(v) for k, v in dataclasses.asdict(loop.method).items()}},
         "server": loop.method.server,
+        "needs": sorted(loop.method.needs),
         "timed_against": loop.method.timed_against,
         "engine": {
             **_engine(loop),
@@ -269,6 +278,7 @@ def provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, An
         "threads": torch.get_num_threads(),
         "timing": timing,
         "undefined": loop.undefined,
+        **({"skipped": loop.skipped} if loop.skipped else {}),
         **({"metrics": own} if own else {}),
         **({"client_names": names} if (names := loop.record.client_names) else {}),
     }

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -114,3 +114,16 @@ def maxima(table: pd.DataFrame) -> dict[str, Tensor]:
         if len(history):
             out[largest.name] = torch.from_numpy(history[np.nanmean(history, axis=1).argmax()].copy())
     return out
+
+
+def over_rounds(table: pd.DataFrame, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return the mean over the rounds of what clients reported in each; rounds without a value are left out.
+
+    Args:
+        table: the metrics table of a run.
+        names: of the metrics.
+    """
+    rounds = table[(table["split"] == "train") & (table["round"] >= 0)]
+    found = {name: rounds[rounds["metric"] == name] for name in names}
+    means = {name: pd.Series(rows.groupby("client")["value"].mean()) for name, rows in found.items() if len(rows)}
+    return {name: torch.from_numpy(one.sort_index().to_numpy(dtype=float).copy()) for name, one in means.items()}

@@ -15,6 +15,7 @@ from torch import Tensor
 from coterie._util.names import few
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
+from coterie.exchange.accepting import Accepting, Reputation, own_losses
 from coterie.exchange.base import Exchange, Message
 from coterie.exchange.narrowed import narrowed
 from coterie.functional import metrics
@@ -25,9 +26,26 @@ from coterie.simulation._sequential import sequential_round
 from coterie.simulation.record import Record
 from coterie.simulation.settings import Settings
 
+_OF_ATTACKERS = (metrics.ATTACKER_WEIGHT, metrics.ATTACKER_READS)
+
+
+def _of_attackers(attackers: Tensor, info: Info) -> dict[str, Tensor]:
+    """Return which shares of each client's mixing weight, and of the models that it mixed, are of attackers."""
+    weights, peers = info["weights"].double().cpu(), info["peers"]
+    mixed = info["arrived"] & (weights > 0)
+    theirs = mixed & attackers[peers.clamp(min=0)] & (peers >= 0)
+    whole = torch.where(mixed, weights, 0).sum(1) + info["own_weight"].double().cpu()
+    share = torch.where(theirs, weights, 0).sum(1) / whole
+    reads = theirs.sum(1).double() / mixed.sum(1)
+    return {metrics.ATTACKER_WEIGHT.name: share, metrics.ATTACKER_READS.name: reads}
+
 
 class Undeclared(UserWarning):
     """A method reports a value that it does not declare: it is not recorded."""
+
+
+class Unprotected(UserWarning):
+    """A method lets others learn of the training data by a way that differential privacy does not cover."""
 
 
 @dataclass(frozen=True)
@@ -101,12 +119,30 @@ class Loop:
         self.tracker = Tracker.start(self.state.params, settings.keeps_best(method.server))
         self.evaluated: Tensor | None = None  # the models of the final evaluation
         self.next_round = -1  # the warm-up
+        self.skipped: list[tuple[int, int]] = []  # rounds left out, from the first to the last of each gap
         self.validation: dict[str, Tensor] = {}
         self.train_samples = 0
         self.undefined: dict[str, str] = {}  # why final metrics are NaN
         self.recorded = method.recorded()  # of what rounds report
+        self.attackers: Tensor | None = getattr(exchange, "attackers", None)  # of the population
+        hosted = torch.ones(len(task), dtype=torch.bool)
+        self.honest = hosted if self.attackers is None else ~self.attackers[task.ids]
+        self.rules = settings.rules_of(method)
+        if self.rules is not None:
+            first = own_losses(self._then(-1), self.state.params)
+            self.state = dataclasses.replace(self.state, reputation=Reputation.start(first, task.population))
+            self.recorded[metrics.REFUSED.name] = metrics.REFUSED
+        if self.attackers is not None and isinstance(method, PeerMethod):
+            self.recorded |= {one.name: one for one in _OF_ATTACKERS}
         self.reported: dict[str, float] = {}  # means over clients of the last report
         self._undeclared: set[str] = set()  # what rounds report in vain
+        if settings.local.private is not None and method.unprotected:
+            warnings.warn(
+                f"{method.kind}: {method.unprotected}, which local.dp does not cover: epsilon is of the local training "
+                "alone",
+                Unprotected,
+                stacklevel=3,
+            )
         if settings.schedule != "synchronous" and not isinstance(method, PeerMethod):
             raise ConfigError(
                 f"schedule = {settings.schedule!r} is for peer-to-peer methods; {method.kind} has a server"
@@ -121,6 +157,20 @@ class Loop:
     def finished(self) -> bool:
         """Whether nothing is left to do: all rounds are done, or every client has stopped."""
         return self.next_round >= self.settings.rounds or (self.next_round >= 0 and bool(self.tracker.stopped.all()))
+
+    @property
+    def untrained(self) -> bool:
+        """Whether every round so far was left out."""
+        left_out = sum(last + 1 - max(first, 0) for first, last in self.skipped)
+        return left_out > 0 and left_out >= self.next_round
+
+    def skip(self, to: int) -> None:
+        """Leave out rounds, so that `to` is the next one. Results say which: they are not presented as trained."""
+        first, last = self.next_round, to - 1
+        if self.skipped and self.skipped[-1][1] == first - 1:
+            first = self.skipped.pop()[0]
+        self.skipped.append((first, last))
+        self.next_round = to
 
     def step(self) -> None:
         """Do the warm-up or one round."""
@@ -137,10 +187,18 @@ class Loop:
         reachable[cohort] = True
         whole = len(rows) == len(self.task)
         task = self._then(index).carrying(self.state.moments)
+        task = task if whole else task.rows(rows)
+        exchange = narrowed(self.exchange, task.part, self.state.params if whole else self.state.params[rows])
+        reputation = self.state.reputation
+        if self.rules is not None and reputation is not None:
+            reputation = reputation if whole else reputation.take(rows)
+            exchange = Accepting(exchange, self.rules, task, reputation, index)
+            if self.rules.quarantine and bool((readable := reputation.readable(index)).logical_not().any()):
+                reachable = reachable & readable
         return Round(
             index=index,
-            task=task if whole else task.rows(rows),
-            exchange=narrowed(self.exchange, task.part, self.state.params if whole else self.state.params[rows]),
+            task=task,
+            exchange=exchange,
             rng=self.rng.at(index),
             reachable=reachable,
             local=self.settings.local,
@@ -158,8 +216,11 @@ class Loop:
         if isinstance(self.method, PeerMethod) and self.order == "exchange_first" and (local.steps or local.epochs):
             task = self.task.carrying(self.state.moments)
             params, info = task.train(self.state.params, rng, local)
+            reputation = self.state.reputation
+            if reputation is not None:
+                reputation = reputation.trained(task.part, self.state.params, params)
             self.state = self.method.trained(dataclasses.replace(self.state, params=params), self.state.params)
-            self.state = dataclasses.replace(self.state, moments=task.moments)
+            self.state = dataclasses.replace(self.state, moments=task.moments, reputation=reputation)
         self.exchange.begin(rng)
         self.exchange.enter(self.task.ids)
         whole = self._context(-1, everybody, torch.arange(self.task.population))
@@ -186,7 +247,12 @@ class Loop:
         else:
             assert isinstance(self.method, PeerMethod)
             new, info = sequential_round(self.method, rnd, part, self.settings.schedule, self._standing())
-        new = dataclasses.replace(new, moments=rnd.task.moments)
+        new = dataclasses.replace(new, moments=rnd.task.moments, reputation=part.reputation)
+        if isinstance(rnd.exchange, Accepting):
+            reputation, info = rnd.exchange.judged(info)
+            new = dataclasses.replace(new, reputation=reputation)
+        if self.attackers is not None and {"peers", "weights", "own_weight"} <= set(info):
+            info = {**info, **_of_attackers(self.attackers, info)}
         self.state = new if whole else self.state.put(rows, new)
         self.record.add_edges(index, self.task.ids[rows], info)
         self._after(index, rows, info)
@@ -245,17 +311,24 @@ class Loop:
             models = self.tracker.best if self.settings.stopped_broadcast == "best" else self.state.params
             narrowed(self.exchange, self.task.part, models).retire(ids[new], models[new])
         self.record.add_metrics(index, ids, "validation", "current", self.validation)
+        self.record.add_metrics(index, ids, "train", "current", self._spent())
         if (label := metrics.LABEL.name) in extra:
             self.record.add_metrics(index, ids, "train", "current", {label: extra[label]})
         every = self.settings.eval_every
         if every and (index + 1) % every == 0 and index >= 0:
             self.record.add_metrics(index, ids, "test", "current", self._tested(index, params))
 
+    def _spent(self) -> dict[str, Tensor]:
+        """Return each client's epsilon so far; nothing where training is not private."""
+        private = self.settings.local.private
+        return {} if private is None else {metrics.EPSILON.name: self.task.spent.epsilon(self.task.ids, private.delta)}
+
     def _record_info(self, index: int, ids: Tensor, info: Info) -> None:
         if not len(ids):
             return
         kept = {name: value for name, value in info.items() if name in self.recorded}
-        self.reported = {name: float(value.double().nanmean()) for name, value in kept.items()}
+        seen = torch.ones(len(ids), dtype=torch.bool) if self.attackers is None else ~self.attackers[ids]
+        self.reported = {name: float(value[seen].double().nanmean()) for name, value in kept.items()}
         if kept:
             self.record.add_metrics(index, ids, "train", "current", kept)
         lost = info.get(name := metrics.DIVERGED.name)
@@ -312,18 +385,21 @@ class Loop:
 
     def _outcome(self, label: Tensor | None, tested: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the settings ask of the whole run and its final test; needs all clients here."""
-        wanted, values = self.settings.extra_metrics, {}
+        wanted, values, seen = self.settings.extra_metrics, {}, self.honest
+        label, tested = None if label is None else label.cpu()[seen], {n: v.cpu()[seen] for n, v in tested.items()}
         if "reductions" in wanted and (name := metrics.ACCURACY.name) in tested:
-            values |= final_metrics.reductions(tested[name].cpu(), self.task.test_counts(), label)
+            values |= final_metrics.reductions(tested[name], self.task.test_counts()[seen], label)
         if "maxima" in wanted:
             values |= final_metrics.maxima(self.record.metrics)
         if "clusters" in wanted:
-            planted = torch.from_numpy(self.record.clusters[self.record.known_as(self.task.ids)])
+            planted = torch.from_numpy(self.record.clusters[self.record.known_as(self.task.ids[seen])])
             if label is not None:
                 truth = planted if bool((planted >= 0).all()) else None
-                scores, reasons = final_metrics.explained_clusters(label.cpu(), truth, self.task.class_counts())
+                scores, reasons = final_metrics.explained_clusters(label, truth, self.task.class_counts()[seen])
                 self.undefined |= reasons
                 values |= {name: torch.full((len(label),), score) for name, score in scores.items()}
+        if self.attackers is not None:
+            values |= final_metrics.over_rounds(self.record.metrics, [one.name for one in _OF_ATTACKERS])
         return values
 
     def final(self) -> Float[Tensor, "clients params"]:
@@ -339,8 +415,9 @@ class Loop:
         for split, values in measured.items():
             self.record.drop_metrics(last, split, model)  # the round may have measured its current models already
             self.record.add_metrics(last, self.task.ids, split, model, values)
+        self.record.add_metrics(last, self.task.ids, "test", model, self._spent())
         if whole:
             found = self._outcome(known.get(metrics.LABEL.name), measured["test"])
-            self.record.add_metrics(last, self.task.ids, "test", model, found)
+            self.record.add_metrics(last, self.task.ids[self.honest], "test", model, found)
         self.evaluated = params
         return params

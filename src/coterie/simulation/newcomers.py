@@ -1,31 +1,37 @@
 """Newcomers: clients that were in no round, join when a run has ended, train a few rounds, and are tested.
 
 They tell how a method serves clients that it has not seen ("new" or "unseen" clients). The others stay as they are:
-peers go on publishing their last models, a server keeps its own, and nothing that a newcomer does changes them.
+peers go on publishing their last models, a server keeps its own, and nothing that a newcomer does changes them. Or,
+with `new_client_others = "training"`, the run goes on with the newcomers in it; the results of the others are those of
+the run's end in any case.
 
 In a peer-to-peer method a newcomer acts as the method does from its first round on: it begins with the first model and
-an empty memory, and reads only clients that were in the run. With a server it measures the models that serve clients
-now, takes the one with the least loss on its training data, and trains it on.
+an empty memory, and reads only clients that were in the run (others that train read it, and newcomers each other). With
+a server it measures the models that serve clients now, takes the one with the least loss on its training data, and
+trains it on; where the others train, it is in every cohort from then on.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie.data.federation import Federation
 from coterie.engine.optim import Moments
-from coterie.engine.task import Task
+from coterie.engine.task import LocalTraining, Task
 from coterie.errors import ConfigError, require, unknown
-from coterie.exchange.base import Reply
+from coterie.exchange.base import Exchange, Reply
 from coterie.exchange.in_memory import InMemory
+from coterie.exchange.narrowed import narrowed
 from coterie.functional import metrics
-from coterie.methods.base import Method, PeerMethod, Round, State, zip_tensors
-from coterie.methods.server import ServerMethod
+from coterie.methods.base import Method, Order, PeerMethod, Round, State, returned_round, zip_tensors
+from coterie.methods.server import ServerContext, ServerMethod
 from coterie.rng import Rng
 from coterie.simulation.loop import Loop, Tracker
+from coterie.simulation.record import Record
 from coterie.simulation.settings import Settings
 
 SPLIT, RECEIVED = "new_clients", "received"
@@ -73,7 +79,7 @@ def parted(federation: Federation, settings: Settings, method: Method, seed: int
             f"new_clients is {settings.new_clients!r}; {method.kind} is neither a PeerMethod nor a ServerMethod, so "
             "nothing says how a client joins late"
         )
-    new = _chosen(federation, settings.new_clients, seed)
+    new = chosen(settings.new_clients, len(federation), federation.client_names, seed)
     inside = torch.ones(len(federation), dtype=torch.bool)
     inside[new] = False
     others = inside.nonzero().flatten()
@@ -86,12 +92,20 @@ def parted(federation: Federation, settings: Settings, method: Method, seed: int
     return Parted(federation.part(others), federation.part(order), order)
 
 
-def _chosen(federation: Federation, wanted: Any, seed: int) -> Int[Tensor, " rows"]:
-    """The rows of the newcomers, ascending."""
-    population = len(federation)
+def chosen(wanted: Any, population: int, names: Sequence[str], seed: int) -> Int[Tensor, " rows"]:
+    """Return the rows of the newcomers, ascending; see `Settings.new_clients`.
+
+    Args:
+        wanted: a share, a count, or a list of names and numbers.
+        population: number of clients in all.
+        names: of the clients; empty where they have none.
+        seed: of the run.
+
+    Raises:
+        ConfigError: when there is no such client, or nobody would be left.
+    """
     if not isinstance(wanted, float | int):
-        rows = {_row(federation, one) for one in wanted}
-        return torch.tensor(sorted(rows))
+        return torch.tensor(sorted({_row(one, population, names) for one in wanted}))
     count = round(wanted * population) if wanted < 1 else round(wanted)
     require(wanted < 1 or wanted == count, "new_clients", wanted, "a share below 1, a whole number, or a list")
     require(1 <= count < population, "new_clients", wanted, f"1 to {population - 2} of the {population} clients")
@@ -99,15 +113,71 @@ def _chosen(federation: Federation, wanted: Any, seed: int) -> Int[Tensor, " row
     return torch.from_numpy(drawn).sort().values
 
 
-def _row(federation: Federation, wanted: int | str) -> int:
-    names = federation.client_names
+def _row(wanted: int | str, population: int, names: Sequence[str]) -> int:
     if isinstance(wanted, str) and wanted in names:
-        return names.index(wanted)
+        return list(names).index(wanted)
     if names and isinstance(wanted, str) and not wanted.isdecimal():
         raise ConfigError(f"new_clients: {unknown('client', wanted, names)}")
     fits = not isinstance(wanted, str) or wanted.isdecimal()
-    require(fits and 0 <= int(wanted) < len(federation), "new_clients", wanted, f"0 to {len(federation) - 1}")
+    require(fits and 0 <= int(wanted) < population, "new_clients", wanted, f"0 to {population - 1}")
     return int(wanted)
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A run that newcomers join, as the process that hosts them knows it.
+
+    Args:
+        method: of the run.
+        settings: of the run.
+        order: of exchange and training in a round.
+        rng: the random streams of the run.
+        task: of the clients hosted here, numbered as `Parted.whole` numbers them.
+        rows: of the newcomers in it.
+        exchange: the door to other clients.
+        reachable: which members of the whole population they may read.
+    """
+
+    method: Method
+    settings: Settings
+    order: Order
+    rng: Rng
+    task: Task
+    rows: Int[Tensor, " rows"]
+    exchange: Exchange
+    reachable: Bool[Tensor, " population"]
+
+    @property
+    def own(self) -> Task:
+        """The task of the newcomers alone."""
+        return self.task.rows(self.rows)
+
+    def round(self, index: int, task: Task, params: Float[Tensor, "clients params"]) -> Round:
+        """Return a round of some clients. Newcomers count from their first: their draws are those of any client."""
+        rng = self.rng.at(index)
+        return Round(
+            index=index,
+            task=task.at(rng),
+            exchange=narrowed(self.exchange, task.part, params),
+            rng=rng,
+            reachable=self.reachable,
+            local=self.settings.local,
+            order=self.order,
+        )
+
+    def begin(self, index: int, ids: Int[Tensor, " clients"]) -> None:
+        """Start a round of these clients at the exchange."""
+        self.exchange.begin(self.rng.at(index))
+        self.exchange.enter(ids)
+
+    def fresh_moments(self) -> Moments | None:
+        """Return what the newcomers' optimizers begin with, where their state is kept."""
+        keeps = self.settings.local.persistent_client_optimizer
+        return self.own.fresh_moments(self.settings.local, self.method.tracks) if keeps else None
+
+
+Models = Iterator[tuple[Float[Tensor, "newcomers params"], Float[Tensor, "newcomers params"]]]
+"""The newcomers' models after each step, and those that are judged on their validation data."""
 
 
 def join(loop: Loop, task: Task, parts: Parted) -> Float[Tensor, "newcomers params"]:
@@ -121,129 +191,228 @@ def join(loop: Loop, task: Task, parts: Parted) -> Float[Tensor, "newcomers para
     Returns:
         The tested model of each newcomer.
     """
-    rows, last, best = parts.newcomers, loop.next_round - 1, loop.settings.evaluate == "best_val"
-    own = task.rows(rows)
-    method, measured = loop.method, own.at(loop.rng.at(last))
-    everybody, unknown = torch.ones(len(rows), dtype=torch.bool), own.counts("validation") == 0
+    rows, going = parts.newcomers, loop if loop.settings.new_client_others == "training" else None
+    reachable = torch.ones(task.population, dtype=torch.bool)
+    if going is None:
+        reachable[rows] = False
+    door = InMemory(task.ids, task.population)
+    now = Joining(loop.method, loop.settings, loop.order, loop.rng, task, rows, door, reachable)
+    if not isinstance(loop.method, ServerMethod):
+        models = with_peers(now, everybody(loop, task), going)
+    else:
+        taking, last = loop.task, loop.next_round - 1
+        context = ServerContext(last, loop.rng.at(last), taking.layout, taking.population, None, taking.part)
+        table = loop.method.serving(context, loop.state.shared)
+        models = served(now, table) if going is None else _in_the_cohort(now, table, going)
+    return tested(now, models, loop.record, loop.next_round - 1)
+
+
+def tested(now: Joining, models: Models, record: Record, last: int) -> Float[Tensor, "newcomers params"]:
+    """Test the newcomers' last models, or those that were best on their validation data, as the settings say.
+
+    Args:
+        now: the run that they join.
+        models: what they train.
+        record: gets the results.
+        last: number of the run's last round, under which they are kept.
+
+    Returns:
+        The tested model of each newcomer.
+    """
+    own, best = now.own, now.settings.evaluate == "best_val"
+    measured = own.at(now.rng.at(last))
+    everybody, unknown = torch.ones(len(own), dtype=torch.bool), own.counts("validation") == 0
     tracker: Tracker | None = None
-    models = _served(loop, own) if isinstance(method, ServerMethod) else _peers(loop, task, rows)
     params = None
     for place, (params, judged) in enumerate(models):
-        if place == 0 and method.server:
-            loop.record.add_metrics(last, own.ids, SPLIT, RECEIVED, measured.evaluate(params))
+        if place == 0 and now.method.server:
+            record.add_metrics(last, own.ids, SPLIT, RECEIVED, measured.evaluate(params))
         if best:
             loss = measured.measure(judged, "validation")[metrics.LOSS.name].cpu()
             tracker = tracker or Tracker.start(judged)
             tracker = tracker.observe(judged, loss, everybody, unknown, None)
     assert params is not None
     final = tracker.best if tracker is not None else params
-    loop.record.add_metrics(last, own.ids, SPLIT, "best" if best else "current", measured.evaluate(final))
+    record.add_metrics(last, own.ids, SPLIT, "best" if best else "current", measured.evaluate(final))
     return final
 
 
-def _round(loop: Loop, task: Task, index: int, exchange: Any, reachable: Tensor) -> Round:
-    """A round of the newcomers, counted from their first; its draws are those of clients with their numbers."""
-    rng = loop.rng.at(index)
-    return Round(
-        index=index,
-        task=task.at(rng),
-        exchange=exchange,
-        rng=rng,
-        reachable=reachable,
-        local=loop.settings.local,
-        order=loop.order,
-    )
+# ---------------------------------------------------------------- with a server
 
 
-def _served(loop: Loop, task: Task) -> Any:
-    """Yield the newcomers' models of a method with a server: as received, then after each round."""
-    method = loop.method
+def served(now: Joining, table: Float[Tensor, "models params"]) -> Models:
+    """Yield the newcomers' models of a method with a server that stays as it is: as received, then after each round.
+
+    Args:
+        now: the run that they join.
+        table: the server's models that serve clients; see `ServerMethod.serving`.
+    """
+    method, own = now.method, now.own
     assert isinstance(method, ServerMethod)
-    here, population = torch.arange(len(loop.task)), torch.arange(loop.task.population)
-    loop.exchange.cohort(lambda: population)
-    loop.exchange.enter(loop.task.ids)
-    table = method.overall(loop._context(loop.next_round - 1, here, population), loop.state).unique(dim=0)
-    losses = task.score(Reply.everything(table, len(task)).inbox()).nan_to_num(nan=torch.inf)
-    received = table[losses.argmin(1).to(table.device)]
-    params, moments = received, _fresh(loop, task)
+    received, _ = _received(now, table)
+    params, moments = received, now.fresh_moments()
     yield params, params
-    reachable = torch.zeros(task.population, dtype=torch.bool)
-    for index in range(loop.settings.new_client_rounds):
-        rnd = _round(loop, task.carrying(moments), index, loop.exchange, reachable)
+    for index in range(now.settings.new_client_rounds):
+        rnd = now.round(index, own.carrying(moments), params)
         params = method.adapt(rnd, params, received)
         moments = rnd.task.moments
         yield params, params
 
 
-def _fresh(loop: Loop, task: Task) -> Moments | None:
-    keeps = loop.settings.local.persistent_client_optimizer
-    return task.fresh_moments(loop.settings.local, loop.method.tracks) if keeps else None
+def _received(now: Joining, table: Float[Tensor, "models params"]) -> tuple[Tensor, Tensor]:
+    """Return the models that newcomers receive, of all the one with the least loss; and the server's rows of them.
+
+    What clients keep at home they have of their own first model.
+    """
+    own, mine = now.own, now.own.init(now.rng)
+    offer = Reply.everything(table, len(own)).inbox()
+    if not own.part.whole:
+        offer = replace(offer, part=own.part, own=mine)
+    losses = own.score(offer).nan_to_num(nan=torch.inf)
+    chosen = table[losses.argmin(1).to(table.device)]
+    return own.apply_buffer_policy(mine, chosen), chosen
 
 
-def _peers(loop: Loop, task: Task, rows: Int[Tensor, " rows"]) -> Any:
+def _in_the_cohort(now: Joining, table: Float[Tensor, "models params"], loop: Loop) -> Models:
+    """Yield the models that serve the newcomers while the run goes on with them in every cohort."""
+    method, task, rows = now.method, now.task, now.rows
+    assert isinstance(method, ServerMethod)
+    received, chosen = _received(now, table)
+    yield received, received
+    fresh, old = method.init(task, now.rng), loop.state
+    memory = None if old.memory is None else zip_tensors(fresh.memory, old.memory, _laid_into(method.kind))
+    state = State(torch.cat([old.params, received]), memory, method.enlarged(old.shared, chosen))
+    if old.moments is not None:
+        state = replace(state, moments=zip_tensors(old.moments, now.fresh_moments(), lambda a, b: torch.cat([a, b])))
+    for index in range(loop.next_round, loop.next_round + now.settings.new_client_rounds):
+        taking = torch.zeros(task.population, dtype=torch.bool)
+        taking[rows] = True
+        cohort = method.cohort(state.shared, now.rng.at(index), task.population, now.settings.participation)
+        taking[cohort] = True
+        active = taking.nonzero().flatten()
+        now.begin(index, active)
+        part = state.take(active)
+        trained = task.carrying(state.moments).rows(active)
+        rnd = replace(now.round(index, trained, part.params), reachable=taking)
+        new, _ = returned_round(method, "round", method.round(rnd, part), rnd.task)
+        state = state.put(active, replace(new, moments=rnd.task.moments))
+        now.exchange.enter(task.ids)
+        params = method.served(now.round(index, task, state.params), state)[0]
+        yield params[rows], params[rows]
+
+
+# ---------------------------------------------------------------- peer to peer
+
+
+def with_peers(now: Joining, state: State, going: Loop | None = None) -> Models:
     """Yield the newcomers' models of a peer-to-peer method, and those to judge: after the warm-up and each round.
 
-    Everybody exchanges, so that the others answer as the method says; what they would learn from it is dropped.
+    Everybody hosted here exchanges, so that the others answer as the method says. What they would learn from it is
+    dropped, unless their run goes on: then each round is two passes over the same messages, one in which newcomers
+    learn, in their own count of rounds, and one in which the others do, in theirs.
+
+    Args:
+        now: the run that they join.
+        state: of all clients hosted here.
+        going: the run of the others, where it goes on.
     """
-    method, settings = loop.method, loop.settings
+    method, settings, rows = now.method, now.settings, now.rows
     assert isinstance(method, PeerMethod)
-    state = _joined(loop, task)
-    exchange = InMemory(task.ids, task.population)
-    reachable = torch.ones(task.population, dtype=torch.bool)
-    reachable[rows] = False
-    own, moments = task.rows(rows), _fresh(loop, task.rows(rows))
+    moments, theirs = now.fresh_moments(), None if going is None else going.state.moments
+    reachable = now.reachable
 
-    def kept(new: State) -> State:
-        return state.put(rows, new.take(rows))
+    def others(index: int) -> Int[Tensor, " active"]:
+        """Who of the others takes part in a round, by the rule of their run."""
+        if going is None or index < 0:
+            return rows[:0]
+        rng, cohort = now.rng.at(going.next_round + index), torch.arange(len(going.task))
+        if settings.participation != 1:
+            cohort = method.cohort(going.state.shared, rng, len(going.task), settings.participation)
+        return cohort[~going.tracker.stopped[cohort]]
 
-    def trained(index: int, local: Any) -> State:
-        nonlocal moments
-        rnd = replace(_round(loop, own.carrying(moments), index, exchange, reachable), local=local)
+    def exchanged(index: int, state: State, active: Tensor) -> State:
+        new = state
+        passes = [(index, rows)] + ([(going.next_round + index, active)] if going is not None and len(active) else [])
+        for number, learning in passes:
+            now.begin(number, now.task.ids)
+            rnd = now.round(number, now.task, state.params)
+            rnd = rnd if going is None else replace(rnd, reachable=reachable)
+            found, _ = method.settled_exchange(rnd, state)
+            new = new.put(learning, found.take(learning))
+        return new
+
+    def trained(index: int, state: State, active: Tensor, local: LocalTraining) -> State:
+        nonlocal moments, theirs
+        rnd = replace(now.round(index, now.own.carrying(moments), state.params[rows]), local=local)
         found, _ = method.train(rnd, state.take(rows))
         moments = rnd.task.moments
-        return state.put(rows, replace(found, moments=None))
+        new = state.put(rows, replace(found, moments=None))
+        if going is not None and len(active):
+            whole = now.task.rows(torch.arange(len(going.task))).carrying(theirs)
+            rnd = now.round(going.next_round + index, whole.rows(active), state.params[active])
+            found, _ = method.train(rnd, state.take(active))
+            if theirs is not None:
+                theirs = zip_tensors(theirs, rnd.task.moments, lambda a, b: a.index_copy(0, active.to(a.device), b))
+            new = new.put(active, replace(found, moments=None))
+        return new
 
     for index in range(-1, settings.new_client_rounds):
-        rnd = _round(loop, task, index, exchange, reachable)
-        exchange.begin(rnd.rng)
-        exchange.enter(task.ids)
+        active = others(index)
+        if going is not None and index >= 0:
+            reachable = torch.zeros_like(now.reachable)
+            reachable[rows], reachable[active] = True, True
+            reachable[: len(going.task)] |= going.tracker.stopped  # who stopped goes on publishing
         if index < 0:
             local = settings.local
             if settings.warmup_epochs is not None:
                 local = replace(local, epochs=settings.warmup_epochs, steps=None)
-            if loop.order == "exchange_first" and (local.steps or local.epochs):
-                state = trained(index, local)
-            state = kept(method.enroll(rnd, state))
+            if now.order == "exchange_first" and (local.steps or local.epochs):
+                state = trained(index, state, active, local)
+            now.begin(index, now.task.ids)
+            rnd = now.round(index, now.task, state.params)
+            state = state.put(rows, method.enroll(rnd, state).take(rows))
             judged = state.params[rows]
-        elif loop.order == "train_first":
-            state = trained(index, settings.local)
+        elif now.order == "train_first":
+            state = trained(index, state, active, settings.local)
             judged = state.params[rows]
-            state = kept(method.settled_exchange(rnd, state)[0])
+            state = exchanged(index, state, active)
         else:
-            state = kept(method.settled_exchange(rnd, state)[0])
-            state = trained(index, settings.local)
+            state = exchanged(index, state, active)
+            state = trained(index, state, active, settings.local)
             judged = state.params[rows]
         yield state.params[rows], judged
 
 
-def _joined(loop: Loop, task: Task) -> State:
-    """The state of all clients: that of the others as the run left it, and that of newcomers as a run begins."""
+def everybody(loop: Loop, task: Task) -> State:
+    """Return the state of all clients hosted here: that of the others as a run left it, of newcomers as one begins.
+
+    Args:
+        loop: the run of the others.
+        task: of the others hosted here and of the newcomers, in the whole population.
+
+    Raises:
+        ConfigError: when the method's memory does not fit into one of the whole population.
+    """
     count, old, tracker = len(loop.task), loop.state, loop.tracker
     published = old.params
     if loop.settings.stopped_broadcast == "best" and bool(tracker.stopped.any()) and len(tracker.best):
         published = torch.where(tracker.stopped.to(old.params.device)[:, None], tracker.best, old.params)
     fresh = loop.method.init(task, loop.rng)
+    memory = None if old.memory is None else zip_tensors(fresh.memory, old.memory, _laid_into(loop.method.kind))
+    return State(torch.cat([published, fresh.params[count:]]), memory)
+
+
+def _laid_into(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """What is there of the others goes to the same places of the larger table."""
 
     def place(new: Tensor, before: Tensor) -> Tensor:
-        """What is there of the others goes to the same places of the larger table."""
         if any(a < b for a, b in zip(new.shape, before.shape, strict=True)):
             raise ConfigError(
-                f"new_clients: {loop.method.kind} remembers a table of {tuple(before.shape)} where a larger population "
+                f"new_clients: {kind} remembers a table of {tuple(before.shape)} where a larger population "
                 f"begins with {tuple(new.shape)}; a client cannot join it"
             )
         out = new.clone()
         out[tuple(slice(0, size) for size in before.shape)] = before.to(new.dtype)
         return out
 
-    memory = None if old.memory is None else zip_tensors(fresh.memory, old.memory, place)
-    return State(torch.cat([published, fresh.params[count:]]), memory)
+    return place

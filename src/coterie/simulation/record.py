@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 METRICS, EDGES = "metrics.parquet", "edges.parquet"
@@ -56,6 +56,7 @@ class Record:
         clusters: planted cluster of each member of the population; -1 where unknown.
         client_names: names of clients by id, where they have any. The tables hold ids.
         ids: the id in the tables of each client of the run, where the run numbers them otherwise.
+        hidden: which members of the population have no metrics: attackers.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class Record:
         clusters: Int[Tensor, " population"],
         client_names: Mapping[int, str] | None = None,
         ids: Int[Tensor, " clients"] | None = None,
+        hidden: Bool[Tensor, " population"] | None = None,
     ) -> None:
+        self.hidden = hidden
         self.clusters = clusters.numpy()
         self.ids = None if ids is None else ids.numpy()
         self.client_names = dict(client_names or {})
@@ -88,6 +91,9 @@ class Record:
                 "received" (that of the server, before they trained).
             values: metrics by name, a value a client; NaN where undefined.
         """
+        if self.hidden is not None:
+            seen = ~self.hidden[ids]
+            ids, values = ids[seen], {name: value[seen.to(value.device)] for name, value in values.items()}
         clients = self.known_as(ids)
         for metric, value in sorted(values.items()):
             self._metrics.add(
@@ -117,7 +123,8 @@ class Record:
         """Add the models that clients asked for in a round, from the report of a method.
 
         A received model that was mixed has the purpose "mix", one that was only evaluated "probe"; a message that did
-        not arrive gives an edge with purpose "missing" and no bytes.
+        not arrive gives an edge with purpose "missing" and no bytes, and one that the reader refused has the purpose
+        "refused".
         """
         if "peers" not in info:
             return
@@ -127,8 +134,12 @@ class Record:
         arrived = info["arrived"][asked] if "arrived" in info else torch.ones_like(reader, dtype=torch.bool)
         weight = info["weights"][asked] if "weights" in info else torch.ones_like(reader, dtype=torch.float64)
         size = info["bytes"][asked] if "bytes" in info else torch.zeros_like(reader)
-        kinds = torch.tensor([self._name(purpose) for purpose in ("mix", "probe", "missing")])
+        names = ["mix", "probe", "missing"]
         kind = torch.where(arrived, torch.where(weight > 0, 0, 1), 2)
+        if "slots_refused" in info:
+            names.append("refused")
+            kind = torch.where(info["slots_refused"][asked] & ~arrived, 3, kind)
+        kinds = torch.tensor([self._name(purpose) for purpose in names])
         self._edges.add(
             len(reader),
             round=round,

@@ -35,7 +35,7 @@ from coterie.methods.base import Method
 from coterie.methods.cost import Setting
 from coterie.models.layout import ModelSource, NamedModel, own_name, source
 from coterie.rng import Rng
-from coterie.simulation import _memory, checkpoint
+from coterie.simulation import _memory, attackers, checkpoint
 from coterie.simulation.final_metrics import final_tests, with_value
 from coterie.simulation.loop import Loop
 from coterie.simulation.models import Kind, Models, Which, models_of
@@ -208,12 +208,14 @@ def simulate(
             raise RunExistsError(f"{folder} holds a run already; resume it, overwrite it, or choose another folder")
         began = checkpoint.engine(folder) if folder is not None and resume and settings.engine == "auto" else {}
         parts = parted(federation, settings, method, seed)
+        attacked = attackers.chosen(federation, settings.attacking, seed)
+        federation = attackers.flipped(federation, attacked)
         taking = federation if parts is None else parts.taking
         with nullcontext() if notes is None else heard(lambda text: notes(Note(label or method.kind, seed, text))):
             task = make_task(taking, method, model, dataclasses.replace(settings, **began))
         wanted = _forecast(task, taking, method, settings, stored=folder is not None)
         _memory.check(wanted, settings.device, _memory.available(settings.device))
-        loop = _loop(task, federation, method, settings, seed, exchange, parts)
+        loop = _loop(task, federation, method, settings, seed, exchange, parts, attacked)
         identity = checkpoint.identity(method, settings, seed, taking, task, own_name(model))
         earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
         written, pause = time.perf_counter(), settings.checkpoint_seconds
@@ -265,9 +267,11 @@ def reopen(
     if not checkpoint.exists(Path(folder)):
         raise CheckpointError(f"{folder} has no {checkpoint.FILE}; expected the folder of a run that has begun")
     parts = parted(federation, settings, method, seed)
+    attacked = attackers.chosen(federation, settings.attacking, seed)
+    federation = attackers.flipped(federation, attacked)
     taking = federation if parts is None else parts.taking
     task = make_task(taking, method, model, dataclasses.replace(settings, **checkpoint.engine(Path(folder))))
-    loop = _loop(task, federation, method, settings, seed, None, parts)
+    loop = _loop(task, federation, method, settings, seed, None, parts, attacked)
     checkpoint.load(Path(folder), loop, checkpoint.identity(method, settings, seed, taking, task, own_name(model)))
     return loop
 
@@ -280,14 +284,18 @@ def _loop(
     seed: int,
     exchange: Exchange | None,
     parts: Parted | None,
+    attacked: attackers.Groups,
 ) -> Loop:
     truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
-    door = exchange or InMemory(task.ids, task.population)
-    record = Record(truth, federation.names, None if parts is None else parts.ids)
+    door = attackers.door(exchange or InMemory(task.ids, task.population), attacked, task, seed)
+    hidden = getattr(door, "attackers", None)
+    record = Record(truth, federation.names, None if parts is None else parts.ids, hidden)
     return Loop(task, method, door, settings, Rng(seed), record)
 
 
-def make_task(federation: Federation, method: Method, model: ModelSource, settings: Settings) -> Task:
+def make_task(
+    federation: Federation, method: Method, model: ModelSource, settings: Settings, secret: int | None = None
+) -> Task:
     """Return the task of a run that hosts a whole federation, after checking everything that the run needs.
 
     Args:
@@ -295,6 +303,7 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         method: a method.
         model: a name of `models.NETS`, an import path, an nn.Module, or a factory of modules.
         settings: the settings of the run.
+        secret: seed of the draws of private training, see `Task`.
 
     Raises:
         ConfigError: when the method needs planted clusters and there are none, or a name is unknown.
@@ -331,6 +340,7 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         metrics=[read_metric(one) for one in settings.metrics],
         own_optimizer=local.own,
         rounds=settings.rounds,
+        secret=secret,
     )
     task = build(
         federation.host(federation.ids),
@@ -338,6 +348,7 @@ def make_task(federation: Federation, method: Method, model: ModelSource, settin
         pool=build(federation.pooled()) if "pool" in method.needs else None,
     )
     task.check_batches(local)
+    task.check_private(local)
     return task
 
 
@@ -367,6 +378,9 @@ def _forecast(
     task: Task, federation: Federation, method: Method, settings: Settings, *, stored: bool
 ) -> _memory.Forecast:
     remembered, published = _memory.remembered(method, task)
+    judges = settings.rules_of(method) is not None
+    if judges:  # strikes and pauses, of a byte and four
+        remembered += 5 * len(task) * task.population
     return _memory.forecast(
         clients=len(task),
         params=task.layout.size,
@@ -380,7 +394,8 @@ def _forecast(
             narrowed=not task.part.whole,
             tracks=method.tracks,
             train_first=(settings.order or method.order) == "train_first",
-        ),
+        )
+        + judges,
         moments=method.tracks * settings.local.moments * settings.local.persistent_client_optimizer,
         remembered=remembered,
         published=published,
@@ -409,7 +424,7 @@ def _timing(loop: Loop, started: float, earlier: dict[str, float]) -> dict[str, 
 def _progress(loop: Loop, label: str, seed: int, started: float) -> Progress:
     def mean(name: str) -> float:
         value = loop.validation.get(name)
-        return float("nan") if value is None else float(value.nanmean())
+        return float("nan") if value is None else float(value[loop.honest].nanmean())
 
     metric = loop.task.engine.metrics[-1]
     return Progress(

@@ -7,13 +7,24 @@ from typing import Annotated, Any, Literal
 import torch
 from annotated_types import MinLen
 
-from coterie._util.settings import NONE, Configurable, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from coterie._util.settings import (
+    NONE,
+    Configurable,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    parse,
+    plain,
+)
 from coterie.engine.precision import Precision
 from coterie.engine.task import InitMode, LocalTraining
 from coterie.errors import require
+from coterie.exchange.accepting import Acceptance
+from coterie.exchange.attacking import Attack
 from coterie.functional.losses import Loss, loss_table, read_loss
 from coterie.functional.metrics import ExtraMetric, metric_name
-from coterie.methods.base import Order
+from coterie.methods.base import Method, Order, PeerMethod
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 Schedule = Literal["synchronous", "sequential_exchange", "sequential"]
@@ -41,7 +52,9 @@ class Settings(Configurable):
         evaluate: the model of each client in the final test: the best on its validation data, or the last.
         new_clients: clients that take no part in the rounds and join after the last one, unseen until then: a share of
             all below 1, a count from 1 on, or a list of their names or numbers; see `simulation.newcomers`.
-        new_client_rounds: rounds for which each of them then trains, while all others stay as they are.
+        new_client_rounds: rounds for which each of them then trains.
+        new_client_others: what all others do meanwhile: "frozen", they stay as they are; "training", their run goes on
+            for these rounds with the new clients in it. Their own results are those of the last round in any case.
         buffers: BatchNorm statistics after a merge: averaged like parameters, the client's own, or initial values.
         shared: what clients share: names of tensors or modules of the model, or patterns such as "features.*"; "!"
             before one takes it out, and where all have it the rest is shared. Everything when empty. What is not shared
@@ -67,6 +80,11 @@ class Settings(Configurable):
             updates over the cohort (of all endpoints of a simplex); "composed_gradient_variance", that of the layer
             composed at the simplex's barycenter; with FedGWC "interaction_change", the running mean that decides
             whether a cluster is split.
+        acceptance: how clients of peer-to-peer methods judge what they receive before they mix it: true, or a table of
+            settings of `exchange.accepting.Acceptance`; false for not at all. When None, clients judge between machines
+            and not in a simulation.
+        attacks: what some clients do to the others, in simulation only: tables, each with the `kind`, the `clients` and
+            the further settings of an `exchange.attacking.Attack`. Results are then those of the honest clients.
         checkpoint_seconds: shortest time between two checkpoints; 0 for one after every round. The interval grows where
             writing takes long: at most a twentieth of the time is spent on it.
     """
@@ -84,6 +102,7 @@ class Settings(Configurable):
     evaluate: Literal["best_val", "final"] = "best_val"
     new_clients: PositiveFloat | Annotated[Sequence[int | str], MinLen(1)] | None = None
     new_client_rounds: NonNegativeInt = 5
+    new_client_others: Literal["frozen", "training"] = "frozen"
     buffers: Literal["average", "local", "reset"] = "average"
     shared: Sequence[str] = ()
     similarity_on: Sequence[str] = ()
@@ -97,6 +116,8 @@ class Settings(Configurable):
     eval_every: NonNegativeInt = 0
     metrics: Sequence[str | Callable[..., Any]] = ()
     extra_metrics: Sequence[ExtraMetric] = ()
+    acceptance: bool | Mapping[str, Any] | None = None
+    attacks: Sequence[Mapping[str, Any]] | None = None
     checkpoint_seconds: NonNegativeFloat = 30.0
 
     def check(self) -> None:
@@ -111,11 +132,36 @@ class Settings(Configurable):
         require(self.eval_every % every == 0, "eval_every", self.eval_every, f"a multiple of validate_every ({every})")
         keeps = self.local.persistent_client_optimizer and self.schedule != "synchronous"
         require(not keeps, "local.persistent_client_optimizer", True, "schedule = 'synchronous' with it")
+        judges = None if self.acceptance is None or self.acceptance is False else self.accepts
+        if judges is not None:
+            object.__setattr__(self, "acceptance", plain(judges))
+        object.__setattr__(self, "attacks", tuple(plain(one) for one in self.attacking) or None)
+        for name in ("acceptance", "attacks"):
+            fits = not getattr(self, name) or self.schedule == "synchronous"
+            require(fits, name, getattr(self, name), "schedule = 'synchronous' with it")
+        fits = self.attacks is None or self.new_clients is None
+        require(fits, "attacks", self.attacks, "no new_clients with it")
 
     @property
     def objective(self) -> Loss | None:
         """The loss; None for the one that the targets call for."""
         return None if self.loss is None else read_loss(self.loss)
+
+    @property
+    def accepts(self) -> Acceptance | None:
+        """The rules by which clients judge what they receive; None where they do not."""
+        if self.acceptance is None or self.acceptance is False:
+            return None
+        return parse(Acceptance, {} if self.acceptance is True else self.acceptance, "acceptance")
+
+    def rules_of(self, method: Method) -> Acceptance | None:
+        """Return the rules by which clients of a method judge: None for methods with a server or without exchanges."""
+        return self.accepts if isinstance(method, PeerMethod) and method.exchanges else None
+
+    @property
+    def attacking(self) -> tuple[Attack, ...]:
+        """The attacks."""
+        return tuple(parse(Attack, one, f"attacks[{place}]") for place, one in enumerate(self.attacks or ()))
 
     def keeps_best(self, server: bool) -> bool:
         """Return whether the best model of each client is needed: in the final test, or to be published when it stops.

@@ -93,7 +93,8 @@ class Study(Described):
     @property
     def rows(self) -> pd.DataFrame:
         """The rows of the summary: method, label, cluster, metric, mean and std over seeds, seeds."""
-        return pd.DataFrame(self.summary["rows"])
+        columns = ("method", "label", "cluster", "metric", "mean", "std", "seeds")
+        return pd.DataFrame(self.summary["rows"], columns=columns)
 
     def gains(self) -> dict[str, Any]:
         """Return what collaboration was worth to each client; see `summary.gains`."""

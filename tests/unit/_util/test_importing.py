@@ -1,8 +1,10 @@
 """Import paths: what is found under them, and what is said when there is nothing, or something else."""
 
+import re
+
 import pytest
 
-from coterie._util.importing import imported, imported_class, imported_function, path_of
+from coterie._util.importing import imported, imported_class, imported_function, kind_of, path_of
 from coterie.errors import ConfigError
 from coterie.methods.base import Method
 
@@ -41,6 +43,30 @@ def test_what_is_not_there_is_said_in_a_line(path, said):
 def test_what_to_install_is_said_where_it_is_known():
     with pytest.raises(ConfigError, match=r"install ring==1\.0, or add its folder to PYTHONPATH"):
         imported("nowhere:thing", "it", "ring==1.0")
+
+
+def test_a_kind_is_a_name_or_an_import_path_with_the_rest_of_its_table():
+    known = {"near": 1}
+    table = {"kind": "near", "by": 2}
+    assert kind_of("near", known, "place", "at") == ("near", {})
+    assert kind_of(table, known, "place", "at") == ("near", {"by": 2})
+    assert table == {"kind": "near", "by": 2}, "what is given stays as it is"
+    assert kind_of({"kind": "no.module:there", "by": 2}, known, "place", "at") == ("no.module:there", {"by": 2})
+    assert kind_of(imported, known, "place", "at") == ("coterie._util.importing:imported", {})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"by": 2}, "at: kind is missing; valid: far, near; or package.module:name"),
+        ({"kind": 3}, "at: kind is 3; valid: far, near; or package.module:name"),
+        ("naer", "at: unknown place 'naer'; did you mean 'near'? valid: far, near; or package.module:name"),
+        (lambda: 3, "at is <function <lambda>"),
+    ],
+)
+def test_what_is_no_kind_is_said_in_the_same_words_everywhere(given, said):
+    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+        kind_of(given, {"near": 1, "far": 2}, "place", "at")
 
 
 def test_what_has_no_path_is_refused():

@@ -556,3 +556,23 @@ def test_names_that_a_terminal_cannot_write_are_spelled_out(coterie, tmp_path):
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, b"")
     assert rb"Gr\xf6\xdfe" in done.stdout
+
+
+def test_published_models_are_attacked(coterie, tmp_path):
+    """Of a study file and of a folder of results: a table, JSON in a file, one line for a mistake."""
+    quick = ("--set", "engine=vmap", "--set", "rounds=1", "--shadows", "6", "--quiet")
+    status, out, err = coterie("audit-privacy", "tiny.toml", *quick, "--noise", "3", "--out", "audit.json")
+    assert (status, err) == (0, "")
+    assert [line.split()[:2] for line in out.splitlines()[1:3]] == [["Gossip", "–"], ["Gossip", "–"]]
+    found = json.loads((tmp_path / "audit.json").read_text("utf-8"))
+    assert found["study"] == "tiny"
+    assert {(one["noise_multiplier"], one["attack"]) for one in found["attacks"]} == {
+        (noise, attack) for noise in (None, 3.0) for attack in ("loss", "lira")
+    }
+    assert run(coterie, "--quiet")[0] == 0
+    status, out, _ = coterie("audit-privacy", "runs/tiny", *quick, "--json")
+    assert status == 0
+    assert [one["epsilon"] for one in json.loads(out)["attacks"] if one["label"] == "Gossip"] == [None, None]
+    status, out, err = coterie("audit-privacy", "tiny.toml", "--shadows", "3")
+    assert (status, out) == (2, "")
+    assert err == "coterie: shadows is 3; expected an even number, 6 or more\n"

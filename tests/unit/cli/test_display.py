@@ -3,7 +3,6 @@
 import io
 from dataclasses import replace
 
-import pandas as pd
 import pytest
 from rich.console import Console
 
@@ -143,10 +142,8 @@ def test_quiet_says_nothing(clock):
 def column(metric, established, seeds=5):
     """The mean of two methods and of Oracle, 0.25, 0.5 and 0.9 (of a loss 0.1): which are bold, and what is printed."""
     means = {"A": 0.25, "B": 0.5, "Oracle": 0.9 if metric is ACCURACY else 0.1}
-    rows = pd.DataFrame(
-        [(label.lower(), label, "all", metric.name, mean, 0.1, seeds) for label, mean in means.items()],
-        columns=["method", "label", "cluster", "metric", "mean", "std", "seeds"],
-    )
+    own = {"cluster": "all", "metric": metric.name, "std": 0.1, "seeds": seeds}
+    rows = [{"method": label.lower(), "label": label, "mean": mean, **own} for label, mean in means.items()]
     found = Pair("B", "A", metric.name, "all", 0.25, 0.1, 0.4, 0.01, 0.01, 1.0, 0.9, 0.1, seeds, 20, 7, established)
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, color_system="standard", width=80)

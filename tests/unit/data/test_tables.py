@@ -1,6 +1,7 @@
 """Tables of pandas, polars and arrow, and files: what becomes of each kind of column."""
 
 import datetime
+from dataclasses import astuple
 
 import numpy as np
 import pandas as pd
@@ -11,8 +12,9 @@ import torch
 
 from coterie import from_table
 from coterie._util.settings import parse
+from coterie.data.federation import read_columns
 from coterie.data.source import Part
-from coterie.data.tables import Columns, read_table
+from coterie.data.tables import Columns, read_inputs, read_table
 from coterie.errors import ConfigError, DataError
 
 NAN = float("nan")
@@ -314,6 +316,10 @@ def test_an_entry_says_where_a_column_is_empty():
     assert made.x[0][made.split[0] >= 0][:, [0, 4]].tolist() == [[0.0, 1.0]] * 8
     used = made.x[1][made.split[1] >= 0]
     assert used[:, 4].sum() + made.tests[1].x[:, 4].sum() == 1
+    read = read_inputs(table[["age", "color", "smokes"]], made.table)
+    assert read[:, 4].tolist() == table["age"].isna().tolist(), "of rows that come later too"
+    assert np.isnan(read[:, 0]).tolist() == table["age"].isna().tolist()
+    assert read_columns([astuple(column) for column in made.table]) == made.table
     with pytest.warns(UserWarning, match="1 of 3 clients have columns without any value"):
         from_table(table, target="ill", client="site", impute="median")
 

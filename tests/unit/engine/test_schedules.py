@@ -112,7 +112,7 @@ def test_a_function_of_ones_own_is_a_schedule():
     ("wrong", "said"),
     [
         ("cosin", "lr_schedule: unknown schedule 'cosin'; did you mean 'cosine'"),
-        ({"gamma": 0.5}, "lr_schedule: kind is missing; valid: warmup, linear, cosine, exponential, step, or package"),
+        ({"gamma": 0.5}, "lr_schedule: kind is missing; valid: cosine, exponential, linear, step, warmup; or package"),
         ({"kind": "cosine", "length": 0}, "lr_schedule: length is 0; expected a whole number, 1 or more"),
         ({"kind": "cosine", "over": "epochs"}, "lr_schedule: over is 'epochs'; expected 'rounds' or 'steps'"),
         ({"kind": "exponential"}, "lr_schedule: gamma is missing; expected a number, above 0"),

@@ -52,7 +52,9 @@ def wrong(file: Path) -> list[str]:
 def test_a_certificate_that_is_over_ends_the_examination_with_both_dates(tmp_path):
     file = laid_out(tmp_path)
     folder = tmp_path / "keys"
-    identity.sign_request(folder, folder / "node-00.csr", "127.0.0.1:23950", now=datetime.now(UTC) - timedelta(days=31))
+    identity.sign_request(
+        folder, folder / "node-00.csr", "node-00", "127.0.0.1:23950", now=datetime.now(UTC) - timedelta(days=31)
+    )
     (only,) = wrong(file)
     assert " is valid from " in only
     assert "; it is " in only

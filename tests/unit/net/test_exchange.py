@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coterie.errors import ExchangeError, TransportError
-from coterie.exchange.base import Message, PeersMissing, Reply
+from coterie.exchange.base import Message, PeersMissing, Reply, ReplyForm
 from coterie.net import exchange as remote
 from coterie.net import local
 from coterie.net.post import RoundMissed, Terms
@@ -351,11 +351,12 @@ def test_everybody_learns_the_cohort_from_the_server(network):
 @pytest.mark.parametrize("ids", [[0, 0, 2], [2, 0], [0, 3], [-1, 0]])
 def test_a_cohort_that_is_no_set_of_clients_is_refused(network, ids):
     """Twice the same, out of order, beyond the population of three, below 0: a server that is wrong or lies."""
-    _, (a, b, _c), _ = network(3)
+    _, (a, b, _c), events = network(3, server_wait=0.0)
     begin(b)
     a.post.publish({"ids": torch.tensor(ids)}, Address(0, 0, -1, "cohort"))
     with pytest.raises(TransportError, match="cohort is not a set of clients in ascending order"):
         b.cohort(lambda: torch.arange(3))
+    assert [(e["peer"], e["code"]) for e in events if e["event"] == "refused"] == [("n0", "cohort")]
 
 
 @pytest.mark.parametrize(
@@ -364,12 +365,69 @@ def test_a_cohort_that_is_no_set_of_clients_is_refused(network, ids):
 )
 def test_an_answer_that_shows_other_rows_than_it_has_is_refused(network, index, rows, said):
     """A row that no slot shows, a slot without a row, a slot below 0."""
-    _, (a, b), _ = network(2)
+    _, (a, b), _ = network(2, server_wait=0.0)
     begin(b)
     answer = {"table": torch.ones(rows, 4), "index": torch.tensor(index)}
     a.post.publish(answer, Address(0, 0, 1, "reply"), to="n1")
     with pytest.raises(TransportError, match=f"the server's answer {said}"):
         b.serve(message(1), double, torch.zeros(()))
+
+
+REGION = ReplyForm(1, {"center": (torch.float64, (3,))})
+CENTER = torch.ones(1, 3).double()
+ANSWER = {"table": torch.ones(1, 4), "index": torch.tensor([0]), "field.center": CENTER}
+FORMS = {
+    "a model of another width": ({"table": torch.ones(1, 5)}, "shape"),
+    "a model of no width": ({"table": torch.ones(1, 0)}, "shape"),
+    "a model of another type": ({"table": torch.ones(1, 4).double()}, "dtype"),
+    "two models": ({"table": torch.ones(2, 4), "index": torch.tensor([0, 1]), "field.center": CENTER.expand(2, 3)},
+                   "shape"),
+    "no model": ({"table": torch.ones(0, 4), "index": torch.zeros(0).long(), "field.center": CENTER[:0]}, "shape"),
+    "an extra that is wider": ({"field.center": torch.ones(1, 4).double()}, "shape"),
+    "an extra of more axes": ({"field.center": torch.ones(1, 3, 1).double()}, "shape"),
+    "an extra of another type": ({"field.center": torch.ones(1, 3)}, "dtype"),
+    "an extra that no method has": ({"field.more": torch.ones(1)}, "names"),
+    "an extra is missing": ({"field.center": None}, "names"),
+    "a model that is not shown": ({"table": torch.ones(2, 4), "field.center": CENTER.expand(2, 3)}, "index"),
+    "a model with a number beyond all": ({"index": torch.tensor([1 << 40])}, "index"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_servers_answer_of_another_form_than_its_methods_counts_as_one_that_has_not_come(network, name):
+    """Signed by the server itself: refused with its name and the reason, and asked for again until the wait is over."""
+    _, (a, b), _ = network(2, server_wait=0.0)
+    b.width = 4
+    begin(b)
+    change, code = FORMS[name]
+    answer = {n: t for n, t in {**ANSWER, **change}.items() if t is not None}
+    a.post.publish(answer, Address(0, 0, 1, "reply"), to="n1")
+    with pytest.raises(TransportError, match="the server n0 has not answered for 0 s"):
+        b.serve(replace(message(1), expects=REGION), double, torch.zeros(()))
+    assert {reason.partition(":")[2] for reason in b.post.traffic.missing} <= {code, "size"}
+    assert sum(b.post.traffic.missing.values()) == 1
+    a.post.publish(ANSWER, Address(1, 0, 1, "reply"), to="n1")
+    begin(b, 1)
+    _, inbox = b.serve(replace(message(1), expects=REGION), double, torch.zeros(()))
+    assert inbox.field("center").tolist() == [[[1.0] * 3]], "what has the form is taken"
+
+
+def test_a_server_may_not_answer_two_clients_of_a_node_in_two_forms():
+    """A method that says nothing of its answers: two clients of one node are sent extras of different widths."""
+    _, exchanges = local.in_process([[0], [1, 2]], terms=Terms(deadline=5.0, server_wait=0.0))
+    a, b = exchanges
+    try:
+        begin(b)
+        for client, size in ((1, 2), (2, 3)):
+            answer = {"table": torch.ones(1, 4), "index": torch.tensor([client]), "field.x": torch.ones(1, size)}
+            a.post.publish(answer, Address(0, 0, client, "reply"), to="n1")
+        own = Message(torch.ones(2, 4), {"samples": torch.ones(2)})
+        with pytest.raises(TransportError, match="answers to two clients of this node differ in form"):
+            b.serve(own, double, torch.zeros(()))
+    finally:
+        for exchange in exchanges:
+            exchange.post.close()
+            exchange.post.transport.close()
 
 
 def test_a_method_with_a_server_needs_one_in_the_roster():

@@ -1,5 +1,6 @@
 """Keys, certificates and signatures."""
 
+import hashlib
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -20,7 +21,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("organizer")
     identity.make_authority(folder, "trial", now=NOW)
     request = identity.make_request(folder, "north", "192.0.2.7:7447")
-    identity.sign_request(folder, request, "192.0.2.7:7447", now=NOW)
+    identity.sign_request(folder, request, "north", "192.0.2.7:7447", now=NOW)
     return folder
 
 
@@ -45,7 +46,7 @@ def test_a_key_that_others_can_read_is_refused(folder, tmp_path, mode):
 
 
 def test_a_certificate_says_who_where_and_for_what(folder):
-    """Common name, address as alternative name, client and server, no authority of its own, thirty days."""
+    """User id, address as alternative name, client and server, no authority of its own, thirty days."""
     own = Identity.load(*files(folder), now=NOW)
     assert own.name == "north"
     get = own.certificate.extensions.get_extension_for_class
@@ -55,6 +56,29 @@ def test_a_certificate_says_who_where_and_for_what(folder):
     assert list(get(x509.ExtendedKeyUsage).value) == [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     assert get(x509.BasicConstraints).value.ca is False
     assert own.certificate.not_valid_after_utc == NOW + timedelta(days=30)
+
+
+def test_a_certificate_is_bound_to_its_key(folder):
+    """Its common name is the SHA-256 of the key as `openssl pkey -pubin -outform der` writes it, not the name."""
+    own = Identity.load(*files(folder), now=NOW)
+    der = own.key.public_key().public_bytes(
+        identity.serialization.Encoding.DER, identity.serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    assert identity.common_name(own.certificate) == hashlib.sha256(der).hexdigest()
+
+
+def test_a_request_with_another_members_name_or_key_replaces_nothing(folder, tmp_path):
+    """A request under the name north, by somebody else: agreed was south; agreed was north, which has a key."""
+    before = (folder / "members" / "north.pem").read_bytes()
+    request = identity.make_request(tmp_path, "north", "192.0.2.7:7447")
+    with pytest.raises(TransportError, match="asks for the name north; agreed was south"):
+        identity.sign_request(folder, request, "south", "192.0.2.7:7447", now=NOW)
+    with pytest.raises(TransportError, match=r"north has a certificate of another key; .* coterie net rekey"):
+        identity.sign_request(folder, request, "north", "192.0.2.7:7447", now=NOW)
+    assert (folder / "members" / "north.pem").read_bytes() == before
+    again = identity.sign_request(folder, folder / "north.csr", "north", "192.0.2.7:7447", now=NOW + timedelta(days=9))
+    assert again.not_valid_after_utc == NOW + timedelta(days=39), "the same key may have a longer certificate"
+    (folder / "members" / "north.pem").write_bytes(before)
 
 
 def test_a_certificate_that_is_over_is_refused_with_both_dates(folder):
@@ -74,14 +98,14 @@ def test_a_certificate_of_another_authority_or_key_is_refused(folder, tmp_path):
 def test_a_request_for_another_address_or_without_proof_of_its_key_is_refused(folder, tmp_path):
     request = identity.make_request(tmp_path, "south", "192.0.2.8:7447")
     with pytest.raises(TransportError, match=r"agreed was 192.0.2.9:7447"):
-        identity.sign_request(folder, request, "192.0.2.9:7447", now=NOW)
+        identity.sign_request(folder, request, "south", "192.0.2.9:7447", now=NOW)
     csr = x509.load_pem_x509_csr(request.read_bytes())
     raw = bytearray(csr.public_bytes(identity.serialization.Encoding.DER))
     raw[-1] ^= 1
     forged = x509.load_der_x509_csr(bytes(raw))
     request.write_bytes(forged.public_bytes(identity.serialization.Encoding.PEM))
     with pytest.raises(TransportError, match="not signed by the key"):
-        identity.sign_request(folder, request, "192.0.2.8:7447", now=NOW)
+        identity.sign_request(folder, request, "south", "192.0.2.8:7447", now=NOW)
 
 
 @pytest.mark.parametrize("name", ["", "North", "a/b", "a*", "$x", "a" * 64, "ä", "a b", "a\n"])

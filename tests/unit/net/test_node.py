@@ -18,7 +18,7 @@ import torch
 from replay import replay
 from torch import nn
 
-from coterie.errors import ConfigError, PeerMismatch
+from coterie.errors import ConfigError, PeerMismatch, TransportError
 from coterie.methods import METHODS
 from coterie.net import local
 from coterie.net.head import Head, check_study, study_hash
@@ -55,13 +55,13 @@ class Network:
         self.nodes: dict[int, Node] = {}
         self.logs: dict[int, io.StringIO] = {}
 
-    def node(self, number: int, plan: RunSpec | None = None, start: float = 20.0) -> Node:
+    def node(self, number: int, plan: RunSpec | None = None, start: float = 20.0, federation=FEDERATION) -> Node:
         """Start (or restart) a node."""
         name = f"n{number}"
         self.logs[number] = io.StringIO()
         self.nodes[number] = Node(
             plan or self.plan,
-            FEDERATION.host([number]),
+            federation.host([number]),
             self.roster,
             InProcess(self.hub, name),
             local.signer(self.keys[number]),
@@ -170,6 +170,24 @@ def test_nodes_end_with_the_same_bits_as_the_simulation(networks, kind, options)
         assert torch.equal(models.row(i), run.models.row(i))
 
 
+@pytest.mark.parametrize("kind", ["dac", "panm-grad"])
+def test_nodes_judge_what_they_receive_as_the_simulation_does(networks, kind):
+    """The same refusals, quarantines and clipped weights, with rules so strict that there are some."""
+    rules = {"worse": 1.0, "clip": 0.5}
+    network = networks(kind, {"num_peers": 2}, acceptance=rules)
+    network.run()
+    run = simulate(FEDERATION, network.plan.method, model="linear", settings=network.plan.settings, seed=3)
+    assert joined(network, "edges").equals(table(run.edges))
+    assert joined(network, "metrics").equals(table(run.metrics))
+    assert bool((run.edges["purpose"] == "refused").any())
+
+
+def test_nobody_is_made_to_attack_between_machines(networks):
+    network = networks("random", attacks=[{"kind": "noise", "clients": 1}])
+    with pytest.raises(ConfigError, match="attacks are set; between machines nobody is made to attack"):
+        network.node(0)
+
+
 SHARED = [("dac", {"num_peers": 2, "similarity": "cos_grad"}), ("dac", {"num_peers": 2, "loss_direction": "push"})]
 SHARED += [(kind, SMALL.get(kind, {})) for kind in ("dac", "fedavg", "fesem", "ifca", "panm-grad", "pens", "sosicfl")]
 
@@ -199,6 +217,23 @@ def test_nodes_know_the_number_of_rounds_that_a_schedule_runs_over(networks):
     assert torch.equal(best, run.params)
     plain = replace(plan.settings, local=replace(local, lr_schedule=None))
     assert not torch.equal(best, simulate(FEDERATION, plan.method, model="linear", settings=plain, seed=3).params)
+
+
+def test_noise_of_private_training_is_of_the_node_alone(networks):
+    """Whoever knows the run's seed cannot draw it again; epsilon is that of the simulation, which depends on none."""
+    local = replace(tiny_settings().local, batch_size=4, dp={"clip": 1.0, "noise_multiplier": 1.0})
+    network = networks("random", local=local, engine="vmap")
+    network.run()
+    plan = network.plan
+    run = simulate(FEDERATION, plan.method, model="linear", settings=plan.settings, seed=3)
+    best = torch.cat([network.nodes[i].loop.tracker.best for i in range(6)])
+    assert not bool((best == run.params).any())
+    found, expected = (
+        table(frame)[lambda rows: rows["metric"] == "epsilon"]["value"].to_numpy()
+        for frame in (joined(network, "metrics"), run.metrics)
+    )
+    assert (found > 0).all()
+    assert found.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("shared", [[], ["1.weight"]])
@@ -389,9 +424,141 @@ def test_what_a_method_needs_must_be_on_the_roster(networks, kind, change, found
     network.hub.nodes["n0"].close()
 
 
-def test_nobody_is_held_out_between_machines(networks):
-    network = networks("random", new_clients=2)
-    with pytest.raises(ConfigError, match=r"new_clients is 2\.0; between machines nobody is held out"):
+class Late(Network):
+    """Six nodes of which those of some clients join when the others have ended."""
+
+    def __init__(self, folder: Path, plan: RunSpec, late: list[int]) -> None:
+        super().__init__(folder, plan)
+        self.late = late
+
+    def run(self) -> None:
+        """Run the others; start the late ones when all of those are done, as a member that comes days later does."""
+        others = [i for i in range(6) if i not in self.late]
+        nodes = {i: self.node(i) for i in others}
+
+        def life(number: int) -> None:
+            if number in others:
+                return nodes[number].run()
+            while not all(node._state == "done" for node in nodes.values()):
+                nodes[others[0]]._stop.wait(0.01)
+            return self.node(number).run()
+
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(life, range(6)))
+
+
+@pytest.fixture
+def late_networks(tmp_path) -> Iterator:
+    made = []
+
+    def make(kind: str, options: Mapping[str, Any] | None = None, late: list[int] | None = None, **settings) -> Late:
+        settings = {"new_clients": late or [4], "new_client_rounds": 2, **settings}
+        plan = RunSpec(METHODS[kind](**options or {}), tiny_settings(**settings), "linear", "linear", seed=3)
+        made.append(Late(tmp_path, plan, late or [4]))
+        return made[-1]
+
+    yield make
+    for network in made:
+        network.close()
+
+
+ANSWERED = [
+    (kind, o)
+    for kind, o in PARITY
+    if kind not in ("oracle", "panm-grad", "panm-loss") and o.get("loss_direction") is None
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), ANSWERED, ids=[" ".join([k, *map(said, o.values())]) for k, o in ANSWERED]
+)
+def test_a_member_that_joins_late_ends_with_the_bits_of_the_simulation(late_networks, kind, options):
+    """With every method that can be joined: the others as if it were not there, then it by the method's rule."""
+    network = late_networks(kind, options)
+    network.run()
+    plan = network.plan
+    run = simulate(FEDERATION, plan.method, model="linear", settings=plan.settings, seed=3)
+    assert joined(network, "edges").equals(table(run.edges))
+    assert joined(network, "metrics").equals(table(run.metrics))
+    new = run.metrics[run.metrics["split"] == "new_clients"]
+    assert set(new["client"]) == {4}
+    assert load_models(network.folder / "n4").clients == (4,)
+
+
+STOPS = {"patience": 1, "rounds": 6}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [(kind, one) for kind in ("dac", "ifca") for one in ({"shared": ["1.weight"]}, {"evaluate": "final"})]
+    + [("dac", STOPS), ("dac", {"acceptance": True})],
+)
+def test_two_members_join_late_whatever_is_shared_and_tested(late_networks, kind, settings):
+    network = late_networks(kind, SMALL.get(kind, {}), late=[1, 4], **settings)
+    network.run()
+    plan = network.plan
+    run = simulate(FEDERATION, plan.method, model="linear", settings=plan.settings, seed=3)
+    found, wanted = joined(network, "metrics"), table(run.metrics)
+    if "patience" in settings:  # a node that has stopped is done, and notes nothing of the rounds of others
+        assert len({node.loop.next_round for node in network.nodes.values()}) > 1
+        found, wanted = (one[one["split"] == "new_clients"].reset_index(drop=True) for one in (found, wanted))
+    assert found.equals(wanted)
+    assert set(wanted[wanted["split"] == "new_clients"]["client"]) == {1, 4}
+
+
+@pytest.mark.parametrize("kind", ["dac", "fedavg"])
+def test_finished_members_that_are_started_again_answer_whom_nobody_knew_of(tmp_path, kind):
+    """Five end a run of five; then a sixth is on the roster, and in the study as a new client."""
+    settings = tiny_settings(new_clients=["n5"], new_client_rounds=2)
+    plan = RunSpec(METHODS[kind](), settings, "linear", "linear", seed=3)
+    first = Network(tmp_path, replace(plan, settings=replace(settings, new_clients=None)))
+    five = replace(first.roster, members=first.roster.members[:5], population=5, clusters=())
+    whole, first.roster = replace(first.roster, clusters=()), five
+    five_alone = FEDERATION.part(torch.arange(5))
+    try:
+        nodes = [first.node(i, federation=five_alone) for i in range(5)]
+        with ThreadPoolExecutor(5) as pool:
+            list(pool.map(Node.run, nodes))
+    finally:
+        first.close()
+    again = Network(tmp_path, plan)
+    again.keys, again.roster = first.keys, whole
+    try:
+        nodes = [again.node(i) for i in (*range(5), 5)]
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(Node.run, nodes if kind == "dac" else [nodes[0], nodes[5]]))
+        run = simulate(FEDERATION, plan.method, model="linear", settings=replace(settings, new_clients=[5]), seed=3)
+        found, wanted = table(nodes[5].loop.record.metrics), table(run.metrics[run.metrics["split"] == "new_clients"])
+        assert found.drop(columns="cluster").equals(wanted.drop(columns="cluster"))  # this roster names no clusters
+    finally:
+        again.close()
+
+
+def test_a_newcomer_that_nobody_answers_says_what_to_do(late_networks):
+    network = late_networks("random")
+    with pytest.raises(TransportError, match="n0, n1, n2, n3, n5 did not answer for 0 s; a finished member answers"):
+        network.node(4, start=0.0).run()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "settings", "found"),
+    [
+        (
+            "random",
+            {},
+            {"new_clients": [0], "new_client_others": "training"},
+            "join when the run of the others has ended",
+        ),
+        ("dac", {"loss_direction": "push"}, {"new_clients": [0]}, "members answer each other"),
+        ("oracle", {}, {"new_clients": [0]}, "members answer each other"),
+        ("fedavg", {}, {"new_clients": [0]}, "n0 has the server role and cannot join late"),
+        ("random", {}, {"new_clients": 5}, "of 6 clients 1 would take part"),
+        ("random", {}, {"new_clients": ["x"]}, "unknown client 'x'"),
+    ],
+)
+def test_whom_a_run_between_machines_cannot_hold_out_is_said(networks, kind, options, settings, found):
+    network = networks(kind, options, **settings)
+    with pytest.raises(ConfigError, match=found):
         network.node(0)
     network.hub.nodes["n0"].close()
 

@@ -9,8 +9,12 @@ import torch
 
 from coterie.data.arrays import from_arrays
 from coterie.errors import ConfigError, DataError
+from coterie.exchange.accepting import Acceptance
+from coterie.methods import METHODS
 from coterie.net import nodefile
+from coterie.simulation.run import simulate
 from coterie.studies import config
+from coterie.testing import tiny_federation, tiny_settings
 
 STUDY = config.loads(
     'rounds = 2\nseeds = [4]\n[data]\ndataset = "digits"\nnum_clients = 3\n[[methods]]\nkind = "random"\n'
@@ -46,6 +50,10 @@ def test_paths_are_seen_from_the_file(tmp_path):
     assert file.path(file.roster) == tmp_path.resolve() / "../r.toml"
     assert file.network.terms.deadline == 3.0
     assert file.network.patience.start == 60.0
+
+
+def test_a_node_may_wait_for_new_clients_without_limit(tmp_path):
+    assert written(tmp_path, "[network]\nlinger = 'unlimited'\n").network.patience.linger == float("inf")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +124,8 @@ def test_a_function_may_make_the_data(tmp_path, monkeypatch, name, tests):
         ('arrays = "pickled.npz"\nclasses = 3', DataError, "cannot read the arrays"),
         ('arrays = "good.npz"', ConfigError, "classes is missing"),
         ('function = "nowhere"', ConfigError, "expected 'package.module:name'"),
-        ('function = "no.such:thing"', ConfigError, "must be importable"),
+        ('function = "no.such:thing"', ConfigError, "data.function 'no.such:thing': there is no module 'no'"),
+        ('function = "math:pi"', ConfigError, "is 3.14.*; expected a function"),
         ('function = "own_module:made_badly"', DataError, "returned list"),
     ],
 )
@@ -222,3 +231,27 @@ def test_what_nodes_agree_on_names_the_model_with_its_arguments():
     kinds = ("{ kind = 'linear' }", "{ kind = 'a.b:Net' }", "{ kind = 'a.b:Net', options = { width = 3 } }")
     agreed = [nodefile.plan_of(config.loads(text + kind)).agreed(3)["model"] for kind in kinds]
     assert agreed == ["linear", "a.b:Net", 'a.b:Net {"width": 3}']
+
+
+def test_members_judge_what_they_receive_unless_the_study_says_no():
+    """A method with a server, or without exchanges, has nothing to judge."""
+    text = "seeds = [0]\ndata = { dataset = 'digits' }\nmodel = { kind = 'linear' }\n"
+
+    def rules(rest):
+        return nodefile.plan_of(config.loads(text + rest)).settings.accepts
+
+    assert rules("methods = [{ kind = 'dac' }]") == Acceptance()
+    assert rules("acceptance = { clip = 7 }\nmethods = [{ kind = 'dac' }]") == Acceptance(clip=7.0)
+    assert rules("acceptance = false\nmethods = [{ kind = 'dac' }]") is None
+    assert rules("methods = [{ kind = 'fedavg' }]") is None
+    assert rules("methods = [{ kind = 'local' }]") is None
+
+
+@pytest.mark.option("Settings.acceptance", None, False, True)
+@pytest.mark.parametrize(("value", "simulated", "nodes"), [(None, 0, 1), (False, 0, 0), (True, 1, 1)])
+def test_who_judges_where(value, simulated, nodes):
+    """Unset, clients judge between machines and not in a simulation."""
+    settings, method = tiny_settings(rounds=1, acceptance=value), METHODS["random"](num_peers=1)
+    run = simulate(tiny_federation(), method, model="linear", settings=settings)
+    assert ("refused" in {*map(str, run.metrics["metric"])}) == bool(simulated)
+    assert (nodefile.between_machines(method, settings).rules_of(method) is not None) == bool(nodes)

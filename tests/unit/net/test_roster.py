@@ -31,6 +31,23 @@ def test_a_roster_is_read_as_it_was_written(made):
     assert [m.name for m in signed.before("n2")] == ["n0", "n1"]
 
 
+def test_a_roster_of_an_older_version_is_read(made, tmp_path):
+    """It has neither removed clients nor common names: the members' names are those of their certificates."""
+    _, signed, _ = made
+    old = "\n".join(line for line in roster.dumps(signed).splitlines() if not line.startswith(("removed", "subject")))
+    read = roster.loads(old)
+    assert read.removed == ()
+    assert [m.common_name for m in read.members] == ["n0", "n1", "n2"]
+    assert all(len(m.common_name) == 64 for m in signed.members)
+
+
+def test_a_client_keeps_its_id_when_another_member_is_removed(made):
+    _, signed, _ = made
+    left = replace(signed, members=(signed.members[1], signed.members[2]), removed=(0,))
+    assert left.host_of == {1: "n1", 2: "n1", 3: "n2"}
+    assert left.population == 4
+
+
 def test_a_changed_roster_is_refused_before_it_is_read(made, tmp_path):
     folder, _, _ = made
     text = (folder / "roster.toml").read_text()
@@ -70,6 +87,8 @@ def test_problems_of_a_member_are_named(made, tmp_path):
     [
         (lambda r: replace(r, run="A run"), "run 'A run'"),
         (lambda r: replace(r, population=5), "each of 0 to 4 once"),
+        (lambda r: replace(r, removed=(2,)), "each of 0 to 3 once"),
+        (lambda r: replace(r, members=(replace(r.members[0], subject="5" * 64), *r.members[1:])), "not bound to its"),
         (lambda r: replace(r, server="n7"), "'n7' is not a member"),
         (lambda r: replace(r, clusters=(0, 1)), "2 clusters for 4 clients"),
         (lambda r: replace(r, members=(*r.members, Member("n0", "127.0.0.1:1", ()))), "two members have the name n0"),

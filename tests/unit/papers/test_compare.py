@@ -12,6 +12,7 @@ from coterie.cli import _tables
 from coterie.cli.app import app
 from coterie.errors import ConfigError, DataError
 from coterie.papers import compare, numbers
+from coterie.papers.compare import UNTOLD
 from coterie.studies import config
 
 STUDY = """
@@ -242,7 +243,8 @@ def test_fewer_pairs_by_a_metric_and_a_baseline(five):
     (content,) = json.loads(told("compare", five, "--json"))
     whole = {frozenset((pair["method_a"], pair["method_b"])): pair for pair in content["pairs"]}
     assert len(whole) == 3
-    assert len(content["verdicts"]) == 5
+    assert len(content["verdicts"]) == 6
+    assert content["verdicts"][-1] == UNTOLD, "without --tuned nobody knows"
     (content,) = json.loads(told("compare", five, "--baseline", "Local", "--metric", "loss", "--json"))
     assert [(pair["method_a"], pair["method_b"], pair["metric"]) for pair in content["pairs"]] == [
         ("DAC", "Local", "loss"), ("Random", "Local", "loss"),
@@ -254,7 +256,30 @@ def test_fewer_pairs_by_a_metric_and_a_baseline(five):
     (content,) = json.loads(told("compare", five, "--cluster", "1", "--test-share", "0.2", "--json"))
     (wide,) = [pair for pair in content["pairs"] if {pair["method_a"], pair["method_b"]} == {"DAC", "Local"}]
     assert wide["cluster"] == "1"
-    assert "Nadeau and Bengio" in content["verdicts"][-1]
+    assert "Nadeau and Bengio" in content["verdicts"][-2]
+    trials = five.parent / "five-tuned.json"
+    trials.write_text(json.dumps([{"label": label, "lr": 0.1} for label in ("DAC", "Random", "Local")]))
+    (content,) = json.loads(told("compare", five, "--tuned", trials, "--json"))
+    assert len(content["verdicts"]) == 5
+    trials.write_text(json.dumps([{"label": "DAC", "lr": lr} for lr in (0.1, 0.2)]))
+    (content,) = json.loads(told("compare", five, "--tuned", trials, "--json"))
+    assert "settings tried in tuning (DAC 2, Random 0, Local 0)" in content["verdicts"][-1]
+
+
+def test_of_a_sweep_over_data_the_points_are_compared_by_their_folders(five):
+    """A point is a study like any other; what stands beside each other are means."""
+    swept = five.parent / "swept"
+    text = (five / "config.toml").read_text() + '[sweep]\n"data.train" = [8, 16]\n'
+    swept.mkdir()
+    shutil.copytree(five, swept / "train=8")
+    shutil.move(five, swept / "train=16")
+    (swept / "config.toml").write_text(text.replace('name = "five"', 'name = "swept"'))
+    (content,) = json.loads(told("compare", swept, "--json"))
+    said = "swept: methods at different points of a sweep are not compared in pairs; give the folder of one, such as "
+    assert content["pairs"] == []
+    assert content["verdicts"] == [f"{said}swept/train=8."]
+    (content,) = json.loads(told("compare", swept / "train=8", "--json"))
+    assert len(content["pairs"]) == 3
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,8 @@ def test_who_leads():
     said = pairs.standing(rows[:-1], found, ACCURACY)
     assert said == f"{leading[0]} has the best mean, but {leading[1]} cannot be told apart from it with 5 seeds."
     assert pairs.standing(rows, found, ACCURACY) == f"{said} Oracle, which knows the clusters, is not ranked."
+    own = [{**row, "method": "mine:Own", "needs": ["pool"]} if row["label"] == "D" else row for row in rows[:-1]]
+    assert pairs.standing(own, found, ACCURACY) == f"{said} D, which has everybody's data in one place, is not ranked."
     without = [row for row in rows if row["label"] != leading[1]]
     assert pairs.leaders(without, found, ACCURACY, "all") == [leading[0]]
     assert pairs.standing(without, found, ACCURACY).startswith(f"{leading[0]} is the best")

@@ -1,6 +1,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -59,6 +60,21 @@ def test_a_population_without_planted_clusters_has_only_the_mean_over_clients(tm
     assert [r["cluster"] for r in summary.summarize(tmp_path / "s")["rows"]] == ["all"]
 
 
+def test_rows_tell_what_a_method_needs_that_no_client_has(tmp_path, write_run, final_rows):
+    """As the run noted it; of a run from before that was noted, as the class declares it."""
+    run = {"seed": 0, "metrics": final_rows([0.2, 0.4], [0, 1])}
+    for label, kind in (("DAC", "dac"), ("Oracle", "oracle"), ("Mine", "mine:Own")):
+        write_run(tmp_path / "s" / label / "seed-0", kind=kind, label=label, **run)
+    runs, _ = summary.find_runs([tmp_path / "s"])
+    noted = [
+        replace(one, provenance={**one.provenance, "needs": ["pool", "truth"]}) if one.label == "Mine" else one
+        for one in runs
+    ]
+    rows = summary.summary_of(noted, tmp_path / "s")["rows"]
+    found = {row["label"]: row.get("needs") for row in rows}
+    assert found == {"DAC": None, "Oracle": ["truth"], "Mine": ["pool", "truth"]}
+
+
 def test_a_client_whose_samples_leave_a_metric_undefined_is_not_in_its_mean(tmp_path, write_run, final_rows):
     """Clusters {0, 1}, {2} and {3}: the last has no value, and the second diverged."""
     clusters, nan = [0, 0, 1, 2], math.nan
@@ -84,6 +100,20 @@ def test_gain_is_paired_by_client_and_seed(small):
     assert dac["lost"] == pytest.approx(0.125)
     half = 12.7062047 * math.sqrt(2) * 0.0125 / math.sqrt(2)  # Student's t for one degree of freedom
     assert (dac["mean_low"], dac["mean_high"]) == pytest.approx((0.1375 - half, 0.1375 + half))
+
+
+def test_the_worst_of_clients_who_neither_gain_nor_lose_is_no_established_loss(tmp_path, write_run, final_rows):
+    """The worst of ten is below 0 in every seed, its interval too; nothing is said to be established."""
+    rng = np.random.default_rng(0)
+    for seed in range(12):
+        for label, values in (("Local", np.full(10, 0.5)), ("DAC", 0.5 + 0.05 * rng.standard_normal(10))):
+            folder = tmp_path / "s" / label / f"seed-{seed}"
+            rows = final_rows(list(values), [0] * 10)
+            write_run(folder, kind=label.lower(), label=label, seed=seed, metrics=rows)
+    (dac,) = summary.gains(tmp_path / "s")["rows"]
+    assert dac["worst_tenth_high"] < 0
+    assert not dac["mean_established"]
+    assert "worst_tenth_established" not in dac
 
 
 def test_gain_of_a_loss_is_turned_round(tmp_path, write_run, final_rows):

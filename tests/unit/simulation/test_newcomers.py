@@ -1,5 +1,6 @@
 """Clients that join at the end: nobody saw them, nobody changes for them, and each is served as its method says."""
 
+import copy
 import dataclasses
 import json
 
@@ -60,10 +61,15 @@ def joined(run, metric="accuracy", model=None):
     return rows.set_index("client")["value"]
 
 
-@pytest.mark.parametrize("kind", sorted(METHODS.keys() - {"pooled"}))  # which no client joins late
-def test_the_others_do_what_they_do_without_newcomers(kind):
+GO_ON = sorted(METHODS.keys() - {"pooled", "cfl", "fedgwc", "fesem", "sosicfl", "sosicfl-all", "sosicfl-plus"})
+EVERY = [(kind, "frozen") for kind in sorted(METHODS.keys() - {"pooled"})]  # which no client joins late
+EVERY += [(kind, "training") for kind in GO_ON]
+
+
+@pytest.mark.parametrize(("kind", "others"), EVERY)
+def test_the_others_do_what_they_do_without_newcomers(kind, others):
     """Every method: their tables are those of a federation that never had the newcomers."""
-    found = run_of(kind, evaluate="final")
+    found = run_of(kind, evaluate="final", new_client_others=others)
     data = federation().part(torch.tensor(OTHERS))
     alone = run_of(kind, data=data, new_clients=None, evaluate="final")
     ids = np.array(OTHERS)
@@ -153,6 +159,144 @@ def test_a_newcomer_reads_clients_of_the_run_only_and_of_its_cluster_where_the_m
         assert read[7] <= {0, 1, 4}
 
 
+def by_hand(linear, data, client):
+    """One step of gradient descent, lr 0.1, on all training samples of a client, as a row."""
+    own = copy.deepcopy(linear)
+    mine = data.split[client] == 0
+    torch.nn.functional.cross_entropy(own(data.x[client][mine]), data.y[client][mine]).backward()
+    return torch.cat([(t - 0.1 * t.grad).detach().flatten() for t in own.parameters()]), int(mine.sum())
+
+
+def linear_of(row):
+    linear = torch.nn.Linear(4, 3).double()
+    torch.nn.utils.vector_to_parameters(row.double(), linear.parameters())
+    return linear
+
+
+def loss_of(linear, data, client):
+    test = data.tests[data.test_of[client]]
+    return torch.nn.functional.cross_entropy(linear(test.x), test.y).item()
+
+
+STEP = coterie.LocalTraining(epochs=1, batch_size=100, optimizer="sgd", lr=0.1, momentum=0.0)
+
+
+def test_where_the_others_train_on_the_server_averages_all_clients_new_ones_too():
+    """Two rounds of gradient descent of all eight from the final global model, averaged by hand."""
+    data = federation()
+    run = run_of("fedavg", evaluate="final", new_client_others="training", local=STEP)
+    row = run.models.row("a")
+    for _ in range(2):
+        rows, counts = zip(*(by_hand(linear_of(row), data, client) for client in range(8)), strict=True)
+        row = sum(n * one for n, one in zip(counts, rows, strict=True)) / sum(counts)
+    for client in NEW:
+        assert joined(run, "loss", "current")[client] == pytest.approx(loss_of(linear_of(row), data, client), rel=1e-6)
+
+
+def test_where_the_others_train_on_peers_read_the_newcomers_and_those_each_other(monkeypatch):
+    monkeypatch.setattr(newcomers, "InMemory", Watched)
+    Watched.seen = []
+    method = {"num_peers": 7}
+    simulate(
+        federation(), METHODS["random"](**method), model=torch.nn.Linear(4, 3), seed=3,
+        settings=settings(new_client_others="training", new_client_rounds=1),
+    )  # fmt: skip
+    learning, others = Watched.seen  # the newcomers' pass, and that of the others
+    for _, peers in (learning, others):
+        for client, read in enumerate(peers):
+            assert sorted(read) == sorted({*range(8)} - {client})
+
+
+@pytest.mark.parametrize("kind", ["random", "dac", "pens"])
+def test_a_round_is_simultaneous_where_the_others_train_on(kind):
+    """A single newcomer reads in its first round what frozen clients publish; in its second they have trained."""
+
+    def loss(others, rounds):
+        return joined(
+            run_of(kind, evaluate="final", new_clients=[4], new_client_rounds=rounds, new_client_others=others), "loss"
+        )[4]
+
+    assert loss("training", 1) == loss("frozen", 1)
+    assert loss("training", 2) != loss("frozen", 2)
+
+
+def test_where_everybody_reads_everybody_a_round_leaves_one_mean():
+    """Different first models and no training: were a round not simultaneous, a second one would change the mean."""
+
+    def loss(rounds):
+        chosen = settings(
+            rounds=0, init="per_client", local=dataclasses.replace(STEP, lr=1e-12), evaluate="final", new_clients=[4],
+            new_client_others="training", new_client_rounds=rounds,
+        )  # fmt: skip
+        method = METHODS["random"](num_peers=7)
+        return joined(simulate(federation(), method, model=torch.nn.Linear(4, 3), seed=3, settings=chosen), "loss")[4]
+
+    assert loss(0) != pytest.approx(loss(1), rel=1e-3)
+    assert loss(1) == pytest.approx(loss(2), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["dac", "ditto"])
+def test_optimizers_whose_state_is_kept_keep_it_where_the_others_train_on(kind):
+    """With momentum and several rounds, other results than with a fresh state in each."""
+    local = dataclasses.replace(STEP, momentum=0.9)
+    kept = dataclasses.replace(local, persistent_client_optimizer=True)
+    both = [
+        joined(
+            run_of(kind, new_client_others="training", participation=0.5, rounds=0, evaluate="final", local=one), "loss"
+        )
+        for one in (local, kept)
+    ]
+    assert np.isfinite(both[0]).all()
+    assert (both[0] != both[1]).all()
+
+
+def test_clients_that_have_stopped_stay_as_they_are_where_the_others_train_on():
+    """With a learning rate of 0 everybody stops at once, and a newcomer finds the same models in either case."""
+    local = dataclasses.replace(STEP, lr=1e-12)
+    values = [
+        joined(run_of("random", rounds=6, patience=1, new_clients=[4], new_client_others=others, local=local), "loss")
+        for others in ("frozen", "training")
+    ]
+    assert values[0].tolist() == pytest.approx(values[1].tolist(), rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["cfl", "fedgwc", "fesem", "sosicfl"])
+def test_a_server_that_has_no_place_for_new_members_is_told_to_stay_frozen(kind):
+    with pytest.raises(ConfigError, match="remembers is of the clients that it knew from the start: use 'frozen'"):
+        run_of(kind, new_client_others="training")
+
+
+class Narrow(Watched):
+    """Notes how much of a model the others show."""
+
+    def pull(self, message, peers):
+        Watched.seen.append(message.params.shape[1])
+        return InMemory.pull(self, message, peers)
+
+
+def test_what_stays_at_home_is_not_shown_to_newcomers(monkeypatch):
+    monkeypatch.setattr(newcomers, "InMemory", Narrow)
+    Watched.seen = []
+    run_of("random", shared=["weight"])
+    assert Watched.seen == [12, 12]
+
+
+def test_what_stays_at_home_a_newcomer_has_of_its_own_first_model():
+    """The weights are the server's, the bias that of the given module."""
+    data, model = federation(), torch.nn.Linear(4, 3)
+    with torch.no_grad():
+        model.bias.copy_(torch.tensor([3.0, 1.0, 2.0]))
+    run = simulate(
+        data, METHODS["fedavg"](), model=model, seed=3,
+        settings=settings(shared=["weight"], init="given", evaluate="final", new_client_rounds=0),
+    )  # fmt: skip
+    row = run.models.row("a").clone()
+    assert row[12:].tolist() != [3.0, 1.0, 2.0]
+    row[12:] = torch.tensor([3.0, 1.0, 2.0])
+    for client in NEW:
+        assert joined(run, "loss", "current")[client] == pytest.approx(loss_of(linear_of(row), data, client), rel=1e-6)
+
+
 def test_what_a_client_alone_learns_does_not_depend_on_the_rounds_of_the_others():
     """Local: a newcomer trains the warm-up and its rounds, whatever the others did before."""
     first, second = (joined(run_of("local", rounds=rounds, evaluate="final"), "loss") for rounds in (1, 3))
@@ -167,16 +311,17 @@ def test_the_best_round_on_validation_data_is_tested_where_that_is_asked_for():
     assert kinds == {"best", "current"}
 
 
+@pytest.mark.parametrize("others", ["frozen", "training"])
 @pytest.mark.parametrize("kind", ["dac", "ditto"])
-def test_a_run_that_is_resumed_has_the_same_bytes(kind, tmp_path):
-    run_of(kind, tmp_path / "whole", rounds=4)
+def test_a_run_that_is_resumed_has_the_same_bytes(kind, others, tmp_path):
+    run_of(kind, tmp_path / "whole", rounds=4, new_client_others=others)
 
     def stop(progress):
         if progress.round == 2:
             raise KeyboardInterrupt
 
     method = METHODS[kind](**OPTIONS.get(kind, {}))
-    chosen = settings(rounds=4, checkpoint_seconds=0)
+    chosen = settings(rounds=4, checkpoint_seconds=0, new_client_others=others)
     both = {"model": torch.nn.Linear(4, 3), "settings": chosen, "seed": 3, "folder": tmp_path / "parts"}
     with pytest.raises(KeyboardInterrupt):
         simulate(federation(), method, observer=stop, **both)

@@ -1,6 +1,7 @@
 """The compiled engine: the whole training step of a module as one native program."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -15,7 +16,7 @@ from coterie.engine.native import stack
 from coterie.engine.native.library import NativeProgram
 from coterie.engine.native.trace import NotTraceableError
 from coterie.engine.native.traced import TracedProgram
-from coterie.engine.optim import LocalTraining
+from coterie.engine.optim import GRADIENT, LocalTraining
 from coterie.models.layout import Layout
 
 _LARGE = 1_000_000  # numbers of a model above which a stack's kernels pass over it too often, for a few samples each
@@ -132,9 +133,22 @@ class CompiledEngine(Engine):
         self, rows: Float[Tensor, "clients params"], work: Training, block: int
     ) -> Float[Tensor, "clients steps"]:
         """See `Engine.train`; `block` matters only where another engine trains."""
+        if work.private is not None:
+            return super().train(rows, work, block)
         if not self.program.fits(work):
             return self._other.train(rows, work, block)
         return self.program.train(rows, work)
+
+    def sample_gradients(
+        self, rows: Float[Tensor, "samples params"], work: Training
+    ) -> tuple[Float[Tensor, " samples"], Float[Tensor, "samples trainable"]]:
+        """See `Engine.sample_gradients`."""
+        if not self.program.fits(work):
+            return self._other.sample_gradients(rows, work)
+        found = torch.zeros(len(rows), 1, self.layout.trainable, dtype=rows.dtype)
+        none = torch.zeros(len(rows), dtype=torch.int64)
+        losses = self.program.train(rows, replace(work, local=GRADIENT, moments=found, taken=none))
+        return losses[:, 0], found[:, 0]
 
     def measure(
         self, table: Float[Tensor, "models params"], pairs: Pairs, inputs: Mapping[str, Tensor], block: int

@@ -50,24 +50,27 @@ def compiler() -> str:
     raise CompilerError("no C++ compiler was found (c++, g++ or clang++); install one, or name it in CXX")
 
 
+def _native() -> str:
+    """Return the flag for programs that use all of this processor."""
+    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+
+
 @lru_cache(maxsize=1)
 def machine() -> tuple[str, ...]:
-    """Return what compiled code depends on: the compiler, its flags and the processor."""
-    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False, timeout=_SECONDS)
-    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    features = ""
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return (version.stdout, native, platform.machine(), platform.processor(), features)
+    """Return what compiled code depends on: the compiler and its flag for this processor, and what it defines for both.
+
+    Among what it defines are its version, and the features of the processor that it uses.
+    """
+    native = _native()
+    command = [compiler(), native, "-dM", "-E", "-x", "c++", os.devnull]
+    defined = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS).stdout
+    return (compiler(), native, platform.machine(), platform.processor(), defined)
 
 
 @lru_cache(maxsize=1)
 def vector_bytes() -> int:
     """Return the bytes of the widest vector registers that programs for this processor use: 64, 32 or 16."""
-    command = [compiler(), machine()[1], "-dM", "-E", "-x", "c++", os.devnull]
-    asked = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS)
-    defined = set(asked.stdout.split())
+    defined = set(machine()[-1].split())
     return 64 if "__AVX512F__" in defined else 32 if "__AVX__" in defined else 16
 
 

@@ -69,9 +69,9 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
     drawn = charted(runs, problems)
     alike = {label: [run for run in drawn if run.label == label and run.clients.equals(truth)] for label in groups}
     results = summary_of(runs, folder, problems)
+    ranking = of_runs(runs, problems, folder, whole=results)
     if not names:
         results["rows"], results["pairs"] = _without_clusters(results["rows"]), _without_clusters(results["pairs"])
-    ranking = of_runs(runs, problems, folder)
     compared = _pairs(results, metrics_of(runs), metric)
     results = {
         name: value for name, value in results.items() if name not in ("pairs", "about")

@@ -307,14 +307,14 @@ def test_it_does_on_processors_with_smaller_registers(name, processor, register,
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     if processor == "haswell" and not ("avx2" in flags and "fma" in flags):
         pytest.skip("this processor has no registers of 32 bytes")
-    here = list(compiler.machine())
-    here[1] = f"-march={processor}"
-    monkeypatch.setattr(compiler, "machine", lambda: tuple(here))
+    monkeypatch.setattr(compiler, "_native", lambda: f"-march={processor}")
+    compiler.machine.cache_clear()
     compiler.vector_bytes.cache_clear()
     try:
         assert compiler.vector_bytes() == register
         check_against_the_loop_engine(name)
     finally:
+        compiler.machine.cache_clear()
         compiler.vector_bytes.cache_clear()
 
 

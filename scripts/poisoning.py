@@ -1,0 +1,155 @@
+"""Write docs/reference/poisoning.md: every peer-to-peer method under every attack, with and without acceptance.
+
+    python benchmarks/poisoning.py --out docs/reference/runs/poisoning.json
+    python scripts/poisoning.py              (`--check` only says whether the page is up to date)
+
+No number of the page is typed.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from _pages import REFERENCE, STORED, table, write
+from stored import told
+
+HEAD = """<!-- made by scripts/poisoning.py; do not edit -->
+# Poisoning, measured
+
+Every peer-to-peer method under every attack of the [simulator](../how-to/hostile-members.md), by 10 and 30 % of the
+clients, with the acceptance step and without: {clients} clients hold digits turned by 0, 90, 180 or 270 degrees, five
+clients each, with 60 training and 15 validation samples; a small CNN, {rounds} rounds, seed{seeds}. Accuracies are
+means over the honest clients, on test digits turned like theirs, of each client's best model on its validation data.
+**One federation of one small data set: the table shows what goes wrong and what helps, not how much it is elsewhere.**
+Differences of one or two points are within the noise of a seed.
+"""
+
+ACCURACY = """## Accuracy of the honest
+
+In percent; *without -> with* acceptance.
+"""
+WEIGHT = """## How much attackers are mixed
+
+The attackers' share of the honest clients' mixing weight in percent, after clipping, over all rounds; *without ->
+with* acceptance. A method that weighs everybody alike gives 10 % of attackers about a tenth less than their share of
+those it reads, for its own model counts too.
+"""
+COST = """## What it costs without attackers
+
+The accuracy is that of the column *none* above. *Refused* is the share of all models read that honest clients refused
+of each other, for they are of a cluster whose digits are turned otherwise, or learn slowly. *Further passes* are
+forward passes of one sample to try models, a client and round, beside the 120 samples that it trains on. It is below
+0 where a method no longer measures what was refused. How long runs took is told of one run each, beside other work.
+"""
+Rows = list[dict[str, Any]]
+CLIENTS = 20
+"""As benchmarks/poisoning.py has it."""
+
+
+def _cells(rows: Rows, value: Callable[[dict[str, Any]], float | None], *, none: bool) -> str:
+    attacks = [("none", 0.0)] if none else []
+    attacks += dict.fromkeys((row["attack"], row["attackers"]) for row in rows if row["attackers"])
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+
+    def mean(method: str, attack: tuple[str, float], accepts: bool) -> str:
+        found = [
+            value(row)
+            for row in rows
+            if (row["method"], row["attack"], row["attackers"], row["acceptance"]) == (method, *attack, accepts)
+        ]
+        known = [one for one in found if one is not None]
+        return f"{100 * sum(known) / len(known):.0f}" if known else "–"
+
+    lines = [
+        (
+            f"{attack[0]}, {attack[1]:.0%}" if attack[1] else "none",
+            *(f"{mean(method, attack, False)} -> {mean(method, attack, True)}" for method in methods),
+        )
+        for attack in attacks
+    ]
+    return table(("attack", *methods), lines)
+
+
+def cost(rows: Rows, rounds: int) -> str:
+    """Return the table of what acceptance costs where nobody attacks."""
+    lines = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        found = {
+            accepts: [
+                row for row in rows if (row["method"], row["attackers"], row["acceptance"]) == (method, 0, accepts)
+            ]
+            for accepts in (False, True)
+        }
+
+        def mean(name: str, accepts: bool, found: dict[bool, Rows] = found) -> float:
+            return sum(row[name] for row in found[accepts]) / len(found[accepts])
+
+        more = mean("forward passes", True) - mean("forward passes", False)
+        accuracy = [f"{100 * mean('accuracy', accepts):.1f}" for accepts in (False, True)]
+        lines.append((
+            method,
+            " -> ".join(accuracy),
+            f"{mean('refused share of reads', True):.0%}",
+            f"{more / (CLIENTS * rounds):.0f}",
+            f"{mean('seconds', True) / mean('seconds', False):.2f}",
+        ))  # fmt: skip
+    return table(("method", "accuracy in %", "refused", "further passes", "times as long"), lines)
+
+
+def reading(rows: Rows) -> str:
+    """Say what the table shows: the worst and the mean loss of accuracy, by attack."""
+    clean = {
+        (row["method"], row["seed"]): row["accuracy"] for row in rows if not row["attackers"] and not row["acceptance"]
+    }
+    lines = []
+    for attack, share in dict.fromkeys((row["attack"], row["attackers"]) for row in rows if row["attackers"]):
+        lost: dict[bool, list[float]] = {False: [], True: []}
+        for row in rows:
+            if (row["attack"], row["attackers"]) == (attack, share):
+                lost[row["acceptance"]].append(100 * (clean[row["method"], row["seed"]] - row["accuracy"]))
+        means = [sum(lost[accepts]) / len(lost[accepts]) for accepts in (False, True)]
+        worst = [max(lost[accepts]) for accepts in (False, True)]
+        lines.append((
+            f"{attack}, {share:.0%}",
+            " -> ".join(f"{one:.1f}" for one in means),
+            " -> ".join(f"{one:.1f}" for one in worst),
+        ))  # fmt: skip
+    return table(("attack", "points lost, mean over methods", "points lost, worst method"), lines)
+
+
+def page() -> str:
+    """Return the page."""
+    files = sorted(STORED.glob("poisoning*.json"), key=lambda path: path.stem)
+    stored = {path.stem: json.loads(path.read_text()) for path in files}
+    found = {row["method"]: name for name, one in stored.items() for row in one["results"]}  # a later file wins
+    methods = stored["poisoning"]["origin"]["config"]["methods"]
+    rows = [row for method in methods for row in stored[found[method]]["results"] if row["method"] == method]
+    head = stored["poisoning"]["origin"]
+    where = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in head["machine"].items())
+    rounds = head["config"]["rounds"]
+    seeds = sorted({row["seed"] for row in rows})
+    told_seeds = f" {seeds[0]}" if len(seeds) == 1 else f"s {', '.join(map(str, seeds))}"
+    parts = [
+        HEAD.format(clients=CLIENTS, rounds=rounds, seeds=told_seeds),
+        "## In short\n\nAccuracy lost against the same method without attackers and without acceptance, in points, "
+        "*without -> with* acceptance; below 0 it gained.\n",
+        reading(rows) + "\n",
+        (STORED / "poisoning.md").read_text("utf-8").strip() + "\n",
+        ACCURACY,
+        _cells(rows, lambda row: row["accuracy"], none=True) + "\n",
+        WEIGHT,
+        _cells(rows, lambda row: row["attackers' weight"], none=False) + "\n",
+        COST,
+        cost(rows, rounds) + "\n",
+        f"Measured with {where}.\n",
+    ]
+    for name, one in stored.items():
+        mine = [method for method in methods if found[method] == name]
+        parts.append(f"{', '.join(mine)}:\n\n```console\n$ {one['origin']['command']}\n```\n")
+        parts.append(f"{told(name, one['origin'])}\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(write({REFERENCE / "poisoning.md": page()}))

@@ -1,0 +1,269 @@
+r"""Differential privacy of local training: DP-SGD, and what each client has spent.
+
+A step takes each training sample of a client with probability $q$ on its own (Poisson sampling), clips the gradient of
+each to a norm $C$, adds Gaussian noise of standard deviation $\sigma C$ to their sum, and divides by the expected size
+of the batch: a number that does not depend on the draw. What an optimizer does with such a gradient needs no more
+privacy.
+
+Abadi et al., Deep learning with differential privacy, CCS 2016, https://arxiv.org/abs/1607.00133.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from annotated_types import Gt, Lt
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coterie._util import extras
+from coterie._util.settings import NONE, Configurable, NonNegativeFloat, PositiveFloat, parse, plain
+from coterie.errors import ConfigError
+
+_MORE_ORDERS = (128, 256, 512, 1024)  # of Rényi divergences: small epsilons have their best order there
+
+
+@dataclass(frozen=True)
+class DPSGD(Configurable):
+    r"""The settings of DP-SGD; see `engine.privacy`.
+
+    Args:
+        clip: largest norm of a sample's gradient ($C$); a longer one is shortened to it.
+        noise_multiplier: standard deviation of the noise on the sum of a batch's gradients, in units of `clip`
+            ($\sigma$). 0 only clips: there is no privacy, and epsilon is infinite.
+        delta: the $\delta$ for which epsilon is stated; below 1 / training samples of every client.
+    """
+
+    clip: PositiveFloat
+    noise_multiplier: NonNegativeFloat
+    delta: Annotated[float, Gt(0), Lt(1)] = 1e-5
+
+
+def stored_dp(given: Any) -> Mapping[str, Any] | None:
+    """Return settings of DP-SGD as a study file keeps them: a table with every key, or None.
+
+    Raises:
+        ConfigError: when they are no such settings.
+
+    Example:
+        >>> stored_dp({"clip": 1, "noise_multiplier": 1.1})
+        {'clip': 1.0, 'noise_multiplier': 1.1, 'delta': 1e-05}
+    """
+    if given is None or given == NONE:
+        return None
+    if isinstance(given, DPSGD):
+        return plain(given)
+    if not isinstance(given, Mapping):
+        expected = 'a table such as { clip = 1.0, noise_multiplier = 1.1 }, or "none"'
+        raise ConfigError(f"dp is {given!r}; expected {expected}")
+    return plain(parse(DPSGD, given, "dp"))
+
+
+Normal = Callable[[int, int, int], Float[np.ndarray, " trainable"]]
+"""(row of the client, step, number of the query) -> standard normal draws, one for each trained parameter."""
+
+
+@dataclass(frozen=True)
+class PrivateSteps:
+    """What an engine needs to make the gradients of a local training private.
+
+    Args:
+        dp: clipping and noise.
+        expected: the expected size of a batch of each client, in float64 and on the CPU.
+        count: steps of each client, on the CPU; its batch may be empty in some.
+        normal: draws the noise.
+        query: which gradient of its batch each step asks for, from 0.
+    """
+
+    dp: DPSGD
+    expected: Float[Tensor, " clients"]
+    count: Int[Tensor, " clients"]
+    normal: Normal
+    query: int = 0
+
+    def part(self, rows: slice) -> "PrivateSteps":
+        """Return those of some of the clients."""
+        first = rows.start or 0
+        return replace(
+            self,
+            expected=self.expected[rows],
+            count=self.count[rows],
+            normal=lambda row, step, query: self.normal(first + row, step, query),
+        )
+
+    def at(self, step: int, query: int) -> "PrivateSteps":
+        """Return those of one step, as a training of its own."""
+        return replace(
+            self,
+            count=(self.count > step).to(torch.int64),
+            normal=lambda row, _step, number: self.normal(row, step, number),
+            query=query,
+        )
+
+    def members(self, step: int) -> Int[Tensor, " members"]:
+        """Return who takes a step."""
+        return (self.count > step).nonzero().flatten()
+
+    def released(
+        self, sums: Float[Tensor, "members trainable"], members: Int[Tensor, " members"], step: int
+    ) -> Float[Tensor, "members trainable"]:
+        """Return the private gradient of each member's batch.
+
+        Args:
+            sums: of the clipped gradients of each batch; may be overwritten.
+            members: whose they are, on the CPU.
+            step: the step.
+        """
+        scale = self.dp.noise_multiplier * self.dp.clip
+        if scale:
+            for row, client in enumerate(members.tolist()):
+                noise = torch.from_numpy(self.normal(client, step, self.query)) * scale
+                sums[row] += noise.to(sums)
+        return sums.div_(self.expected[members, None].to(sums))
+
+
+def shares(gradients: Float[Tensor, "samples trainable"], clip: float) -> Float[Tensor, "samples 1"]:
+    """Return the factor of each sample's gradient that shortens it to a norm of at most `clip`.
+
+    A gradient that is not finite counts nothing: no sample may move a model by more than the clip. Such entries are
+    set to 0 in place.
+
+    Example:
+        >>> shares(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0).flatten().tolist()
+        [0.20000000298023224, 1.0]
+    """
+    if gradients.device.type == "cpu" and len(gradients):
+        norms = torch.stack([row.norm() for row in gradients])  # by row: the same bits whoever is beside
+    else:
+        norms = gradients.norm(dim=1)
+    lost = ~torch.isfinite(norms)
+    gradients.masked_fill_(lost[:, None], 0)
+    factor = (clip / norms).clamp(max=1)
+    return torch.where(lost, 0, factor)[:, None]
+
+
+# ---------------------------------------------------------------- accounting
+
+
+@dataclass(frozen=True, order=True)
+class Query:
+    """A kind of use of a client's training data.
+
+    Args:
+        rate: the probability with which each sample is in the batch ($q$).
+        noise: the noise multiplier.
+        gradients: how many gradients of one batch are released, each with noise of its own.
+    """
+
+    rate: float
+    noise: float
+    gradients: int = 1
+
+
+@dataclass
+class Spent:
+    """How often the training data of each client were asked for a private gradient: all that epsilon depends on.
+
+    Args:
+        uses: by client and kind of query, how often.
+    """
+
+    uses: dict[tuple[int, Query], int] = field(default_factory=dict)
+
+    def add(self, client: int, query: Query, times: int) -> None:
+        """Count uses of a client's data; a negative number takes back."""
+        if times:
+            self.uses[client, query] = self.uses.get((client, query), 0) + times
+
+    def share(self, other: "Spent", clients: Iterable[int]) -> None:
+        """Count all that another one has as used of the data of each of some clients, and empty it."""
+        for client in clients:
+            for (_, query), times in other.uses.items():
+                self.add(client, query, times)
+        other.uses.clear()
+
+    def epsilon(self, ids: Int[Tensor, " clients"], delta: float) -> Float[Tensor, " clients"]:
+        r"""Return the $\varepsilon$ of each client for a $\delta$, in float64: 0 for data that were not used.
+
+        By Rényi divergences of the subsampled Gaussian mechanism (Mironov, Talwar, Zhang, 2019,
+        https://arxiv.org/abs/1908.10530), which opacus computes. Several gradients of one batch, $k$ of them, are one
+        query with noise $\sigma / \sqrt{k}$.
+        """
+        wanted = {client: row for row, client in enumerate(ids.tolist())}
+        found = torch.zeros(len(ids), dtype=torch.float64)
+        divergence: dict[int, np.ndarray] = {}
+        for (client, query), times in sorted(self.uses.items()):
+            if client in wanted and times > 0:
+                divergence[client] = divergence.get(client, 0.0) + times * _divergences(query)
+        for client, values in divergence.items():
+            found[wanted[client]] = _epsilon(values, delta)
+        return found
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return it as tensors, for a checkpoint; none where nothing was used."""
+        rows = [(client, query, times) for (client, query), times in sorted(self.uses.items()) if times]
+        if not rows:
+            return {}
+        whole = torch.tensor([[client, query.gradients, times] for client, query, times in rows])
+        return {
+            "client": whole[:, 0].clone(),
+            "gradients": whole[:, 1].clone(),
+            "times": whole[:, 2].clone(),
+            "rate": torch.tensor([query.rate for _, query, _ in rows], dtype=torch.float64),
+            "noise": torch.tensor([query.noise for _, query, _ in rows], dtype=torch.float64),
+        }
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the result of `snapshot`."""
+        self.uses.clear()
+        if tensors:
+            columns = [tensors[name].tolist() for name in ("client", "rate", "noise", "gradients", "times")]
+            for client, rate, noise, gradients, times in zip(*columns, strict=True):
+                self.uses[client, Query(rate, noise, gradients)] = times
+
+
+def require_accountant() -> None:
+    """Refuse private training where the package that computes epsilon is not installed.
+
+    Raises:
+        ConfigError: with the command that installs it.
+    """
+    try:
+        _accountant()
+    except ImportError as error:
+        raise ConfigError(
+            f"dp needs an accountant, opacus, which cannot be imported ({error}); {extras.install('privacy')}"
+        ) from None
+
+
+@lru_cache(maxsize=1)
+def _accountant() -> tuple[Any, tuple[float, ...]]:
+    """Return opacus's formulas, and the orders of the divergences."""
+    from opacus.accountants import RDPAccountant
+    from opacus.accountants.analysis import rdp
+
+    return rdp, tuple(map(float, (*RDPAccountant.DEFAULT_ALPHAS, *_MORE_ORDERS)))
+
+
+@lru_cache(maxsize=4096)
+def _divergences(query: Query) -> Float[np.ndarray, " orders"]:
+    """Return the Rényi divergence of each order."""
+    rdp, orders = _accountant()
+    noise = query.noise / query.gradients**0.5
+    if not noise:
+        return np.full(len(orders), np.inf)
+    return np.asarray(rdp.compute_rdp(q=query.rate, noise_multiplier=noise, steps=1, orders=orders), dtype=float)
+
+
+def _epsilon(divergences: Float[np.ndarray, " orders"], delta: float) -> float:
+    """Return the smallest epsilon that any order gives."""
+    rdp, orders = _accountant()
+    if not np.isfinite(divergences).any():
+        return float("inf")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the best order is the first or the last: a bound all the same
+        return max(0.0, float(rdp.get_privacy_spent(orders=orders, rdp=divergences, delta=delta)[0]))

@@ -1,0 +1,285 @@
+"""Accepting: an exchange whose messages are judged before a method sees them.
+
+A member of a run is known, not trusted. What is no number is refused; so is a model that does worse on the reader's
+own data than both the reader's model and one that has learned nothing. What is accepted moves its reader by a bounded
+way and counts for a bounded number of samples. Methods need no change: a refused message is one that did not arrive.
+
+The rules are those of the literature, put together: a loss on the own data is what UBAR (Guo et al., 2021,
+https://arxiv.org/abs/1907.07324) selects by, a reader that holds others against its own model is the idea of BALANCE
+(Fang et al., 2024, https://arxiv.org/abs/2406.10416), and clipping the way to a peer's model is ClippedGossip (He,
+Karimireddy, Jaggi, 2022, https://arxiv.org/abs/2202.01545), here with a radius that a client knows: the length of its
+own training step.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, Protocol, runtime_checkable
+
+import torch
+from annotated_types import Ge
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from coterie._util.settings import Configurable, PositiveFloat
+from coterie.exchange.base import SAMPLES, Exchange, Inbox, Limits, Message, Rule
+from coterie.functional import metrics, similarity
+from coterie.models.part import Part
+from coterie.rng import Rng
+
+_LASTS = 0.9  # a shorter step than before counts as this share of the one before
+_STRIKES = 16  # quarantine grows no longer than 2 to the power of one less
+
+
+@dataclass(frozen=True)
+class Acceptance(Configurable):
+    """The rules by which clients judge what they receive.
+
+    Args:
+        worse: a model is refused when its loss on the reader's own data is above `worse` times that of the reader's
+            model, and above that of the reader's first model, which had learned nothing. The data are the validation
+            data, or the training data of a client that has no others.
+        clip: a model counts as if it were no farther from the reader's than `clip` times the reader's own training step
+            (the largest of the recent ones).
+        samples: a peer counts for no more than `samples` times as many training samples as the reader has.
+        quarantine: leave a peer unread for 1, 2, 4, ... rounds, up to 32,768, each time that it is refused; each time
+            that it is accepted takes one doubling back.
+    """
+
+    worse: Annotated[float, Ge(1)] = 1.5
+    clip: PositiveFloat = 3.0
+    samples: PositiveFloat = 4.0
+    quarantine: bool = True
+
+
+@dataclass(frozen=True)
+class Reputation:
+    """What clients remember of the peers that they judged, and of themselves to judge by.
+
+    Args:
+        first: loss of the client's first model on the data that it judges with; NaN without such data.
+        step: length of its own training step, the largest of the recent ones; 0 before the first.
+        strikes: how often it refused each member, less how often it accepted it since.
+        until: the first round in which it reads each member again; 0 for one that it reads.
+    """
+
+    first: Float[Tensor, " clients"]
+    step: Float[Tensor, " clients"]
+    strikes: Int[Tensor, "clients population"]
+    until: Int[Tensor, "clients population"]
+
+    @staticmethod
+    def start(first: Float[Tensor, " clients"], population: int) -> "Reputation":
+        """Return the memory of clients that judged nobody."""
+        strikes, until = (torch.zeros(len(first), population, dtype=kind) for kind in (torch.int8, torch.int32))
+        return Reputation(first.double(), torch.zeros(len(first), dtype=torch.float64), strikes, until)
+
+    def take(self, rows: Int[Tensor, " rows"]) -> "Reputation":
+        """Return the memory of some clients."""
+        return Reputation(**{item.name: getattr(self, item.name)[rows] for item in fields(self)})
+
+    def trained(
+        self, part: Part, before: Float[Tensor, "clients params"], after: Float[Tensor, "clients params"]
+    ) -> "Reputation":
+        """Return the memory after a local training; one that changed nothing, or diverged, says nothing."""
+        rows = torch.arange(len(after))[:, None]
+        moved = _distance(part, before, after, rows, torch.ones_like(rows, dtype=torch.bool))[:, 0]
+        new = torch.maximum(moved, _LASTS * self.step)
+        return replace(self, step=torch.where((moved > 0) & moved.isfinite(), new, self.step))
+
+    def readable(self, round: int) -> Bool[Tensor, "clients population"]:
+        """Return whom each client reads in a round; before the first one, everybody."""
+        return self.until <= max(round, 0)
+
+    def judged(
+        self,
+        round: int,
+        refused: Bool[Tensor, "clients population"],
+        accepted: Bool[Tensor, "clients population"],
+    ) -> "Reputation":
+        """Return the memory after a round; a member that was both refused and accepted in it was refused."""
+        good = accepted & ~refused
+        strikes = (self.strikes + refused.to(torch.int8) - good.to(torch.int8)).clamp(0, _STRIKES)
+        pause = torch.pow(2, (strikes.to(torch.int32) - 1).clamp(min=0))
+        return replace(self, strikes=strikes, until=torch.where(refused, round + 1 + pause, self.until).to(torch.int32))
+
+
+@runtime_checkable
+class Judge(Protocol):
+    """What a client judges with: its own data. An `engine.task.Task` is one."""
+
+    samples: Tensor
+    population: int
+    part: Part
+
+    def counts(self, split: str) -> Int[Tensor, " clients"]:
+        """Return how many samples each client has in a split."""
+        ...
+
+    def loss(self, params: Float[Tensor, "clients params"], split: str) -> Float[Tensor, " clients"]:
+        """Return the loss of each client's model on its own data."""
+        ...
+
+    def score(self, inbox: Inbox, split: str) -> Float[Tensor, "clients peers"]:
+        """Return the loss of each received model on the receiver's own data."""
+        ...
+
+
+def own_losses(task: Judge, params: Float[Tensor, "clients params"]) -> Float[Tensor, " clients"]:
+    """Return the loss of each client's model on the data that it judges with, in float64; NaN without data."""
+    found = {split: task.loss(params, split).double().cpu() for split in _splits(task)}
+    return _by_split(task, found, torch.full((len(params),), torch.nan, dtype=torch.float64))
+
+
+def _splits(task: Judge) -> list[str]:
+    seen = task.counts("validation") > 0
+    return [split for split, some in (("validation", seen), ("train", ~seen)) if bool(some.any())]
+
+
+def _by_split(task: Judge, found: Mapping[str, Tensor], nothing: Tensor) -> Tensor:
+    """Choose for each client the values of its validation data, or of its training data where it has no others."""
+    seen, out = task.counts("validation") > 0, nothing
+    for split, value in found.items():
+        rows = seen if split == "validation" else ~seen
+        out = torch.where(rows.reshape(-1, *[1] * (value.ndim - 1)), value, out)
+    return out
+
+
+def _distance(part: Part, own: Tensor, table: Tensor, index: Tensor, mask: Tensor) -> Tensor:
+    """Return the distances of what is shared."""
+    if not part.whole:
+        own, table = part.shared.of(own), part.shared.of(table)
+    return similarity.distance(own, table, index, mask)
+
+
+@dataclass
+class _Pulled:
+    """What was decided of the slots of one exchange of models."""
+
+    peers: Tensor
+    scale: Tensor
+    refused: Tensor
+    accepted: Tensor
+
+
+class Accepting:
+    """A wrapper of another exchange that refuses and bounds what is read, for the clients of one round.
+
+    Args:
+        inner: the exchange underneath.
+        rules: what is refused and how far the rest counts.
+        task: model and data of the clients that take part.
+        reputation: what they remember.
+        round: the number of the round.
+    """
+
+    def __init__(self, inner: Exchange, rules: Acceptance, task: Judge, reputation: Reputation, round: int) -> None:
+        self.inner, self.rules, self.task, self.round = inner, rules, task, round
+        self.reputation = reputation
+        self.passes = torch.zeros(len(reputation.first), dtype=torch.int64)
+        self._pulled: list[_Pulled] = []
+        self._own: tuple[Tensor, Tensor] | None = None  # models, losses
+
+    def begin(self, rng: Rng) -> None:
+        """Pass through."""
+        self.inner.begin(rng)
+
+    def enter(self, ids: Int[Tensor, " active"]) -> None:
+        """Pass through."""
+        self.inner.enter(ids)
+
+    def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
+        """Publish, read, and judge what was read: see `Exchange.pull`. The bytes of what is refused are counted."""
+        inbox = self.inner.pull(message, peers)
+        column = peers.clamp(min=0)
+        barred = ~self.reputation.readable(self.round).gather(1, column) if self.rules.quarantine else peers < -1
+        arrived = inbox.mask & ~barred
+        fine = arrived & _sound(inbox, arrived)
+        scale = torch.ones(fine.shape, dtype=torch.float64)
+        if message.params.shape[1]:
+            fine = self._useful(replace(inbox, mask=fine), message.params)
+            radius = self.rules.clip * self.reputation.step[:, None]
+            far = _distance(self.task.part, message.params, inbox.table, inbox.index, fine)
+            scale = torch.where(fine & (radius > 0) & (far > radius), radius / far, scale)
+        self._pulled.append(_Pulled(peers, scale, arrived & ~fine, fine))
+        most = self.rules.samples * self.task.samples.double()
+        return replace(inbox, mask=fine, limits=Limits(message.params, scale, most))
+
+    def _useful(self, inbox: Inbox, own: Tensor) -> Bool[Tensor, "clients peers"]:
+        """Return which models are not much worse than their reader's, on its own data."""
+        if self._own is None or self._own[0] is not own:
+            self._own = own, own_losses(self.task, own)
+        mine, first = self._own[1], self.reputation.first
+        bound = torch.fmax(self.rules.worse * mine, first)  # of a number and what is none, the number
+        bound = torch.where(mine.isfinite(), bound, first)
+        counts, found = torch.zeros_like(self.passes), {}
+        for split in _splits(self.task):
+            rows = (self.task.counts("validation") > 0) == (split == "validation")
+            some = inbox.mask & rows[:, None]
+            found[split] = self.task.score(replace(inbox, mask=some), split).double().cpu()
+            counts = torch.where(rows, self.task.counts(split), counts)
+        losses = _by_split(self.task, found, torch.full(inbox.mask.shape, torch.inf, dtype=torch.float64))
+        self.passes = self.passes + inbox.mask.sum(1) * counts
+        blind = counts == 0  # who has no data at all can judge nobody
+        return inbox.mask & ((losses <= bound[:, None]) | blind[:, None])
+
+    def note_training(self, before: Float[Tensor, "clients params"], after: Float[Tensor, "clients params"]) -> None:
+        """Take note of how far the clients' own training moved their models."""
+        self.reputation = self.reputation.trained(self.task.part, before, after)
+
+    def judged(self, info: Mapping[str, Tensor]) -> tuple[Reputation, dict[str, Tensor]]:
+        """Return what the clients remember after the round, and the report of the round with what was judged.
+
+        Mixing weights become those that counted, after clipping; the passes of the trials are added to the method's.
+        """
+        size = (len(self.passes), self.task.population)
+        refused, accepted = (torch.zeros(size, dtype=torch.bool) for _ in range(2))
+        for one in self._pulled:
+            for found, slots in ((refused, one.refused), (accepted, one.accepted)):
+                rows, at = slots.nonzero(as_tuple=True)
+                found[rows, one.peers[rows, at]] = True
+        reputation = self.reputation.judged(self.round, refused, accepted) if self.rules.quarantine else self.reputation
+        out = dict(info)
+        out[metrics.PASSES.name] = out.get(metrics.PASSES.name, torch.zeros_like(self.passes)) + self.passes
+        out[metrics.REFUSED.name] = refused.sum(1).double()
+        if "peers" in info:
+            out["slots_refused"] = refused.gather(1, info["peers"].clamp(min=0)) & (info["peers"] >= 0)
+        if "peers" in info and "weights" in info and "own_weight" in info:
+            counted = info["weights"] * self._scale_of(info["peers"]).to(info["weights"])
+            rest = torch.where(info["arrived"], info["weights"] - counted, 0).sum(1)
+            out |= {"weights": counted, "own_weight": info["own_weight"] + rest.to(info["own_weight"])}
+        return reputation, out
+
+    def _scale_of(self, peers: Int[Tensor, "clients slots"]) -> Float[Tensor, "clients slots"]:
+        out = torch.ones(peers.shape, dtype=torch.float64)
+        for one in self._pulled:
+            same = (peers[:, :, None] == one.peers[:, None, :]) & one.accepted[:, None, :]
+            smallest = torch.where(same, one.scale[:, None, :], 1.0)
+            out = torch.minimum(out, smallest.amin(2) if smallest.shape[2] else out)
+        return out
+
+    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+        """Pass through: what a server receives and answers is not judged."""
+        return self.inner.serve(message, rule, shared)
+
+    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
+        """Pass through."""
+        return self.inner.cohort(compute)
+
+    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+        """Pass through."""
+        self.inner.retire(ids, params)
+
+    def idle(self, exchanges: int) -> None:
+        """Pass through."""
+        self.inner.idle(exchanges)
+
+
+def _sound(inbox: Inbox, arrived: Bool[Tensor, "clients peers"]) -> Bool[Tensor, "clients peers"]:
+    """Return which messages are numbers throughout, and claim some samples where they claim any."""
+    sound = torch.ones(max(1, len(inbox.table)), dtype=torch.bool)
+    parts = [inbox.table, *(value for value in inbox.fields.values() if value.is_floating_point())]
+    for sender in inbox.index[arrived].unique().tolist():
+        claimed = inbox.fields[SAMPLES][sender] if SAMPLES in inbox.fields else None
+        sound[sender] = all(bool(part[sender].isfinite().all()) for part in parts)
+        sound[sender] &= claimed is None or claimed.ndim > 0 or bool(claimed >= 0)
+    return sound[inbox.index]

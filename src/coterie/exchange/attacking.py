@@ -1,0 +1,203 @@
+"""Attacking: an exchange in which some clients publish something else than their models, for experiments and tests.
+
+A simulation of members that are hostile, broken or idle. Their local training, and what they read, go on as the method
+has it; what leaves them is changed. "label-flip" changes their training data instead, see `simulation.attackers`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from annotated_types import MinLen
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from coterie._util.importing import imported_function
+from coterie._util.settings import Configurable, OwnFunction, PositiveFloat
+from coterie.errors import ConfigError, require, unknown
+from coterie.exchange.base import SAMPLES, Exchange, Inbox, Message, Rule
+from coterie.rng import Rng
+
+LABEL_FLIP, COPY = "label-flip", "copy"
+STRENGTHS = {"sign-flip": 5.0, "noise": 3.0, "scale": 10.0, "a-little-is-enough": 1.5}
+"""The strength of each kind that has one, where none is given."""
+KINDS = (*STRENGTHS, LABEL_FLIP, COPY)
+
+
+@dataclass(frozen=True)
+class Attack(Configurable):
+    """What some clients do.
+
+    Args:
+        kind: "sign-flip", -`strength` times the own model; "scale", `strength` times; "noise", the own model and in
+            each number a normal draw of deviation `strength` times the root mean square of its numbers;
+            "a-little-is-enough" (Baruch et al., 2019, https://arxiv.org/abs/1902.06156), in each number the mean of
+            the honest models of the exchange less `strength` deviations over them; "label-flip", an honest model of
+            training data in which class c of C is C - 1 - c; "copy", a free rider: the model that arrived in its last
+            exchange from the peer of the lowest number, and its first model until one arrived. Or the import path of a
+            function of yours, (Seen) -> models.
+        clients: who does it: a share of all below 1, a count from 1 on, or a list of names or numbers. Of several
+            attacks each draws among the clients that the ones before left.
+        strength: 5 for "sign-flip", 3 for "noise", 10 for "scale", 1.5 for "a-little-is-enough" when None.
+        samples: the number of training samples that they claim; their own when None.
+    """
+
+    kind: str | OwnFunction
+    clients: PositiveFloat | Annotated[Sequence[int | str], MinLen(1)]
+    strength: PositiveFloat | None = None
+    samples: PositiveFloat | None = None
+
+    def check(self) -> None:
+        """A kind is known, or an import path; a strength is for kinds that have one."""
+        if ":" not in str(self.kind) and self.kind not in KINDS:
+            known = unknown("kind", str(self.kind), KINDS)
+            raise ConfigError(f"{known}, or an import path (package.module:name)")
+        fits = self.strength is None or self.kind not in (LABEL_FLIP, COPY)
+        require(fits, "strength", self.strength, f"none for {self.kind!r}")
+
+    @property
+    def power(self) -> float:
+        """The strength, given or not."""
+        return STRENGTHS.get(str(self.kind), 1.0) if self.strength is None else self.strength
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an attack of yours knows.
+
+    Args:
+        models: what the attackers would publish, if they were honest.
+        honest: what the honest clients publish in the same exchange.
+        round: its number; -1 for the warm-up.
+        ids: of the attackers.
+        strength: of the attack; 1 when not given.
+        rng: the streams of the round: `rng.generator("my purpose", client)`.
+    """
+
+    models: Float[Tensor, "attackers params"]
+    honest: Float[Tensor, "honest params"]
+    round: int
+    ids: Int[Tensor, " attackers"]
+    strength: float
+    rng: Rng
+
+
+class Attacking:
+    """A wrapper of another exchange of all clients, in which some attack.
+
+    Args:
+        inner: the exchange underneath.
+        groups: the attacks, each with the ids of its clients, ascending.
+        first: the shared part of the first model of each client, for "copy".
+        population: number of clients.
+    """
+
+    def __init__(
+        self,
+        inner: Exchange,
+        groups: Sequence[tuple[Attack, Int[Tensor, " attackers"]]],
+        first: Float[Tensor, "population params"],
+        population: int,
+    ) -> None:
+        self.inner, self.groups, self.population = inner, list(groups), population
+        self.attackers: Bool[Tensor, " population"] = torch.zeros(population, dtype=torch.bool)
+        for _, ids in self.groups:
+            self.attackers[ids] = True
+        copying = [int(i) for attack, ids in self.groups if attack.kind == COPY for i in ids]
+        self._copied = {client: first[client].clone() for client in copying}
+        self._rng, self._number, self._active = Rng(0), 0, torch.arange(population)
+
+    def begin(self, rng: Rng) -> None:
+        """Start a round."""
+        self._rng, self._number = rng, 0
+        self.inner.begin(rng)
+
+    def enter(self, ids: Int[Tensor, " active"]) -> None:
+        """Set the clients that take part in this round."""
+        self._active = ids
+        self.inner.enter(ids)
+
+    def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
+        """Publish, the attackers what their attack says, and read."""
+        inbox = self.inner.pull(self._attacked(message), peers)
+        if message.params.shape[1]:
+            for row, client in enumerate(self._active.tolist()):
+                arrived = inbox.mask[row].nonzero().flatten()
+                if client in self._copied and len(arrived):
+                    lowest = arrived[inbox.peers[row, arrived].argmin()]
+                    self._copied[client] = inbox.table[inbox.index[row, lowest]].clone()
+        return inbox
+
+    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+        """Send to the server, the attackers what their attack says."""
+        return self.inner.serve(self._attacked(message), rule, shared)
+
+    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
+        """Pass through."""
+        return self.inner.cohort(compute)
+
+    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+        """Make stopped clients keep publishing: an attacker what its attack makes of its model now."""
+        self.inner.retire(ids, self._models(params, ids))
+
+    def idle(self, exchanges: int) -> None:
+        """Pass through."""
+        self.inner.idle(exchanges)
+
+    def _attacked(self, message: Message) -> Message:
+        number, self._number = self._number, self._number + 1
+        fields = dict(message.fields)
+        if SAMPLES in fields:
+            fields[SAMPLES] = fields[SAMPLES].clone()
+            for attack, ids in self.groups:
+                if attack.samples is not None:
+                    fields[SAMPLES][torch.isin(self._active, ids)] = attack.samples
+        return replace(message, params=self._models(message.params, self._active, number), fields=fields)
+
+    def _models(self, params: Tensor, ids: Tensor, number: int = 0) -> Tensor:
+        """Return models, those of the attackers changed; what has no columns stays."""
+        out = params.clone()
+        honest = params[~self.attackers[ids].to(params.device)]
+        for attack, members in self.groups if params.shape[1] else ():
+            rows = torch.isin(ids, members).nonzero().flatten()
+            if len(rows):
+                out[rows] = self._made(attack, params[rows], honest, ids[rows], number).to(out)
+        return out
+
+    def _made(self, attack: Attack, own: Tensor, honest: Tensor, ids: Tensor, number: int) -> Tensor:
+        kind, power = str(attack.kind), attack.power
+        if kind == LABEL_FLIP:
+            return own
+        if kind == COPY:
+            return torch.stack([self._copied[client] for client in ids.tolist()])
+        if kind in ("sign-flip", "scale"):
+            return own * (power if kind == "scale" else -power)
+        if kind == "noise":
+            streams = (self._rng.generator(f"attack.noise.{number}", client) for client in ids.tolist())
+            draws = torch.from_numpy(np.stack([stream.standard_normal(own.shape[1]) for stream in streams]))
+            return own + power * own.double().square().mean(1, keepdim=True).sqrt() * draws.to(own.device)
+        if kind == "a-little-is-enough":
+            others = honest if len(honest) else own
+            little = others.double().mean(0) - power * others.double().std(0, correction=0)
+            return little.expand(len(own), -1)
+        function = imported_function(kind, f"attack {kind!r}")
+        made = function(Seen(own.clone(), honest.clone(), self._rng.round, ids, power, self._rng))
+        if not isinstance(made, Tensor) or made.shape != own.shape:
+            found = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+            raise ConfigError(f"attack {kind!r} returned {found}; expected a tensor of shape {tuple(own.shape)}")
+        return made
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return the state that a later round depends on."""
+        inner = getattr(self.inner, "snapshot", dict)()
+        return inner | {f"copied.{client}": model for client, model in self._copied.items()}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the result of `snapshot`."""
+        if (restore := getattr(self.inner, "restore", None)) is not None:
+            restore(tensors)
+        for name, model in tensors.items():
+            if name.startswith("copied."):
+                self._copied[int(name.split(".")[1])] = model

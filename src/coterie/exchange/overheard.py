@@ -1,0 +1,46 @@
+"""Overheard: the exchange of a simulation, in which every published model is kept for somebody who listens."""
+
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coterie.exchange.base import Inbox, Message, Rule
+from coterie.exchange.in_memory import InMemory
+
+
+class Overheard(InMemory):
+    """An `InMemory` that keeps the newest model that each client published.
+
+    Args:
+        ids: the ids of the rows of a full message.
+        population: number of clients.
+
+    Attributes:
+        heard: by client: what was shared of its model in its newest message with one.
+    """
+
+    def __init__(self, ids: Int[Tensor, " clients"], population: int) -> None:
+        super().__init__(ids, population)
+        self.heard: dict[int, Float[Tensor, " shared"]] = {}
+
+    def _listen(self, message: Message) -> None:
+        if message.params.shape[1]:
+            self.heard |= {
+                client: row.clone() for client, row in zip(self.active.tolist(), message.params, strict=True)
+            }
+
+    def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
+        """Publish, heard by the listener, and read."""
+        self._listen(message)
+        return super().pull(message, peers)
+
+    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+        """Send to the server, heard by the listener."""
+        self._listen(message)
+        return super().serve(message, rule, shared)
+
+    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+        """Keep what stopped clients go on publishing."""
+        self.heard |= {client: row.clone() for client, row in zip(ids.tolist(), params, strict=True)}
+        super().retire(ids, params)

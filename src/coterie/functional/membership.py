@@ -1,0 +1,96 @@
+r"""Membership inference: was a sample among those that a model was trained on? Attacks, and how well they do.
+
+Values and memberships have a row for each of several runs, trained alike on different halves of the same samples: runs
+$2k$ and $2k + 1$ are a pair, in which each sample is a member of exactly one.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from coterie.errors import require
+from coterie.rng import Rng
+
+_LEAST = 1e-7  # loss: a probability nearer to 1 is rounding
+
+
+def confidence(losses: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    r"""Return the logit of the probability $p = e^{-\ell}$ that stands behind a cross-entropy, in float64.
+
+    It is near to normally distributed over models, as losses are not (Carlini et al. 2022). It falls with any loss.
+
+    Example:
+        >>> confidence(torch.tensor([0.6931472])).round(decimals=4).abs().tolist()
+        [0.0]
+    """
+    value = losses.double().nan_to_num(nan=torch.inf).clamp(_LEAST, 500.0)
+    return -torch.log(torch.expm1(value))
+
+
+def likelihood_ratio(
+    values: Float[Tensor, "runs samples"], member: Bool[Tensor, "runs samples"]
+) -> Float[Tensor, "runs samples"]:
+    r"""Return the score of LiRA for each sample in each run: how much likelier its value is for a member.
+
+    Normal distributions of a sample's value, with and without it in the training data, are fitted to the runs outside
+    of the pair of the one attacked: as many of each. Means are of the sample, variances of all samples together, as
+    the paper advises for few models.
+
+    N. Carlini et al., Membership inference attacks from first principles, 2022, https://arxiv.org/abs/2112.03570.
+
+    Args:
+        values: such as `confidence`; an even number of runs, 6 at least.
+        member: whether a sample is in a run's training data.
+    """
+    runs = len(values)
+    require(runs >= 6 and runs % 2 == 0, "runs", runs, "an even number, 6 or more")
+    scores = torch.empty_like(values)
+    for run in range(runs):
+        others = torch.ones(runs, dtype=torch.bool)
+        others[run // 2 * 2 : run // 2 * 2 + 2] = False
+        fitted = [_normal(values[others], inside) for inside in (member[others], ~member[others])]
+        (mean_in, spread_in), (mean_out, spread_out) = fitted
+        away_in, away_out = (values[run] - mean_in) / spread_in, (values[run] - mean_out) / spread_out
+        scores[run] = (away_out.square() - away_in.square()) / 2 + torch.log(spread_out / spread_in)
+    return scores
+
+
+def _normal(
+    values: Float[Tensor, "runs samples"], chosen: Bool[Tensor, "runs samples"]
+) -> tuple[Float[Tensor, " samples"], Float[Tensor, ""]]:
+    """Return the mean of each sample's chosen values, and their common standard deviation."""
+    count = chosen.sum(0)
+    mean = (values * chosen).sum(0) / count
+    away = ((values - mean) * chosen).square().sum() / (count - 1).sum()
+    return mean, away.sqrt().clamp(min=1e-12)
+
+
+def auc(scores: Float[Tensor, " cases"], member: Bool[Tensor, " cases"]) -> float:
+    """Return how often a member scores above a non-member, ties as one half: 0.5 for guessing.
+
+    Example:
+        >>> auc(torch.tensor([3.0, 1.0, 2.0, 0.0]), torch.tensor([True, True, False, False]))
+        0.75
+    """
+    _, place, count = scores.unique(return_inverse=True, return_counts=True)
+    rank = (count.cumsum(0) - (count - 1) / 2)[place].double()  # from 1, ties share the mean
+    inside, outside = int(member.sum()), int((~member).sum())
+    return float((rank[member].sum() - inside * (inside + 1) / 2) / (inside * outside))
+
+
+def true_positives(scores: Float[Tensor, " cases"], member: Bool[Tensor, " cases"], false: float = 0.01) -> float:
+    """Return the share of members that are found at a share of non-members, at most, that are taken for such.
+
+    Example:
+        >>> true_positives(torch.tensor([3.0, 1.0, 2.0, 0.0]), torch.tensor([True, True, False, False]), 0.0)
+        0.5
+    """
+    outside = scores[~member].sort(descending=True).values
+    threshold = outside[min(len(outside) - 1, int(false * len(outside)))]
+    return float((scores[member] > threshold).double().mean())
+
+
+def resampled(cases: int, times: int, seed: int = 0) -> Int[Tensor, "times cases"]:
+    """Return draws with replacement, for intervals by the bootstrap."""
+    stream = Rng(seed).generator("membership.bootstrap")
+    return torch.from_numpy(stream.integers(cases, size=(times, cases)))

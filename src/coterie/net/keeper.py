@@ -1,0 +1,133 @@
+"""Keeper: the newest roster that a node has seen. Versions only rise, also over restarts.
+
+A new roster comes as a file that the operator replaces, or from another member; it counts only with the organizer's
+signature, for the same run, and with a higher version. It is kept in the node's folder, so that a roster of before is
+not taken again.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from coterie._util.files import write_atomically
+from coterie.errors import PeerMismatch, TransportError
+from coterie.net import roster as rosters
+from coterie.net.roster import Roster
+
+SEEN = "roster.seen"
+MAX_BYTES = 1024 * 1024
+_Stamp = tuple[tuple[int, int, int], ...]
+
+
+class Keeper:
+    """The newest roster of one node's run.
+
+    Args:
+        file: the roster's file; its signature lies beside it.
+        organizer: the file with the organizer's public key.
+        folder: the node's folder, where the newest roster is kept.
+        log: receives events.
+
+    Raises:
+        TransportError: when there is no roster that the organizer signed.
+    """
+
+    def __init__(self, file: Path, organizer: Path, folder: Path, log: Callable[..., None] = lambda *_, **__: None):
+        self.file, self._seen, self._log = file, folder / SEEN, log
+        self._organizer_file, self._organizer = organizer, rosters.organizer_key(organizer)
+        self._stamp = self._stamped()
+        self.sealed = rosters.sealed(file)
+        self.roster = rosters.load(file, organizer)
+        if self._seen.exists():
+            self._rise(self._seen.read_bytes(), str(self._seen))
+
+    def keep(self) -> None:
+        """Keep the roster on disk."""
+        self._seen.parent.mkdir(parents=True, exist_ok=True)
+        if not self._seen.exists() or self._seen.read_bytes() != self.sealed:
+            write_atomically(self._seen, self.sealed)
+
+    def _rise(self, data: bytes, source: str) -> bool:
+        """Take a roster if it is a newer one."""
+        if len(data) > MAX_BYTES:
+            self._log("roster_refused", level="warning", source=source, text=f"{len(data)} bytes")
+            return False
+        try:
+            found = rosters.opened(data, self._organizer)
+        except (TransportError, PeerMismatch) as error:
+            self._log("roster_refused", level="warning", source=source, text=str(error)[:300])
+            return False
+        known = self.roster
+        if found.run != known.run or found.version <= known.version:
+            if found != known:
+                text = f"run {found.run}, version {found.version}; version {known.version} of {known.run} is known"
+                self._log("roster_refused", level="warning", source=source, text=text)
+            return False
+        self.roster, self.sealed = found, data
+        return True
+
+    def look(self) -> Roster | None:
+        """Return the roster of the file when the file has changed and holds a newer one."""
+        stamp = self._stamped()
+        if stamp == self._stamp:
+            return None
+        try:
+            data = rosters.sealed(self.file)
+        except TransportError as error:  # half-copied: looked at again when it changes again
+            self._log("roster_refused", level="warning", source=str(self.file), text=str(error)[:300])
+            data = b""
+        self._stamp = stamp
+        if not data or not self._rise(data, str(self.file)):
+            return None
+        self.keep()
+        return self.roster
+
+    def offered(self, data: bytes, peer: str) -> Roster | None:
+        """Return the roster that another member sent, when it is newer."""
+        if not self._rise(data, peer):
+            return None
+        self.keep()
+        return self.roster
+
+    def _stamped(self) -> _Stamp:
+        out = []
+        for path in (self.file, self.file.with_name(self.file.name + ".sig")):
+            try:
+                found = path.stat()
+            except OSError:
+                continue
+            out.append((found.st_ino, found.st_size, found.st_mtime_ns))
+        return tuple(out)
+
+
+def changes(old: Roster, new: Roster) -> dict[str, Any]:
+    """Return what a node's log says of a new roster: its version, who was removed and who has another key."""
+    keys = {m.name: m.key for m in new.members}
+    removed = [m.name for m in old.members if m.name not in keys]
+    rekeyed = [m.name for m in old.members if m.name in keys and keys[m.name] != m.key]
+    return {"version": new.version, "removed": removed, "rekeyed": rekeyed}
+
+
+def check_same_run(old: Roster, new: Roster, name: str) -> None:
+    """Check that a running node can go on with a new roster.
+
+    Raises:
+        TransportError: when the node was removed or has another key in it, or when it describes another study.
+    """
+    known = {m.name: m for m in new.members}
+    if name not in known:
+        raise TransportError(f"{name} was removed from run {new.run} in version {new.version} of the roster")
+    mine, before = known[name], old.member(name)
+    if mine.key != before.key:
+        raise TransportError(
+            f"version {new.version} of the roster has another key for {name}: put its key and certificate in place "
+            "and start the node again; it continues from its checkpoint"
+        )
+    for what in ("population", "study", "schema", "server", "clusters"):
+        if getattr(old, what) != getattr(new, what):
+            raise TransportError(
+                f"version {new.version} of the roster has another {what} than version {old.version}; "
+                "start the node again with the study of the new roster"
+            )
+    if mine.clients != before.clients:
+        raise TransportError(f"version {new.version} of the roster gives {name} other clients; a client keeps its id")

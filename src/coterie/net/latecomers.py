@@ -1,0 +1,229 @@
+"""Latecomers: members whose clients a study holds out as new ones join when the run of the others has ended.
+
+The rule is that of `simulation.newcomers`, and so are the results. The members that take part run as if there were no
+others. At the end each of them answers newcomers with the message of its method that it would publish in every round
+from now on; with a server, the server answers with the models that serve clients now. A newcomer finds its peers among
+those that answer, or its model among the server's, trains its rounds, is tested, and changes nobody.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from coterie.data.federation import Federation
+from coterie.engine.task import Task
+from coterie.errors import ConfigError
+from coterie.exchange.base import Message
+from coterie.exchange.narrowed import cut
+from coterie.methods.base import Method, PeerMethod, Round
+from coterie.methods.server import ServerContext, ServerMethod
+from coterie.net.exchange import MAX_REPLY, RemoteExchange
+from coterie.net.payload import Refused, Template
+from coterie.net.post import Post
+from coterie.net.roster import Roster
+from coterie.net.wire import Address
+from coterie.simulation.loop import Loop
+from coterie.simulation.newcomers import Joining, chosen, everybody
+from coterie.simulation.settings import Settings
+
+KIND = "join"
+"""The kind of the messages that answer newcomers."""
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Who of a roster takes part in the run, and who joins when it has ended.
+
+    Args:
+        ids: the id on the roster of each client: first of those that take part, then of the newcomers.
+        taking: those that take part as a roster of their own, numbered from 0.
+        whole: all members, numbered in the order of `ids`.
+        method: of the run.
+    """
+
+    ids: Int[Tensor, " clients"]
+    taking: Roster
+    whole: Roster
+    method: Method
+
+    @property
+    def late(self) -> list[str]:
+        """The members that join late."""
+        here = {member.name for member in self.taking.members}
+        return [member.name for member in self.whole.members if member.name not in here]
+
+    def renewed(self, roster: Roster) -> "Sides":
+        """Return the same sides with a newer roster of the run, in which members were removed or have other keys."""
+        return _sides(roster, self.method, self.ids, self.taking.population)
+
+    def answers(self, name: str) -> bool:
+        """Return whether a member answers newcomers when the run has ended."""
+        return name == self.taking.server if self.method.server else name not in self.late
+
+    def roster(self, name: str) -> Roster:
+        """Return the roster as a member sees it: newcomers know all, the others each other."""
+        return self.whole if name in self.late else self.taking
+
+    def numbered(self, federation: Federation, name: str) -> Federation:
+        """Return a member's rows with the numbers of that roster."""
+        place = torch.argsort(self.ids)
+        return replace(federation, ids=place[federation.ids], population=self.roster(name).population)
+
+
+def sides(roster: Roster, method: Method, settings: Settings, seed: int) -> Sides | None:
+    """Tell who joins late; None where the study holds nobody out.
+
+    Args:
+        roster: of all members; clients that a study names are its members.
+        method: of the run.
+        settings: of the run.
+        seed: of the run, by which a share of the clients is drawn as in a simulation.
+
+    Raises:
+        ConfigError: when that cannot be between machines, in one line.
+    """
+    if settings.new_clients is None:
+        return None
+    if settings.new_client_others == "training":
+        raise ConfigError(
+            "new_client_others is 'training'; between machines new clients join when the run of the others has ended: "
+            "leave it out"
+        )
+    if not isinstance(method, PeerMethod | ServerMethod):
+        raise ConfigError(
+            f"new_clients: nobody joins {method.kind} late, which is neither a PeerMethod nor a ServerMethod"
+        )
+    if not method.server and (method.exchanges > 1 or type(method).enroll is not Method.enroll):
+        raise ConfigError(
+            f"new_clients: in a round of {method.kind} with these settings members answer each other, which those that "
+            "have finished do not; between machines new clients join methods with one exchange a round, or a server"
+        )
+    population, known = roster.population, roster.client_names
+    names = [known.get(client, "") for client in range(population)] if known else []
+    new = set(chosen(settings.new_clients, population, names, seed).tolist())
+    order = [c for c in range(population) if c not in new] + sorted(new)
+    for member in roster.members:
+        if new & set(member.clients) and not set(member.clients) <= new:
+            raise ConfigError(
+                f"new_clients: some of the clients of {member.name} are new and some are not; a member's join together"
+            )
+    if len(order) - len(new) < 2:
+        raise ConfigError(
+            f"new_clients is {settings.new_clients!r}: of {population} clients {population - len(new)} would take "
+            "part; expected two or more"
+        )
+    if roster.server and set(roster.member(roster.server).clients) & new:
+        raise ConfigError(f"new_clients: {roster.server} has the server role and cannot join late")
+    return _sides(roster, method, torch.tensor(order), population - len(new))
+
+
+def _sides(roster: Roster, method: Method, ids: Int[Tensor, " clients"], taking: int) -> Sides:
+    """The sides of a roster, of whose clients, in the order of `ids`, the first take part."""
+    place = {client: number for number, client in enumerate(ids.tolist())}
+    numbered = tuple(replace(m, clients=tuple(place[c] for c in m.clients)) for m in roster.members)
+    removed = tuple(sorted(place[c] for c in roster.removed))
+    here = tuple(m for m in numbered if all(c < taking for c in m.clients))
+    gone = tuple(c for c in removed if c < taking)
+    return Sides(
+        ids,
+        replace(roster, members=here, population=taking, clusters=(), removed=gone),
+        replace(roster, members=numbered, clusters=(), removed=removed),
+        method,
+    )
+
+
+# ---------------------------------------------------------------- those that took part
+
+
+def answer(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
+    """Answer newcomers from now on, by what the run has come to.
+
+    Args:
+        post: of a node that has done its last round.
+        loop: its run.
+        wide: returns the task of its clients in the whole population.
+
+    Returns:
+        Whether there is anything to answer: a model that diverged is not sent.
+    """
+    method, last = loop.method, loop.next_round - 1
+    if isinstance(method, ServerMethod):
+        task = loop.task
+        context = ServerContext(last, loop.rng.at(last), task.layout, task.population, None, task.part)
+        table = method.serving(context, loop.state.shared)
+        told = {-1: {"table": table if task.part.whole else task.part.shared.of(table)}}
+    else:
+        assert isinstance(method, PeerMethod)
+        task = wide()
+        message = cut(task.part, method.message(task, everybody(loop, task)))
+        told = {client: row_of(message, row) for row, client in enumerate(task.ids.tolist())}
+    for client, tensors in told.items():
+        at = Address(-1, 0, client, KIND)
+        try:
+            post.seal(tensors, at)
+        except Refused:
+            return False
+        post.transport.stand(at, lambda address, tensors=tensors: post.seal(tensors, address))
+    return True
+
+
+def row_of(message: Message, row: int) -> dict[str, Tensor]:
+    """Return the message of one client as the tensors of a payload."""
+    return {"params": message.params[row], **{f"field.{name}": value[row] for name, value in message.fields.items()}}
+
+
+# ---------------------------------------------------------------- newcomers
+
+
+class LateExchange(RemoteExchange):
+    """The exchange of a newcomer: it reads what finished members answer, and nobody reads it."""
+
+    def _at(self, number: int, client: int) -> Address:
+        return Address(self._rng.round, number, client, KIND)
+
+    def _publish(self, message: Message, number: int) -> None:
+        pass
+
+    def served(self, like: Tensor) -> Float[Tensor, "models shared"]:
+        """Fetch the models that serve clients now from the server: what is shared of them.
+
+        Args:
+            like: has the type and the device that they get.
+
+        Raises:
+            RoundMissed: when the server says that it has none.
+            TransportError: when the server does not answer, or with something else.
+        """
+        shapes = {"table": (like.dtype, ("models", "params" if self.width is None else self.width))}
+        template = Template(shapes, halved=frozenset({"table"}), max_bytes=MAX_REPLY)
+
+        def check(tensors: Mapping[str, Tensor]) -> None:
+            if not len(tensors["table"]):
+                raise Refused("shape", "the server answers with no model; expected one or more")
+
+        return self.post.from_server(Address(-1, 0, -1, KIND), template, check).tensors["table"].to(like.device)
+
+
+class NodeJoining(Joining):
+    """A run that the newcomers of a node join: members that are away cannot be chosen."""
+
+    def round(self, index: int, task: Task, params: Float[Tensor, "clients params"]) -> Round:
+        """See `Joining.round`."""
+        rnd = super().round(index, task, params)
+        assert isinstance(self.exchange, RemoteExchange)
+        return replace(rnd, reachable=rnd.reachable & self.exchange.reachable())
+
+
+def joining(loop: Loop, here: Sides) -> NodeJoining:
+    """Return the run that the clients of a node join.
+
+    Args:
+        loop: of the node, with its newcomers alone, before its first round.
+        here: who takes part and who is late.
+    """
+    reachable: Bool[Tensor, " population"] = torch.arange(here.whole.population) < here.taking.population
+    rows = torch.arange(len(loop.task))
+    return NodeJoining(loop.method, loop.settings, loop.order, loop.rng, loop.task, rows, loop.exchange, reachable)

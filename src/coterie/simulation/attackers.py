@@ -1,0 +1,92 @@
+"""Attackers: who attacks in a simulation, and the training data of those that flip labels.
+
+Results are of the honest clients: attackers have no rows in the table of metrics, while the table of reads has theirs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from coterie.data.federation import SPLITS, Federation
+from coterie.engine.task import Task
+from coterie.errors import ConfigError, require, unknown
+from coterie.exchange.attacking import LABEL_FLIP, Attack, Attacking
+from coterie.exchange.base import Exchange
+from coterie.rng import Rng
+
+Groups = list[tuple[Attack, Int[Tensor, " attackers"]]]
+
+
+def chosen(federation: Federation, attacks: Sequence[Attack], seed: int) -> Groups:
+    """Return the rows of the clients of each attack, ascending; none is in two.
+
+    Args:
+        federation: all clients.
+        attacks: of the settings.
+        seed: of the run; the draws depend on nothing else.
+
+    Raises:
+        ConfigError: when there is no such client, one is named twice, or fewer than two honest ones are left.
+    """
+    taken, population, groups = set[int](), len(federation), Groups()
+    for number, attack in enumerate(attacks):
+        where, wanted = f"attacks[{number}]: clients", attack.clients
+        if isinstance(wanted, float | int):
+            count = round(wanted * population) if wanted < 1 else round(wanted)
+            require(wanted < 1 or wanted == count, where, wanted, "a share below 1, a whole number, or a list")
+            require(count >= 1, where, wanted, f"a share that is at least one of {population} clients")
+            free = np.array([row for row in range(population) if row not in taken])
+            rows = free[Rng(seed).at(-1).generator(f"attackers.{number}").permutation(len(free))[:count]].tolist()
+            short = len(rows) < count
+        else:
+            rows, short = [_row(federation, one, where) for one in wanted], False
+        twice = sorted(taken & set(rows)) + [row for row in rows if rows.count(row) > 1]
+        require(not twice, where, wanted, f"clients that attack once; {federation.name_of(twice[0]) if twice else ''}")
+        taken |= set(rows)
+        if short or population - len(taken) < 2:
+            left = 0 if short else population - len(taken)
+            raise ConfigError(
+                f"{where} is {wanted!r}: of {population} clients {left} would be honest; expected two or more"
+            )
+        groups.append((attack, torch.tensor(sorted(rows))))
+    return groups
+
+
+def _row(federation: Federation, wanted: int | str, where: str) -> int:
+    names = federation.client_names
+    if isinstance(wanted, str) and wanted in names:
+        return names.index(wanted)
+    if names and isinstance(wanted, str) and not wanted.isdecimal():
+        raise ConfigError(f"{where}: {unknown('client', wanted, names)}")
+    fits = not isinstance(wanted, str) or wanted.isdecimal()
+    require(fits and 0 <= int(wanted) < len(federation), where, wanted, f"0 to {len(federation) - 1}")
+    return int(wanted)
+
+
+def flipped(federation: Federation, groups: Groups) -> Federation:
+    """Return the data, with the training labels of those that flip them: class c of C becomes C - 1 - c.
+
+    Raises:
+        ConfigError: when somebody flips labels and targets are no classes.
+    """
+    rows = [ids for attack, ids in groups if attack.kind == LABEL_FLIP]
+    if not rows:
+        return federation
+    if not federation.classes or federation.y.ndim != 2:
+        raise ConfigError(f"attack {LABEL_FLIP!r} flips classes; these targets are not one class a sample")
+    flips = torch.zeros_like(federation.split, dtype=torch.bool)
+    flips[torch.cat(rows)] = True
+    flips &= federation.split == SPLITS["train"]
+    return replace(federation, y=torch.where(flips, federation.classes - 1 - federation.y, federation.y))
+
+
+def door(inner: Exchange, groups: Groups, task: Task, seed: int) -> Exchange:
+    """Return the exchange in which these clients attack: the exchange itself where nobody does."""
+    if not groups:
+        return inner
+    part, first = task.part, task.origin(Rng(seed))
+    return Attacking(inner, groups, first if part.whole else part.shared.of(first), task.population)

@@ -1,0 +1,205 @@
+"""What published models tell of their training data: membership inference against each method of a study.
+
+Every client's training samples are halved at random, several times over. Each half trains a run; the other half are the
+non-members: samples of the same client, drawn in the same way. A listener hears the newest model that each client
+published, and says of each sample of that client whether the model was trained on it.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from coterie.data.build import build_federation
+from coterie.data.federation import SPLITS, Federation
+from coterie.engine.privacy import DPSGD
+from coterie.errors import DataError, require
+from coterie.exchange.overheard import Overheard
+from coterie.functional import membership
+from coterie.functional.metrics import EPSILON, REGISTRY, Metrics
+from coterie.rng import Rng
+from coterie.simulation.final_metrics import final_tests
+from coterie.simulation.loop import Unprotected
+from coterie.simulation.run import Settings, make_task, simulate
+from coterie.studies.definition import MethodConfig, StudyConfig
+
+FALSE_POSITIVES = 0.01
+_DRAWS = 200  # of the bootstrap
+_HELD_OUT = -1
+
+
+@dataclass(frozen=True)
+class Attack:
+    """How well an attack on a method did; ends of intervals are 95 % over samples, by the bootstrap.
+
+    Args:
+        label: of the method.
+        noise_multiplier: of DP-SGD; None without.
+        epsilon: the largest of any client; None without privacy, infinite without noise.
+        score: what models are judged by, the mean over clients and runs.
+        target: "published": the newest models that clients sent; "unpublished": the last models, of a method in which
+            nobody sends any. "part": only a part is sent, which was not attacked.
+        attack: "loss", a threshold on the loss, or "lira", a likelihood ratio with shadow models.
+        auc: how often a member is ranked before a non-member: 0.5 for guessing; with `auc_low` and `auc_high`.
+        tpr: share of members that are found at 1 % false alarms; guessing finds 1 %.
+    """
+
+    label: str
+    noise_multiplier: float | None
+    epsilon: float | None
+    score: float
+    target: str
+    attack: str
+    auc: float = math.nan
+    auc_low: float = math.nan
+    auc_high: float = math.nan
+    tpr: float = math.nan
+    tpr_low: float = math.nan
+    tpr_high: float = math.nan
+
+
+def halves(federation: Federation, runs: int, rng: Rng) -> Bool[Tensor, "runs clients samples"]:
+    """Draw which training samples are members in each run: one half of each client's, in a pair of runs the other.
+
+    Args:
+        federation: the data.
+        runs: an even number.
+        rng: the random streams.
+
+    Raises:
+        DataError: for a client with a single training sample.
+    """
+    train = federation.split == SPLITS["train"]
+    counts = train.sum(1)
+    if bool((counts < 2).any()):
+        alone = federation.name_of(int((counts < 2).nonzero()[0]))
+        raise DataError(f"{alone} has one training sample; expected two or more, to hold out half of them")
+    member = torch.zeros(runs, *train.shape, dtype=torch.bool)
+    for row, client in enumerate(federation.ids.tolist()):
+        places, stream = train[row].nonzero().flatten(), rng.generator("leakage.halves", client)
+        for pair in range(runs // 2):
+            order = places[torch.from_numpy(stream.permutation(len(places)))]
+            member[2 * pair, row, order[: len(order) // 2]] = True
+            member[2 * pair + 1, row, order[len(order) // 2 :]] = True
+    return member
+
+
+def audit(
+    study: StudyConfig,
+    *,
+    shadows: int = 8,
+    private: DPSGD | None = None,
+    federation: Federation | None = None,
+    model: Any = None,
+    data_dir: Path | None = None,
+    told: Callable[[str], None] = lambda _text: None,
+) -> Iterator[Attack]:
+    """Attack each method of a study, without DP-SGD and with it.
+
+    Args:
+        study: the study; its first seed draws the federation.
+        shadows: runs of each method, an even number, 6 or more. Each is attacked with the help of the others.
+        private: DP-SGD of methods for which the study sets none; when None they are attacked without it alone.
+        federation: the data; those of the study when None.
+        model: the model; that of the study when None.
+        data_dir: where datasets are.
+        told: hears what is being done.
+
+    Yields:
+        For each method, without and with DP-SGD: the attack by the loss, and the one by likelihood ratios.
+    """
+    require(shadows >= 6 and shadows % 2 == 0, "shadows", shadows, "an even number, 6 or more")
+    seed = study.seeds[0]
+    whole = federation or build_federation(study.data, seed, data_dir)
+    member = halves(whole, shadows, Rng(seed))
+    network = model if model is not None else study.model.source
+    for label in [entry.label for entry in study.methods]:
+        entry = study.scaled(label)
+        own = entry.settings.local
+        levels = [replace(own, dp=None)]
+        if own.private or private:
+            levels.append(replace(own, dp=own.private or private))
+        for local in levels:
+            settings = replace(entry.settings, local=local)
+            yield from _attacked(entry, settings, network, whole, member, told)
+
+
+def _attacked(
+    entry: MethodConfig,
+    settings: Settings,
+    model: Any,
+    federation: Federation,
+    member: Bool[Tensor, "runs clients samples"],
+    told: Callable[[str], None],
+) -> Iterator[Attack]:
+    """Run one method with each half, and attack it."""
+    task = make_task(federation, entry.method, model, settings)
+    dp = settings.local.private
+    epsilons, scores, losses, target = [], [], [], "published"
+    for run in range(len(member)):
+        told(f"{entry.label}{'' if dp is None else ', private'}: run {run + 1} of {len(member)}")
+        split = federation.split.masked_fill((federation.split == SPLITS["train"]) & ~member[run], _HELD_OUT)
+        ear = Overheard(federation.ids, federation.population)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Unprotected)
+            done = simulate(
+                replace(federation, split=split), entry.method, model=model, settings=settings, seed=run, exchange=ear
+            )
+        tests = final_tests(done.metrics)
+        values = {str(name): rows["value"].to_numpy(float) for name, rows in tests.groupby("metric", observed=True)}
+        if EPSILON.name in values:
+            epsilons.append(float(values.pop(EPSILON.name).max()))
+        scores.append(float(values[Metrics(REGISTRY).main(values)].mean()))
+        rows = [ear.heard.get(client, done.params[row]) for row, client in enumerate(federation.ids.tolist())]
+        if not ear.heard:
+            target = "unpublished"
+        elif any(len(row) != task.layout.size for row in rows):
+            target = "part"
+            break
+        losses.append(task.sample_losses(torch.stack(rows)))
+    common: dict[str, Any] = {
+        "label": entry.label,
+        "noise_multiplier": None if dp is None else dp.noise_multiplier,
+        "epsilon": max(epsilons) if epsilons else None,
+        "score": sum(scores) / len(scores),
+        "target": target,
+    }
+    if target == "part":
+        yield Attack(**common, attack="loss")
+        return
+    train = federation.split == SPLITS["train"]
+    truth = torch.stack([each[train] for each in member])
+    counts = train.sum(1)
+    used = torch.arange(losses[0].shape[1]) < counts[:, None]
+    found = membership.confidence(torch.stack([each[used] for each in losses]))
+    for name, values in (("loss", found), ("lira", membership.likelihood_ratio(found, truth))):
+        yield Attack(**common, attack=name, **rated(values, truth))
+
+
+def rated(values: Float[Tensor, "runs samples"], member: Bool[Tensor, "runs samples"]) -> dict[str, Any]:
+    """Return how well scores tell members from others, with intervals over samples; all runs together."""
+    draws: Int[Tensor, "times samples"] = membership.resampled(values.shape[1], _DRAWS)
+    out = {}
+    for name, measure in (("auc", membership.auc), ("tpr", membership.true_positives)):
+        out[name] = measure(values.flatten(), member.flatten())
+        every = [measure(values[:, draw].flatten(), member[:, draw].flatten()) for draw in draws]
+        low, high = torch.tensor(every, dtype=torch.float64).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
+        out |= {f"{name}_low": low, f"{name}_high": high}
+    return out
+
+
+def as_table(attacks: list[Attack]) -> list[Mapping[str, Any]]:
+    """Return attacks as plain values for JSON: NaN and infinity are None and "infinite"."""
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, float) or math.isfinite(value):
+            return value
+        return "infinite" if math.isinf(value) else None
+
+    return [{name: plain(value) for name, value in asdict(one).items()} for one in attacks]

@@ -1,0 +1,284 @@
+"""Removing members and replacing keys while a run goes on: versions only rise, ids stay, the others go on."""
+
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from coterie.errors import ConfigError, TransportError
+from coterie.methods import METHODS
+from coterie.net import head, identity, local, roster, setup
+from coterie.net.keeper import SEEN, Keeper
+from coterie.net.log import Log
+from coterie.net.node import Node, Patience, RunSpec
+from coterie.net.outbox import Missing
+from coterie.net.payload import Template
+from coterie.net.post import Terms
+from coterie.net.transport import Hub, InProcess
+from coterie.rng import Rng
+from coterie.testing import tiny_federation, tiny_settings
+
+FEDERATION = tiny_federation(num_clients=4)
+PLAN = RunSpec(METHODS["random"](**{"num_peers": 3}), tiny_settings(rounds=8), "linear", "linear", seed=3)
+
+
+@pytest.fixture
+def organizer(tmp_path) -> Path:
+    """The folder of the organizer of a run of four."""
+    folder = tmp_path / "organizer"
+    who, _ = local.members([[0], [1], [2], [3]])
+    local.provision(folder, who, study=head.study_hash(PLAN.agreed(4)))
+    setup._store(folder, {m.name: m.address for m in who.members})
+    return folder
+
+
+def send(organizer: Path, folder: Path) -> Path:
+    """Copy the newest roster, as the organizer sends it, and return its file."""
+    folder.mkdir(exist_ok=True)
+    for name in ("roster.toml.sig", "roster.toml"):
+        shutil.copy(organizer / name, folder / name)
+    return folder / "roster.toml"
+
+
+def keeper(organizer: Path, folder: Path, told: list) -> Keeper:
+    return Keeper(
+        folder / "roster.toml", organizer / "organizer.pub", folder, lambda event, **rest: told.append((event, rest))
+    )
+
+
+def test_a_version_of_before_is_not_taken_again(organizer, tmp_path):
+    """Neither from the file, nor from a member, nor after a restart, whatever file lies there."""
+    told: list = []
+    send(organizer, tmp_path / "first")
+    file = send(organizer, tmp_path / "n0")
+    kept = keeper(organizer, file.parent, told)
+    kept.keep()
+    assert kept.look() is None
+    first = kept.sealed
+    setup.remove(organizer, "n3")
+    send(organizer, file.parent)
+    new = kept.look()
+    assert new is not None
+    assert (new.version, new.removed) == (2, (3,))
+    send(tmp_path / "first", file.parent)
+    assert kept.look() is None
+    assert kept.offered(first, "n2") is None
+    assert [(event, rest["source"]) for event, rest in told] == [
+        ("roster_refused", str(file)),
+        ("roster_refused", "n2"),
+    ]
+    assert "version 1; version 2 of local is known" in told[0][1]["text"]
+    assert keeper(organizer, file.parent, told).roster == new, "a restart finds the newest"
+
+
+def test_only_the_organizers_roster_is_taken(organizer, tmp_path):
+    """Another one's signature, one of another run by the same organizer, one that is damaged or half-copied."""
+    told: list = []
+    file = send(organizer, tmp_path / "n0")
+    kept = keeper(organizer, file.parent, told)
+    other = tmp_path / "other"
+    identity.make_authority(other, "local")
+    newer = replace(kept.roster, version=9)
+    roster.write(other / "roster.toml", newer, other / "organizer.key")
+    assert kept.offered(roster.sealed(other / "roster.toml"), "n1") is None
+    roster.write(other / "roster.toml", replace(newer, run="another"), organizer / "organizer.key")
+    assert kept.offered(roster.sealed(other / "roster.toml"), "n1") is None
+    roster.write(other / "roster.toml", newer, organizer / "organizer.key")
+    good = roster.sealed(other / "roster.toml")
+    assert kept.offered(good[:-1], "n1") is None
+    assert kept.offered(b"", "n1") is None
+    assert kept.offered(bytes(2 << 20), "n1") is None
+    file.write_bytes(good[64:])  # the signature has not been copied yet
+    assert kept.look() is None
+    assert [event for event, _ in told] == ["roster_refused"] * 6
+    send(other, file.parent)
+    assert kept.look() == newer
+
+
+class Run:
+    """Four nodes with their own copies of the roster, inside one program."""
+
+    def __init__(self, organizer: Path, folder: Path) -> None:
+        self.organizer, self.folder, self.hub = organizer, folder, Hub()
+        self.logs: dict[str, io.StringIO] = {}
+        self.nodes: dict[str, Node] = {}
+
+    def node(self, name: str, key: Path | None = None) -> Node:
+        place = self.folder / name
+        if not place.exists():
+            send(self.organizer, place)
+        kept = Keeper(place / "roster.toml", self.organizer / "organizer.pub", place)
+        log = self.logs.setdefault(name, io.StringIO())
+        own = identity.load_key(key or self.organizer / f"{name}.key")
+        self.nodes[name] = Node(
+            PLAN, FEDERATION.host(list(kept.roster.member(name).clients)), kept.roster, InProcess(self.hub, name),
+            local.signer(own), place / "run", terms=Terms(deadline=20.0),
+            patience=Patience(start=20.0, linger=5.0, ask=2.0, poll=0.02), log=Log(name, stream=log), keeper=kept,
+        )  # fmt: skip
+        return self.nodes[name]
+
+    def at(self, name: str, round: int, action) -> None:
+        """Do something when a node trains in a round."""
+        task = self.nodes[name].loop.task
+        train = task.train
+
+        def then(params, rng, *rest, **options):
+            if rng.round == round:
+                action()
+            return train(params, rng, *rest, **options)
+
+        task.train = then
+
+    def told(self, name: str, event: str) -> list[dict]:
+        return [e for e in map(json.loads, self.logs[name].getvalue().splitlines()) if e["event"] == event]
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            node.close()
+            node.transport.close()
+
+
+@pytest.fixture
+def run(organizer, tmp_path) -> Iterator[Run]:
+    made = Run(organizer, tmp_path / "nodes")
+    made.folder.mkdir()
+    yield made
+    made.close()
+
+
+def life(node: Node) -> str:
+    try:
+        node.run()
+    except TransportError as error:
+        return str(error)
+    return ""
+
+
+def test_a_member_that_is_removed_is_read_by_nobody_from_the_next_round_on(run, organizer):
+    """In round 2 every node gets the roster without n3: its client keeps its id, and the others end as four would."""
+    nodes = [run.node(f"n{i}") for i in range(4)]
+
+    def remove() -> None:
+        setup.remove(organizer, "n3")
+        for i in (0, 1, 2):
+            send(organizer, run.folder / f"n{i}")
+
+    run.at("n3", 2, remove)
+    with ThreadPoolExecutor(4) as pool:
+        ends = list(pool.map(life, nodes))
+    assert ends[:3] == ["", "", ""]
+    for name in ("n0", "n1", "n2"):
+        (told,) = run.told(name, "roster")
+        assert (told["version"], told["removed"]) == (2, ["n3"])
+        edges = run.nodes[name].loop.record.edges
+        later = edges[(edges["read"] == 3) & (edges["weight"] > 0) & (edges["round"] > told["round"])]
+        assert later.empty
+    again = run.node("n0")
+    assert again.loop.next_round == 8, "what is stored fits a population of four, one of them removed"
+    assert again.roster.removed == (3,)
+
+
+def test_one_member_that_has_the_new_roster_gives_it_to_the_others(run, organizer):
+    nodes = [run.node(f"n{i}") for i in range(3)]
+
+    def remove() -> None:
+        setup.remove(organizer, "n3")
+        send(organizer, run.folder / "n1")
+
+    run.at("n1", 0, remove)
+    for node in nodes:
+        node.patience = replace(node.patience, start=0.2)
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(life, nodes)) == ["", "", ""]
+    assert [node.roster.version for node in nodes] == [2, 2, 2]
+    assert (run.folder / "n0" / SEEN).read_bytes()[64:] == (organizer / "roster.toml").read_bytes()
+
+
+def test_after_a_new_key_the_old_one_signs_nothing_that_counts(run, organizer, tmp_path):
+    """n2 goes on with its old key: under the new roster its models are refused, and it is told to start again."""
+    a, b, c = (run.node(f"n{i}") for i in range(3))
+    for node in (a, b, c):
+        node.transport.serve_head(node._head)
+        node.loop.exchange.begin(node.loop.rng.at(0))
+        node.loop.exchange.enter(node.exchange.ids)
+    request = identity.make_request(tmp_path / "new", "n2", a.roster.member("n2").address)
+    a.post._newest["n2"] = 1 << 52  # the thief said that it had been started often
+    setup.rekey(organizer, "n2", request)
+    for name in ("n0", "n2"):
+        send(organizer, run.folder / name)
+    a.renew()
+    (told,) = run.told("n0", "roster")
+    assert told["rekeyed"] == ["n2"]
+    old, new = identity.load_key(organizer / "n2.key"), identity.load_key(tmp_path / "new" / "n2.key")
+    verify = a.post._verify["n2"]
+    assert not verify(identity.sign(old, b"text"), b"text")
+    assert verify(identity.sign(new, b"text"), b"text")
+    assert "n2" not in a.post._newest, "the new key begins anew"
+    assert a.ask_heads(["n2"]) == {}, "nor do its heads count"
+    with pytest.raises(TransportError, match="has another key for n2: put its key and certificate in place"):
+        c.renew()
+
+
+def test_a_member_that_was_removed_ends(run, organizer):
+    node = run.node("n3")
+    setup.remove(organizer, "n3")
+    send(organizer, run.folder / "n3")
+    with pytest.raises(TransportError, match="n3 was removed from run local in version 2"):
+        node.renew()
+
+
+def test_a_removed_name_and_id_are_not_used_again(organizer, tmp_path):
+    setup.remove(organizer, "n1")
+    with pytest.raises(ConfigError, match="n1 was removed, and neither names nor ids are used again"):
+        setup.check_member(organizer, "n1")
+    with pytest.raises(TransportError, match="'n1' is not on the roster"):
+        setup.remove(organizer, "n1")
+    study = tmp_path / "study.toml"
+    study.write_text(
+        'name = "s"\nrounds = 2\nseeds = [0]\nmodel = { kind = "linear" }\ndata = { dataset = "digits" }\n'
+        '[[methods]]\nkind = "random"\nnum_peers = 1\n'
+    )
+    made = setup.write_roster(organizer, study, (1, 8, 8), 10)
+    assert (made.version, made.population, made.removed) == (3, 4, (1,))
+    assert made.host_of == {0: "n0", 2: "n2", 3: "n3"}
+
+
+def test_the_server_and_the_last_member_are_not_removed(organizer, tmp_path):
+    old = roster.load(organizer / "roster.toml", organizer / "organizer.pub")
+    roster.write(organizer / "roster.toml", replace(old, server="n2"), organizer / "organizer.key")
+    with pytest.raises(ConfigError, match="n2 has the server role"):
+        setup.remove(organizer, "n2")
+    for name in ("n0", "n1", "n3"):
+        setup.remove(organizer, name)
+    roster.write(
+        organizer / "roster.toml",
+        replace(roster.load(organizer / "roster.toml", organizer / "organizer.pub"), server=""),
+        organizer / "organizer.key",
+    )
+    with pytest.raises(ConfigError, match="n2 is the only member"):
+        setup.remove(organizer, "n2")
+
+
+def test_a_removed_client_is_not_asked_by_a_server_either():
+    """Whatever cohort was drawn: its message is missing for the reason that it was removed."""
+    hub, exchanges = local.in_process([[0], [1], [2]], terms=Terms(deadline=5.0))
+    try:
+        post = exchanges[0].post
+        post.renew(replace(post.roster, members=post.roster.members[:2], removed=(2,)))
+        exchanges[0].begin(Rng(0).at(0))
+        assert exchanges[0].reachable().tolist() == [True, True, False]
+        found = post.gather(
+            [replace(exchanges[0]._at(0, 2), kind="request")], Template.of({"params": torch.zeros(4)}), 1.0
+        )
+        assert found[2] == Missing("removed")
+    finally:
+        for exchange in exchanges:
+            exchange.post.close()
+            exchange.post.transport.close()
+    assert hub.nodes == {}
