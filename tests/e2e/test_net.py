@@ -128,7 +128,7 @@ def test_a_member_that_joins_late_ends_with_the_bytes_of_the_simulation(tmp_path
         nodes.start(late)
         assert nodes.wait(240) == dict.fromkeys(files, 0), (tmp_path / "logs" / f"{late}.log").read_text()
     joined = fleet.gather(tmp_path, study, list(files), "nodes")
-    run_study(study, out=tmp_path / "simulated")
+    run_study(judging(study), out=tmp_path / "simulated")
     run = tmp_path / "simulated" / "four" / label / "seed-0"
     for name in ("metrics", "edges"):
         assert table(joined[name]).equals(table(pd.read_parquet(run / f"{name}.parquet")))
