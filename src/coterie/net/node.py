@@ -501,7 +501,7 @@ class Node:
         if isinstance(self.plan.method, ServerMethod):
             models = newcomers.served(now, self._table())
         else:
-            models = newcomers.with_peers(now, replace(self.loop.state, moments=None))
+            models = newcomers.with_peers(now, replace(self.loop.state, moments=None, reputation=None))
         final = newcomers.tested(now, self._followed(models), self.loop.record, last)
         self.loop.evaluated, self.loop.next_round = final, last + 1
         if len(self.loop.tracker.best):

@@ -345,7 +345,7 @@ def gain_table(data: Mapping[str, Any], metric: Metric) -> str:
                 if name == "lost":
                     low, high = max(low, 0.0), min(high, 1.0)
                 text += f" <small>[{kind.show(low, signed=signed)}, {kind.show(high, signed=signed)}]</small>"
-            sure = name != "lost" and row[f"{name}_established"]
+            sure = name == "mean" and row["mean_established"]
             line.append(cell(row[name], text, "" if not sure else "worse" if row[name] < 0 else "better"))
         body.append(f'<tr data-label="{escape(row["label"])}">{"".join(line)}</tr>')
     points = f"percentage points of test {metric.title}"
@@ -353,7 +353,8 @@ def gain_table(data: Mapping[str, Any], metric: Metric) -> str:
     caption = (
         f"Gain of each client over the same client under {gains['baseline']} with the same seed, in {unit}; in "
         f"brackets Student's t interval over the n seeds ({round(100 * gains['confidence'])} % confidence). In color "
-        "what is established as a gain or a loss, corrected for the number of methods."
+        "mean gains and losses that are established, corrected for the number of methods; the worst clients of many "
+        "are below 0 by chance too."
     )
     return (
         f'<div class="scroll"><table class="gains" data-metric="{escape(metric.name)}">'

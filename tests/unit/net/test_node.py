@@ -491,7 +491,7 @@ STOPS = {"patience": 1, "rounds": 6}
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [(kind, one) for kind in ("dac", "ifca") for one in ({"shared": ["1.weight"]}, {"evaluate": "final"})]
-    + [("dac", STOPS)],
+    + [("dac", STOPS), ("dac", {"acceptance": True})],
 )
 def test_two_members_join_late_whatever_is_shared_and_tested(late_networks, kind, settings):
     network = late_networks(kind, SMALL.get(kind, {}), late=[1, 4], **settings)

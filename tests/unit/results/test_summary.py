@@ -102,6 +102,20 @@ def test_gain_is_paired_by_client_and_seed(small):
     assert (dac["mean_low"], dac["mean_high"]) == pytest.approx((0.1375 - half, 0.1375 + half))
 
 
+def test_the_worst_of_clients_who_neither_gain_nor_lose_is_no_established_loss(tmp_path, write_run, final_rows):
+    """The worst of ten is below 0 in every seed, its interval too; nothing is said to be established."""
+    rng = np.random.default_rng(0)
+    for seed in range(12):
+        for label, values in (("Local", np.full(10, 0.5)), ("DAC", 0.5 + 0.05 * rng.standard_normal(10))):
+            folder = tmp_path / "s" / label / f"seed-{seed}"
+            rows = final_rows(list(values), [0] * 10)
+            write_run(folder, kind=label.lower(), label=label, seed=seed, metrics=rows)
+    (dac,) = summary.gains(tmp_path / "s")["rows"]
+    assert dac["worst_tenth_high"] < 0
+    assert not dac["mean_established"]
+    assert "worst_tenth_established" not in dac
+
+
 def test_gain_of_a_loss_is_turned_round(tmp_path, write_run, final_rows):
     """For regression less is better: from 3 to 1 is a gain of 2."""
     for label, kind, loss in (("L", "local", 3.0), ("D", "dac", 1.0)):
