@@ -123,7 +123,7 @@ def over_rounds(table: pd.DataFrame, names: Sequence[str]) -> dict[str, Tensor]:
         table: the metrics table of a run.
         names: of the metrics.
     """
-    rounds = table[(table["split"] == "train") & (table["round"] >= 0)]
-    found = {name: rounds[rounds["metric"] == name] for name in names}
+    rounds = table.loc[((table["split"] == "train") & (table["round"] >= 0)).to_numpy()]
+    found = {name: rounds.loc[(rounds["metric"] == name).to_numpy()] for name in names}
     means = {name: pd.Series(rows.groupby("client")["value"].mean()) for name, rows in found.items() if len(rows)}
     return {name: torch.from_numpy(one.sort_index().to_numpy(dtype=float).copy()) for name, one in means.items()}
