@@ -166,7 +166,7 @@ def _attacked(
     common: dict[str, Any] = {
         "label": entry.label,
         "noise_multiplier": None if dp is None else dp.noise_multiplier,
-        "epsilon": max(epsilons) if epsilons else None,
+        EPSILON.name: max(epsilons) if epsilons else None,
         "score": sum(scores) / len(scores),
         "target": target,
     }

@@ -69,9 +69,10 @@ def test_mistakes_are_told_in_a_line(organizer, tmp_path):
     assert not (tmp_path / "x").exists(), "nothing is made before everything is checked"
     assert "--days is -1; expected more than 0" in coterie("init", tmp_path / "x", "--run", "two", "--days", "-1")
     coterie("join", "east", "127.0.0.1:22001", "--folder", tmp_path)
-    request = tmp_path / "east.csr"
-    assert "--days is 0; expected" in coterie("sign", organizer, request, "127.0.0.1:22001", "--days", "0")
-    assert "asks for 127.0.0.1; agreed was 10.0.0.1:22001" in coterie("sign", organizer, request, "10.0.0.1:22001")
+    sign, named = ("sign", organizer, tmp_path / "east.csr"), ("--name", "east")
+    assert "--days is 0; expected" in coterie(*sign, "127.0.0.1:22001", *named, "--days", "0")
+    assert "asks for 127.0.0.1; agreed was 10.0.0.1:22001" in coterie(*sign, "10.0.0.1:22001", *named)
+    assert "--name NAME" in coterie(*sign, "127.0.0.1:22001")
     coterie("init", tmp_path / "empty", "--run", "one")
     assert "has signed no member yet" in coterie(
         "roster", tmp_path / "empty", "--study", "rotated-digits", "--features", "1", "--classes", "2"

@@ -159,7 +159,11 @@ PLACES = {
     "engine/native/traced.py": "fields of a C struct",
     "engine/native/trace.py": "names of PyTorch's operations",
 }
-WORDS = {"label": "also the name of a method in a study", "loss": "also a setting of a run"}
+WORDS = {
+    "label": "also the name of a method in a study",
+    "loss": "also a setting of a run",
+    "refused": "also an event of a node's log, and the purpose of a read",
+}
 
 
 def literals(path: Path) -> set[str]:

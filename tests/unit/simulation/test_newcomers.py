@@ -207,6 +207,8 @@ def test_where_the_others_train_on_peers_read_the_newcomers_and_those_each_other
             assert sorted(read) == sorted({*range(8)} - {client})
 
 
+@pytest.mark.option("Settings.new_client_others", "frozen")
+@pytest.mark.option("Settings.new_client_others", "training")
 @pytest.mark.parametrize("kind", ["random", "dac", "pens"])
 def test_a_round_is_simultaneous_where_the_others_train_on(kind):
     """A single newcomer reads in its first round what frozen clients publish; in its second they have trained."""
