@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.engines.cells import Cell, federation, network
-from benchmarks.engines.usual import UsualClient
 from torch import Tensor
 
+from benchmarks.engines.cells import Cell, federation, network
+from benchmarks.engines.usual import UsualClient
 from coterie._util import pages
 from coterie._util.origin import keep
 from coterie.data.federation import Federation

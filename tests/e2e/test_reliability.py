@@ -10,7 +10,6 @@ import tomllib
 from pathlib import Path
 
 from benchmarks import reliability
-
 from coterie.results.summary import find_runs
 from coterie.studies import config
 from coterie.studies.run import run_study

@@ -6,10 +6,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from benchmarks import device
-from benchmarks.engines import cells
 from tests.contract.pretend_device import pretended_cuda
 
+from benchmarks import device
+from benchmarks.engines import cells
 from coterie.errors import CoterieError
 
 

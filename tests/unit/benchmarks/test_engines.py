@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
+from typer.testing import CliRunner
+
 from benchmarks.engines import cells, measure
 from benchmarks.engines.__main__ import app, main
 from benchmarks.engines.cells import WORKS, Cell, Coterie, DifferentResultsError, Usual, compare
 from benchmarks.engines.processes import Processes, per_client
-from typer.testing import CliRunner
-
 from coterie.errors import ConfigError
 
 

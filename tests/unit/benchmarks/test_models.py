@@ -5,9 +5,9 @@ import time
 
 import pytest
 import torch
+
 from benchmarks import models
 from benchmarks.models import Sides, Size, Times
-
 from coterie._util import origin
 
 

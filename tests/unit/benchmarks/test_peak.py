@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from benchmarks import _peak
 from benchmarks._peak import CHAINS, Peak
 

@@ -4,10 +4,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from benchmarks import rounds
 from benchmarks._measured import images
 from benchmarks.rounds import Timing
-
 from coterie.errors import CoterieError
 
 

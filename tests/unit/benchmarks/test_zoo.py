@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 import torch
-from benchmarks.zoo import ZOO
 from torch.nn import functional
 
+from benchmarks.zoo import ZOO
 from coterie.data.federation import Federation
 from coterie.engine import ENGINES
 from coterie.engine.task import LocalTraining, Task
