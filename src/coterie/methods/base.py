@@ -44,20 +44,8 @@ before the exchange that ends a round, which are the ones to judge). `slots_refu
 """
 
 NOTES = frozenset(
-    {
-        *(
-            "peers",
-            "arrived",
-            "weights",
-            "own_weight",
-            "bytes",
-            metrics.LABEL.name,
-            "losses",
-            "train_samples",
-            "trained",
-        ),
-        "slots_refused",
-    }
+    {"peers", "arrived", "weights", "own_weight", "bytes", metrics.LABEL.name, "losses", "train_samples", "trained"}
+    | {"slots_refused"}
 )
 """Names of a report that are no metrics."""
 
