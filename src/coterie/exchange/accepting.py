@@ -11,9 +11,9 @@ Karimireddy, Jaggi, 2022, https://arxiv.org/abs/2202.01545), here with a radius 
 own training step.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Protocol, runtime_checkable
 
 import torch
 from annotated_types import Ge
@@ -21,10 +21,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie._util.settings import Configurable, PositiveFloat
-from coterie.exchange.base import SAMPLES, Exchange, Inbox, Limits, Message, Rule
+from coterie.exchange.base import SAMPLES, Around, Exchange, Inbox, Limits, Message
 from coterie.functional import metrics, similarity
 from coterie.models.part import Part
-from coterie.rng import Rng
 
 _LASTS = 0.9  # a shorter step than before counts as this share of the one before
 _STRIKES = 16  # quarantine grows no longer than 2 to the power of one less
@@ -161,7 +160,7 @@ class _Pulled:
     accepted: Tensor
 
 
-class Accepting:
+class Accepting(Around[Exchange]):
     """A wrapper of another exchange that refuses and bounds what is read, for the clients of one round.
 
     Args:
@@ -178,14 +177,6 @@ class Accepting:
         self.passes = torch.zeros(len(reputation.first), dtype=torch.int64)
         self._pulled: list[_Pulled] = []
         self._own: tuple[Tensor, Tensor] | None = None  # models, losses
-
-    def begin(self, rng: Rng) -> None:
-        """Pass through."""
-        self.inner.begin(rng)
-
-    def enter(self, ids: Int[Tensor, " active"]) -> None:
-        """Pass through."""
-        self.inner.enter(ids)
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Publish, read, and judge what was read: see `Exchange.pull`. The bytes of what is refused are counted."""
@@ -256,22 +247,6 @@ class Accepting:
             smallest = torch.where(same, one.scale[:, None, :], 1.0)
             out = torch.minimum(out, smallest.amin(2) if smallest.shape[2] else out)
         return out
-
-    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
-        """Pass through: what a server receives and answers is not judged."""
-        return self.inner.serve(message, rule, shared)
-
-    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
-        """Pass through."""
-        return self.inner.cohort(compute)
-
-    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
-        """Pass through."""
-        self.inner.retire(ids, params)
-
-    def idle(self, exchanges: int) -> None:
-        """Pass through."""
-        self.inner.idle(exchanges)
 
 
 def _sound(inbox: Inbox, arrived: Bool[Tensor, "clients peers"]) -> Bool[Tensor, "clients peers"]:

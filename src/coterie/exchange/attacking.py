@@ -4,7 +4,7 @@ A simulation of members that are hostile, broken or idle. Their local training, 
 has it; what leaves them is changed. "label-flip" changes their training data instead, see `simulation.attackers`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from coterie._util.importing import imported_function
 from coterie._util.settings import Configurable, OwnFunction, PositiveFloat
 from coterie.errors import ConfigError, require, unknown
-from coterie.exchange.base import SAMPLES, Exchange, Inbox, Message, Rule
+from coterie.exchange.base import SAMPLES, Around, Exchange, Inbox, Message, Rule
 from coterie.rng import Rng
 
 LABEL_FLIP, COPY = "label-flip", "copy"
@@ -84,7 +84,7 @@ class Seen:
     rng: Rng
 
 
-class Attacking:
+class Attacking(Around[Exchange]):
     """A wrapper of another exchange of all clients, in which some attack.
 
     Args:
@@ -134,17 +134,9 @@ class Attacking:
         """Send to the server, the attackers what their attack says."""
         return self.inner.serve(self._attacked(message), rule, shared)
 
-    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
-        """Pass through."""
-        return self.inner.cohort(compute)
-
     def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
         """Make stopped clients keep publishing: an attacker what its attack makes of its model now."""
         self.inner.retire(ids, self._models(params, ids))
-
-    def idle(self, exchanges: int) -> None:
-        """Pass through."""
-        self.inner.idle(exchanges)
 
     def _attacked(self, message: Message) -> Message:
         number, self._number = self._number, self._number + 1

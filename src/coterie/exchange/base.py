@@ -11,7 +11,7 @@ Rows of parameters are where the task's models are; ids, masks, weights and othe
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -323,6 +323,43 @@ class Exchange(Protocol):
     def idle(self, exchanges: int) -> None:
         """Pass a round in which no client of this process takes part; stopped clients still publish."""
         ...
+
+
+Inner = TypeVar("Inner", bound=Exchange)
+
+
+class Around(Generic[Inner]):
+    """An exchange around another one, `inner`, that passes on what a subclass does not write anew."""
+
+    inner: Inner
+
+    def begin(self, rng: Rng) -> None:
+        """Pass on."""
+        self.inner.begin(rng)
+
+    def enter(self, ids: Int[Tensor, " active"]) -> None:
+        """Pass on."""
+        self.inner.enter(ids)
+
+    def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
+        """Pass on."""
+        return self.inner.pull(message, peers)
+
+    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+        """Pass on."""
+        return self.inner.serve(message, rule, shared)
+
+    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
+        """Pass on."""
+        return self.inner.cohort(compute)
+
+    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+        """Pass on."""
+        self.inner.retire(ids, params)
+
+    def idle(self, exchanges: int) -> None:
+        """Pass on."""
+        self.inner.idle(exchanges)
 
 
 def check_peers(own: Int[Tensor, " clients"], peers: Int[Tensor, "clients peers"], population: int) -> None:

@@ -1,20 +1,19 @@
 """Faulty: an exchange that loses and delays messages, for experiments and tests."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from coterie.errors import ExchangeError
-from coterie.exchange.base import Inbox, Message, Rule, from_tensors, read, to_tensors
+from coterie.exchange.base import Around, Inbox, Message, from_tensors, read, to_tensors
 from coterie.exchange.in_memory import InMemory
 from coterie.rng import Rng
 
 
-class Faulty:
+class Faulty(Around[InMemory]):
     """A wrapper of another exchange that drops, delays and duplicates messages.
 
     Args:
@@ -61,22 +60,6 @@ class Faulty:
         mask = inbox.mask & ~happens("drop", self.drop)
         twice = happens("duplicate", self.duplicate) & mask
         return replace(inbox, mask=mask, bytes=inbox.bytes * (mask.to(torch.int64) + twice.to(torch.int64)))
-
-    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
-        """Pass through: faults are between peers."""
-        return self.inner.serve(message, rule, shared)
-
-    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
-        """Pass through."""
-        return self.inner.cohort(compute)
-
-    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
-        """Pass through."""
-        self.inner.retire(ids, params)
-
-    def idle(self, exchanges: int) -> None:
-        """Pass through."""
-        self.inner.idle(exchanges)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the state that a later round depends on."""

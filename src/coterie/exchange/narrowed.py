@@ -4,7 +4,6 @@ Methods see whole rows on both sides of it. What leaves a client is cut to the c
 is widened again with zeros in the others. So nothing that stays at home is in any message, whatever carries it.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie.errors import ExchangeError
-from coterie.exchange.base import Exchange, Inbox, Message, Rule
+from coterie.exchange.base import Around, Exchange, Inbox, Message, Rule
 from coterie.models.part import Part
-from coterie.rng import Rng
 
 
-class Narrowed:
+class Narrowed(Around[Exchange]):
     """A wrapper of another exchange that lets only the shared columns of models pass.
 
     Args:
@@ -28,14 +26,6 @@ class Narrowed:
 
     def __init__(self, inner: Exchange, part: Part, own: Float[Tensor, "clients params"]) -> None:
         self.inner, self.part, self.own = inner, part, own
-
-    def begin(self, rng: Rng) -> None:
-        """Pass through."""
-        self.inner.begin(rng)
-
-    def enter(self, ids: Int[Tensor, " active"]) -> None:
-        """Pass through."""
-        self.inner.enter(ids)
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Publish what is shared, and read what is shared of others: see `Exchange.pull`."""
@@ -51,17 +41,9 @@ class Narrowed:
         new, inbox = self.inner.serve(cut(self.part, message), narrow, shared)
         return new, self._received(inbox, message)
 
-    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
-        """Pass through."""
-        return self.inner.cohort(compute)
-
     def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
         """Make stopped clients keep publishing what is shared of these models."""
         self.inner.retire(ids, _cut(self.part, params))
-
-    def idle(self, exchanges: int) -> None:
-        """Pass through."""
-        self.inner.idle(exchanges)
 
     def _received(self, inbox: Inbox, message: Message) -> Inbox:
         if not inbox.table.shape[1]:
