@@ -89,6 +89,8 @@ class Fleet:
                 if line.startswith("{"):
                     self._listener(name, json.loads(line))
         finally:
+            for line in process.stderr:  # after a fault of the listener: a closed pipe would end the node
+                out.write(line)
             process.stderr.close()
             if path is not None:
                 out.close()

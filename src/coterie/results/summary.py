@@ -117,8 +117,9 @@ class StoredRun:
 
     @property
     def rounds(self) -> int:
-        """How many rounds the tables hold."""
-        return int(self.metrics["round"].to_numpy().max()) + 1
+        """How many rounds the tables hold; while a run works, one of them may be ahead of the other."""
+        tables = [table for table in (self.metrics, self.edges) if len(table)]
+        return max(int(table["round"].to_numpy().max()) for table in tables) + 1
 
     @cached_property
     def finished(self) -> bool:

@@ -3,6 +3,7 @@ import json
 import socket
 from urllib.parse import urlsplit
 
+import pandas as pd
 import pytest
 
 from coterie.errors import ConfigError
@@ -106,6 +107,17 @@ def test_an_unchanged_folder_is_not_read_again(small):
     """The same object is answered: reading a long run takes seconds."""
     follower = Follower(small)
     assert follower.message() is follower.message()
+
+
+@pytest.mark.parametrize("behind", ["metrics.parquet", "edges.parquet"])
+def test_a_table_that_is_behind_the_other_is_followed(tmp_path, population_study, listed, behind):
+    """A working run replaces its tables one after the other, so that a reader may see one round more in one of them."""
+    study = population_study(tmp_path / "study", clusters=[0, 0, 1, 1], rounds=4, seeds=1)
+    run = study / "DAC" / "seed-0"
+    table = pd.read_parquet(run / behind)
+    table[table["round"] < table["round"].max()].to_parquet(run / behind)
+    listed(run)
+    assert Follower(study).message()["data"]["reads"]["ends"]
 
 
 def test_a_single_run_can_be_followed(small):
