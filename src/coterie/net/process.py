@@ -86,6 +86,7 @@ def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
             log("insecure", level="warning", text=_GIVEN_UP)
         with unbroken():  # threads start here: who starts them must come to own them
             engine = stack.enter_context(listening(log))
+            engine.name_of = roster.name_of  # links come up before the transport is ready
             transport = stack.enter_context(
                 ZenohTransport(
                     roster,

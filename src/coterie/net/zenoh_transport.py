@@ -41,6 +41,9 @@ def prefix(run: str) -> str:
 def access(me: str, names: Mapping[str, str], run: str) -> dict[str, Any]:
     """Return the access list of one member: the actions allowed to each certificate.
 
+    A question goes out to the member alone that it is for. The engine would also send it to every member whose
+    announcements have not come yet, because one of them might answer, and each of those would turn the asker away.
+
     Args:
         me: this member.
         names: the common name of each member's certificate, by the member's name.
@@ -56,7 +59,6 @@ def access(me: str, names: Mapping[str, str], run: str) -> dict[str, Any]:
     rules = [
         allow("watch", "ingress", watch, f"{base}/*/alive"),
         allow("out-mine", "egress", own, f"{base}/{me}/**"),
-        allow("out-ask", "egress", ["query"], f"{base}/*/**"),
         allow("out-watch", "egress", watch, f"{base}/*/alive"),
     ]
     subjects: list[dict[str, Any]] = [{"id": "members", "cert_common_names": list(names.values())}]
@@ -64,8 +66,10 @@ def access(me: str, names: Mapping[str, str], run: str) -> dict[str, Any]:
     for name, common in names.items():
         rules.append(allow(f"own-{name}", "ingress", own, f"{base}/{name}/**"))
         rules.append(allow(f"ask-{name}", "ingress", ["query"], f"{base}/{me}/*/{name}"))
+        rules.append(allow(f"out-ask-{name}", "egress", ["query"], f"{base}/{name}/*/{me}"))
         subjects.append({"id": f"cn-{name}", "cert_common_names": [common]})
-        policies.append({"rules": [f"own-{name}", f"ask-{name}"], "subjects": [f"cn-{name}"]})
+        ids = [f"own-{name}", f"ask-{name}", f"out-ask-{name}"]
+        policies.append({"rules": ids, "subjects": [f"cn-{name}"]})
     return {"enabled": True, "default_permission": "deny", "rules": rules, "subjects": subjects, "policies": policies}
 
 
@@ -133,6 +137,20 @@ def _give_threads(members: int) -> None:
     os.environ.setdefault("ZENOH_RUNTIME", f"({parts})")
 
 
+def many_files() -> None:
+    """Let this process open as many files as the system allows: every connection of a stranger is one.
+
+    The usual limit is 1024; whoever fills it keeps a node from reading its own files.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def check_loopback(roster: Roster, listen: str | None = None) -> None:
     """Check that all addresses are on loopback, as a run without TLS requires.
 
@@ -188,6 +206,7 @@ class ZenohTransport:
         self._leaving = zenoh.CancellationToken()
         self._lock = threading.Lock()
         _give_threads(len(roster.members))
+        many_files()
         self._session = self._open()
         self.outbox = Outbox()
         self._senders = ThreadPoolExecutor(senders, "coterie-send")
@@ -251,7 +270,7 @@ class ZenohTransport:
 
     def name_of(self, common_name: str) -> str:
         """Return the member whose certificate has a common name; the common name itself when nobody's has."""
-        return next((m.name for m in self.roster.members if m.common_name == common_name), common_name)
+        return self.roster.name_of(common_name)
 
     def __enter__(self) -> "ZenohTransport":
         return self
