@@ -39,9 +39,7 @@ def run_fleet(
     files = fleet.lay_out(folder, config.loads(STUDY.format(nodes=nodes, rounds=rounds)), port=port, network=network)
     (folder / "logs").mkdir()
     events: dict[str, list[Mapping[str, Any]]] = {name: [] for name in files}
-    with fleet.Fleet(
-        files, logs=folder / "logs", listener=lambda name, event: events[name].append(event)
-    ) as running:
+    with fleet.Fleet(files, logs=folder / "logs", listener=lambda name, event: events[name].append(event)) as running:
         for name in files:
             running.start(name)
         statuses = running.wait(1800)

@@ -75,6 +75,8 @@ class EngineLog:
         self._unknown: set[str] = set()  # threads that have just met a link without a subject
         self._strangers = False
         self.name_of: Callable[[str], str] = lambda common_name: common_name  # whose a certificate is
+        self.on_failed: Callable[[], None] = lambda: None  # a handshake failed
+        self.on_link: Callable[[str], None] = lambda address: None  # a member has a link, from or to an address
 
     def line(self, text: str) -> None:
         """Take one line."""
@@ -90,8 +92,11 @@ class EngineLog:
         if thread in self._unknown:
             self._unknown.remove(thread)
             self._met(text)
+        elif (links := _LINKS.fullmatch(text)) and (link := _LINK.search(links[1])):
+            self.on_link(link[1])
         if source.startswith("zenoh_link_tls"):
             self._refused("certificate", "", text.removesuffix(_HINT))
+            self.on_failed()
         elif text == "Msg intercepted!":
             self._intercepted(self._ruled.pop(thread, None))
         elif caching := _CACHING.fullmatch(text):

@@ -20,6 +20,7 @@ import zenoh
 
 from coterie.errors import TransportError
 from coterie.net.identity import Identity, split_address
+from coterie.net.log import Rarely
 from coterie.net.outbox import REASONS, Missing, Outbox
 from coterie.net.payload import Refused, strict_json
 from coterie.net.roster import Roster
@@ -30,6 +31,9 @@ MAX_QUERY = 64 * 1024
 MAX_REPLY = 1024 * 1024
 _SETTLE = 10.0  # seconds in which links come up after they were made anew
 _REOPEN = 20.0  # seconds to wait for the own address after the session was closed
+_SENDERS = 256  # threads at most: a member that reads slowly holds those of its own questions alone
+_PENDING = 1000  # links that may be coming up; those beyond it are closed at once
+_CHANGES, _WITHIN = 20, 200.0  # how often a member's coming and going is logged, in how many seconds
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -107,7 +111,11 @@ def configuration(
         },
         "scouting": {"multicast": {"enabled": False}, "gossip": {"enabled": False}},
         "adminspace": {"enabled": False},
-        "transport": {"shared_memory": {"enabled": False}, "link": link},
+        "transport": {
+            "unicast": {"accept_pending": _PENDING},
+            "shared_memory": {"enabled": False},
+            "link": link,
+        },
         "low_pass_filter": [
             {"id": f"cap-{kind}", "flows": ["ingress"], "messages": [kind], "key_exprs": ["coterie/**"],
              "size_limit": limit}
@@ -174,7 +182,6 @@ class ZenohTransport:
         listen: host:port to listen on instead of the roster's address.
         lease: seconds without a sign of life after which a peer counts as down: 10 over long distances, 3 in one
             building.
-        senders: number of messages that are sent at a time.
         log: receives events (see `log.Log`).
     """
 
@@ -186,7 +193,6 @@ class ZenohTransport:
         *,
         listen: str | None = None,
         lease: float = 10.0,
-        senders: int = 16,
         log: Callable[..., None] = lambda event, **details: None,
     ) -> None:
         if identity is None:
@@ -209,7 +215,7 @@ class ZenohTransport:
         many_files()
         self._session = self._open()
         self.outbox = Outbox()
-        self._senders = ThreadPoolExecutor(senders, "coterie-send")
+        self._senders = ThreadPoolExecutor(min(_SENDERS, Outbox.PER_ASKER * len(roster.members)), "coterie-send")
         self._begin()
 
     def _open(self, patience: float = 0.0) -> Any:
@@ -362,6 +368,7 @@ class ZenohTransport:
             return frozenset(self._alive)
 
     def _watch(self) -> None:
+        changes: dict[str, Rarely] = {}
         for sample in self._tokens.handler:
             name = str(sample.key_expr).removeprefix(f"{self._base}/").removesuffix("/alive")
             if name not in self._names or name == self.name:
@@ -369,7 +376,8 @@ class ZenohTransport:
             there = sample.kind == zenoh.SampleKind.PUT
             with self._lock:
                 (self._alive.add if there else self._alive.discard)(name)
-            self._log("peer_up" if there else "peer_down", peer=name)
+            if (untold := changes.setdefault(name, Rarely(_CHANGES, _WITHIN))()) is not None:
+                self._log("peer_up" if there else "peer_down", peer=name, **({"untold": untold} if untold else {}))
 
     # ------------------------------------------------------------------ answering
 
