@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
-_MANY, _WITHIN = 5, 2.0  # broken handshakes, in seconds
+_MANY, _WITHIN = 3, 1.0  # broken handshakes, in seconds
 _QUIET = 60.0  # seconds without one, after which everybody may connect again
 _ATTACH, _DETACH = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER, which Python does not name
 _NETWORK = 0xFFF00000  # where a filter finds the network header
@@ -58,12 +58,25 @@ def _listening(port: int) -> Iterator[socket.socket]:
     with suppress(OSError):
         for number in os.listdir("/proc/self/fd"):
             with suppress(OSError):
-                found = socket.socket(fileno=os.dup(int(number)))
+                copy = os.dup(int(number))
+                try:
+                    found = socket.socket(fileno=copy)
+                except OSError:  # a file
+                    os.close(copy)
+                    continue
                 with found:
                     is_inet = found.family in (socket.AF_INET, socket.AF_INET6)
                     listens = is_inet and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                     if listens and found.getsockname()[1] == port:
                         yield found
+
+
+def _turn_away(listening: socket.socket) -> None:
+    """Close the connections that wait to be accepted; members among them try again."""
+    listening.setblocking(False)  # as the engine has it
+    with suppress(OSError):
+        while True:
+            listening.accept()[0].close()
 
 
 class Doorkeeper:
@@ -113,6 +126,7 @@ class Doorkeeper:
                 with suppress(OSError):
                     found.setsockopt(socket.SOL_SOCKET, _ATTACH, code)
                     self._closed = True
+                    _turn_away(found)
             if self._closed:
                 self._wait(_QUIET)
         if self._closed:
