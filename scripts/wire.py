@@ -18,6 +18,7 @@ from _pages import REFERENCE, table, write
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from coterie.engine.task import LocalTraining
 from coterie.exchange.base import COHORT, Inbox, Message, Reply, Rule
 from coterie.exchange.in_memory import InMemory
 from coterie.methods import METHODS
@@ -29,7 +30,7 @@ from coterie.simulation.run import make_task
 from coterie.testing import tiny_federation, tiny_settings
 
 MADE = "<!-- made by scripts/wire.py; do not edit -->\n"
-POPULATION, CLASSES, ROUNDS = 17, 5, 3
+POPULATION, CLASSES, ROUNDS = 8, 5, 3
 TYPES = {
     torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64", torch.int32: "I32",
     torch.uint8: "U8", torch.bool: "BOOL",
@@ -142,7 +143,8 @@ def sent(method: Method, **settings: Any) -> tuple[dict[Sent, list[int]], dict[i
         settings: of the run.
     """
     federation = tiny_federation(POPULATION, classes=CLASSES)
-    chosen = replace(tiny_settings(rounds=ROUNDS, engine="loop"), dtype="float32", **settings)
+    local = LocalTraining(epochs=1, batch_size=12)
+    chosen = replace(tiny_settings(rounds=ROUNDS, engine="loop"), local=local, dtype="float32", **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # settings that are chosen for what is sent, not for its use
         task = make_task(federation, method, network, chosen)
