@@ -440,7 +440,7 @@ class Member:
         self.reasons: list[str] = []
         self._incs: dict[str, int] = {}
         self._kept: dict[Place, tuple[str, list[tuple[bytes, bytes]]]] = {}
-        self._newest, self._waiting = -2, list[_Asked]()
+        self.newest, self._waiting = -2, list[_Asked]()
         self._change, self._closing, self._token = threading.Condition(), False, None
         self.session = zenoh.open(zenoh.Config.from_json5(json.dumps(self.configuration())))
         channel = zenoh.handlers.FifoChannel(64)
@@ -512,7 +512,7 @@ class Member:
         if asked.place in self._kept:
             to, chunks = self._kept[asked.place]
             return chunks if to in ("", asked.asker) else "forbidden"
-        if asked.place.round < self._newest:
+        if asked.place.round < self.newest:
             return "gone"
         return "not_ready" if asked.until <= time.monotonic() else None
 
@@ -527,7 +527,7 @@ class Member:
     def _refuse(self, query: Any, code: str) -> None:
         try:
             with query:
-                query.reply_err(canonical({"code": code, "round": self._newest}))
+                query.reply_err(canonical({"code": code, "round": self.newest}))
         except zenoh.ZError as error:
             self.tell("not_sent", text=str(error))
 
@@ -554,7 +554,7 @@ class Member:
         """Keep the chunks of a message for those who ask; from the first one on, the token says that this one lives."""
         with self._change:
             self._kept[place] = (to, chunks)
-            self._newest = max(self._newest, place.round)
+            self.newest = max(self.newest, place.round)
             rounds = sorted({known.round for known in self._kept})[-KEPT:]
             self._kept = {known: what for known, what in self._kept.items() if known.round in rounds}
             self._change.notify_all()
