@@ -9,6 +9,7 @@
     python benchmarks/network.py soak           three nodes, 800 rounds: memory, threads and open files
     python benchmarks/network.py slow           a model of 20 MB over a link of 20 Mbit/s
     python benchmarks/network.py fuzz           20,000 damaged messages to and from a running node
+    python benchmarks/network.py members        a member that attacks two honest nodes, attack by attack
     python benchmarks/network.py efficiency     against the same bytes over raw TCP with mutual TLS
     python benchmarks/network.py bytes          what the cost ledger predicts, and what nodes count
 
@@ -28,6 +29,7 @@ import network_alarms
 import network_attack
 import network_churn
 import network_links
+import network_members
 import network_parity
 import network_soak
 import torch
@@ -45,6 +47,7 @@ MEASUREMENTS = {
     "soak": network_soak.soak,
     "slow": network_links.slow,
     "fuzz": network_attack.fuzz,
+    "members": network_members.members,
     "efficiency": network_links.efficiency,
     "bytes": network_links.predicted_bytes,
 }
