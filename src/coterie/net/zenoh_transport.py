@@ -425,9 +425,9 @@ class ZenohTransport:
 
     def _in_turn(self, asker: str, query: Any, job: Callable[[], None]) -> None:
         """Answer at the asker's own desk: an answer to somebody who does not read waits for seconds."""
-        busy = partial(_say, query, Missing("busy"))
-        if not self._desks.put(asker, job) and not self._desks.put("", busy, _SURPLUS):
-            busy()
+        refuse = partial(_say, query, Missing("closing" if self._closed else "busy"))
+        if not self._desks.put(asker, job) and not self._desks.put("", refuse, _SURPLUS):
+            refuse()
 
     def _answer_head(self, query: Any, key: str) -> None:
         nonce = str(query.parameters).removeprefix("n=")
