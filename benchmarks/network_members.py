@@ -264,7 +264,7 @@ def data_of(study: config.StudyConfig, client: int) -> dict[str, np.ndarray]:
 
 
 def outcome(place: Path, reader: int, attacker: int) -> dict[str, Any]:
-    """Return what a node ended with: rounds that it trained, accuracy in percent, rounds that used the attacker's model.
+    """Return what a node ended with: rounds that it trained, accuracy in percent, rounds with the attacker's model.
 
     Args:
         place: its run's folder.
