@@ -1,5 +1,6 @@
 """Measure the network on this machine; the results that are kept make docs/reference/network.md.
 
+    python benchmarks/network.py alarms         32 honest nodes as processes: nobody is turned away
     python benchmarks/network.py parity         six nodes and the simulation, method by method
     python benchmarks/network.py replay         a run with a killed node, replayed in the simulator
     python benchmarks/network.py churn          twelve nodes: four killed, two restarted, one cut off for 20 s
@@ -24,6 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import netlab
+import network_alarms
 import network_attack
 import network_churn
 import network_links
@@ -36,6 +38,7 @@ from coterie._util.origin import keep, machine
 
 STORED = Path(__file__).resolve().parent.parent / "docs/reference/runs"
 MEASUREMENTS = {
+    "alarms": network_alarms.alarms,
     "parity": network_parity.parity,
     "replay": network_parity.replays,
     "churn": network_churn.churn,
