@@ -169,7 +169,7 @@ def attacked(found: Results) -> str:
         said = "; ".join(f"{what} ({times})" for what, times in r["events"].items()) or "nothing"
         rows.append((r["attack"], r["what"], ended, *numbers, said))
     head = ("attack", "what the member does", "the honest end with", "rounds trained", "rounds that mixed its model",
-            "that tried and refused it", "validation accuracy, %", "test accuracy, %", "warnings in their logs")  # fmt: skip
+            "that tried and refused it", "validation accuracy, %", "test accuracy, %", "warnings logged")  # fmt: skip
     first, method = found[0], sorted({r["method"] for r in found if r["attack"].startswith("server")})
     served = f"; where it has the server role, {', '.join(method)}" if method else ""
     return (
