@@ -112,7 +112,7 @@ def test_a_study_leaves_the_bytes_of_this_machine(cluster, tmp_path):
     assert {(step.label, step.seed, step.round) for step in heard if isinstance(step, Progress)} == {
         (label, seed, index) for label in ("Gossip", "local") for seed in (0, 1) for index in (-1, 0, 1, 2)
     }
-    last = sum(len(content) for name, content in there.items() if name.count("/") == 2 and "before" not in name)
+    last = sum(len(content) for name, content in there.items() if name.count("/") == 3 and "before" not in name)
     assert last < over.sent.home < 5 * last, "what is new, at each of three checkpoints and the end"
     assert over.sent.lost == 0
 
