@@ -2,9 +2,9 @@
 
     python benchmarks/cluster.py --out docs/reference/runs/performance/cluster.json
 
-Both sides begin with processes that have imported torch and compiled what they need: a study with one round runs before.
-The runs of one study are then done in turns by both, and the medians compared. One machine cannot show what a network
-costs; the bytes that would go over it are counted.
+A study with one round runs before, so that everything is compiled. The runs of one study are then done in turns by
+both, and the medians compared. Ray's workers stay from study to study; our own begin with each, which counts. One
+machine cannot show what a network costs; the bytes that would go over it are counted.
 """
 
 import argparse
