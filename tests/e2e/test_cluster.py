@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from test_cli import TINY, finish, results, start, wait_for
+from tests.e2e.test_cli import TINY, finish, results, start, wait_for
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
