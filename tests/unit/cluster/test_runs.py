@@ -195,12 +195,12 @@ def test_the_machines_are_looked_at_before_the_first_run(cluster, monkeypatch):
     """Each answers for itself; what is equal is not spoken of, other software is refused."""
     own = doctor.here()
     assert doctor.differences(doctor.look_at_all(), own) == []
-    with runs_on("ray:local") as over:
+    with runs_on("ray:local", check=True) as over:
         assert over.far
     old = doctor.Machine("here", {**own.facts, "torch": "1.0"})
     monkeypatch.setattr(doctor, "here", lambda: old)
     with pytest.raises(ConfigError, match=r"the cluster has other software .torch: .* has .*, this machine has 1.0"):
-        _enter(runs_on("ray:local"))
+        _enter(runs_on("ray:local", check=True))
 
 
 @pytest.mark.parametrize(
