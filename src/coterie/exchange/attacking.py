@@ -194,5 +194,5 @@ class Attacking(Around[Exchange]):
         if (restore := getattr(self.inner, "restore", None)) is not None:
             restore(tensors)
         for name, model in tensors.items():
-            if name.startswith("copied."):
-                self._copied[int(name.split(".")[1])] = model
+            if name.startswith("copied.") and (client := int(name.split(".")[1])) in self._copied:
+                self._copied[client] = model

@@ -19,7 +19,7 @@ from coterie.exchange.accepting import Accepting, Reputation, own_losses
 from coterie.exchange.base import Exchange, Message
 from coterie.exchange.narrowed import narrowed
 from coterie.functional import metrics
-from coterie.methods.base import NOTES, Info, Method, Order, PeerMethod, Round, returned_round, returned_state
+from coterie.methods.base import NOTES, Info, Method, Order, PeerMethod, Round, State, returned_round, returned_state
 from coterie.rng import Rng
 from coterie.simulation import final_metrics
 from coterie.simulation._sequential import sequential_round
@@ -163,6 +163,11 @@ class Loop:
     def concludes(self) -> bool:
         """Whether metrics of the whole run are computed here: of all clients."""
         return len(self.task) == self.task.population
+
+    @property
+    def train_seconds(self) -> float:
+        """Seconds spent in training so far."""
+        return self.task.train_seconds
 
     def gather(self) -> None:
         """Bring here what is hosted elsewhere, before it is written: nothing where all clients are hosted here."""

@@ -457,7 +457,7 @@ def _reads(method: Method, task: Task) -> float:
 def _timing(loop: Loop, started: float, earlier: dict[str, float]) -> dict[str, float]:
     return {
         "wall_s": time.perf_counter() - started + earlier.get("wall_s", 0.0),
-        "train_s": loop.task.train_seconds + earlier.get("train_s", 0.0),
+        "train_s": loop.train_seconds + earlier.get("train_s", 0.0),
         "train_samples": loop.train_samples,
     }
 
