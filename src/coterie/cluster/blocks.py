@@ -14,27 +14,25 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from coterie._util import pages
-from coterie.cluster.exchange import BlockExchange, Interrupted, Links, Message, Postbox, merged_snapshots
+from coterie.cluster.exchange import BlockExchange, Interrupted, Links, Postbox, merged_snapshots
 from coterie.cluster.told import Entry, Told, merged
 from coterie.data.federation import Federation, Truth
-from coterie.engine.optim import Moments
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, CoterieError, require
-from coterie.exchange.accepting import Reputation
 from coterie.exchange.attacking import COPY, LABEL_FLIP, STRENGTHS
+from coterie.exchange.base import Message
+from coterie.exchange.in_memory import InMemory
 from coterie.functional import metrics
-from coterie.methods.base import Method, State, map_tensors, zip_tensors
+from coterie.methods.base import Method, State, map_tensors
 from coterie.models.layout import ModelSource
 from coterie.rng import Rng
 from coterie.simulation import attackers, checkpoint
@@ -44,6 +42,7 @@ from coterie.simulation.run import Note, Observer, Plan, Run, make_task, simulat
 from coterie.simulation.settings import Settings
 
 _ALONE = ("a-little-is-enough",)  # attacks that look at the honest models of everybody
+_OF_COHORT = (metrics.GRADIENT_VARIANCE, metrics.COMPOSED_GRADIENT_VARIANCE, metrics.INTERACTION_CHANGE)
 _TRIES = 3
 """How often blocks are started again without a new checkpoint in between."""
 
@@ -122,8 +121,6 @@ class BlockLoop(Loop):
         task = make_task(plan.federation, plan.method, plan.model, plan.settings, pool=given.pool)
         inner = BlockExchange(links, task.ids, given.owner, server=plan.method.server)
         door = attackers.door(inner, plan.attacked, task, plan.seed)
-        if door is not inner:
-            door.server = inner.server  # type: ignore[attr-defined]
         self.told = Told(task.population)
         super().__init__(task, plan.method, door, plan.settings, Rng(plan.seed), self.told)
 
@@ -201,6 +198,7 @@ def _moved(state: State, device: str) -> State:
 # ---------------------------------------------------------------- where blocks are
 
 
+@runtime_checkable
 class Crew(Protocol):
     """Blocks that have been started, wherever they are."""
 
@@ -281,16 +279,19 @@ def _copied_into(box: Postbox, address: Any, sender: int, part: Any) -> None:
 # ---------------------------------------------------------------- the whole population
 
 
-class _Held:
-    """The exchange of the driver: it keeps what is stored of the blocks' exchanges."""
+class _Held(InMemory):
+    """The exchange of the driver: nothing passes; it keeps what is stored of the blocks' exchanges."""
 
-    def __init__(self, attackers: Tensor | None) -> None:
+    def __init__(self, task: Task, attackers: Bool[Tensor, " population"] | None) -> None:
+        super().__init__(task.ids, task.population)
         self.attackers, self.tensors = attackers, dict[str, Tensor]()
 
     def snapshot(self) -> dict[str, Tensor]:
+        """Return what was read of a checkpoint, or gathered."""
         return self.tensors
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep it."""
         self.tensors = dict(tensors)
 
 
@@ -313,8 +314,8 @@ class Whole(Loop):
         self._gathered, self._all_stopped, self._train_seconds = False, False, 0.0
         self.sent = 0
         """Bytes that blocks told each other so far."""
-        held: Any = _Held(attackers.members(plan.attacked, task.population))
-        super().__init__(task, plan.method, held, plan.settings, Rng(plan.seed), record)
+        self.held = _Held(task, attackers.members(plan.attacked, task.population))
+        super().__init__(task, plan.method, self.held, plan.settings, Rng(plan.seed), record)
 
     def _first(self, task: Task) -> State:
         return super()._first(task.rows(torch.arange(1)))
@@ -379,7 +380,7 @@ class Whole(Loop):
         self.validation = {name: torch.cat([one.validation[name] for one in found]) for name in found[0].validation}
         spent = [one.spent for one in found if one.spent]
         self.task.spent.restore({n: torch.cat([one[n] for one in spent]) for n in spent[0]} if spent else {})
-        self.exchange.restore(merged_snapshots([one.exchange for one in found]))  # type: ignore[attr-defined]
+        self.held.restore(merged_snapshots([one.exchange for one in found]))
         self._gathered = True
 
     def scatter(self) -> None:
@@ -394,7 +395,7 @@ class Whole(Loop):
                     map_tensors(self.tracker, of_rows),
                     {name: of_rows(value) for name, value in self.validation.items()},
                     {name: value[mine] for name, value in spent.items()},
-                    self.exchange.snapshot(),  # type: ignore[attr-defined]
+                    self.held.snapshot(),
                 )
             )
         self._gathered, self._all_stopped = True, bool(self.tracker.stopped.all())
@@ -431,7 +432,7 @@ def _stacked(parts: Sequence[Any]) -> Any:
 # ---------------------------------------------------------------- the run
 
 
-def split(clients: int, blocks: int | Sequence[int]) -> list[Int[Tensor, " rows"]]:
+def split(clients: int, blocks: int | Sequence[int]) -> list[Int[Tensor, " _"]]:
     """Return the rows of each block: ranges of clients.
 
     Args:
@@ -472,10 +473,7 @@ def check(method: Method, settings: Settings) -> None:
         raise ConfigError(f"extra_metrics has {needs[0]!r}, which compares the cohort's models; leave out --blocks")
 
 
-_OF_COHORT = (metrics.GRADIENT_VARIANCE, metrics.COMPOSED_GRADIENT_VARIANCE, metrics.INTERACTION_CHANGE)
-
-
-def given_of(plan: Plan, rows: Sequence[Int[Tensor, " rows"]]) -> Iterator[Given]:
+def given_of(plan: Plan, rows: Sequence[Int[Tensor, " _"]]) -> Iterator[Given]:
     """Yield what each block is made of, one after another: together they are as large as the federation."""
     federation = plan.federation
     owner = torch.empty(federation.population, dtype=torch.int32)

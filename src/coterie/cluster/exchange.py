@@ -1,9 +1,9 @@
 """BlockExchange: the exchange between the blocks of one population.
 
-Each block hosts some of the clients. In a pull it tells every other block which of its clients it reads, and gets their
-messages alone; so a block holds its own rows and what its clients read. In an exchange with a server every block gathers
-the messages of the cohort and applies the method's pure rule itself: all end with the same bytes, and nobody has the
-server role. All blocks take part in every exchange, those none of whose clients do included.
+Each block hosts some of the clients. In a pull it tells every other block which of that one's clients it reads, and
+gets their messages alone; so a block holds its own rows and what its clients read. In an exchange with a server every
+block gathers the messages of the cohort and applies the method's pure rule itself: all end with the same bytes, and
+nobody has the server role. All blocks take part in every exchange, also those of which no client does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -197,7 +197,8 @@ class BlockExchange:
         message = replace(message, ids=self.own.active)
         whole = joined(self.links.swap(self._address("cohort"), [message] * len(self.links)), message)
         self._number += 1
-        assert whole is not None and whole.ids is not None
+        assert whole is not None
+        assert whole.ids is not None
         order = torch.argsort(whole.ids)
         shared, reply = rule(shared, whole.rows(order))
         check_reply(reply, message.expects)
