@@ -15,7 +15,6 @@ ELSEWHERE = {
     "cli/_report": "unit/cli/test_app.py",
     "cli/_tables": "unit/papers/test_compare.py",
     "data/plan": "unit/data/test_shifts.py",
-    "net/log": "unit/net/test_node.py",
     "net/payload": "unit/net/test_wire.py",
     "net/post": "unit/net/test_exchange.py",
     "net/setup": "unit/cli/test_net.py",
@@ -43,7 +42,6 @@ ELSEWHERE = {
     "engine/native/trace": "unit/engine/native/test_traced.py",
     # what keeps one contract is tested by it
     "net/local": "contract/test_exchanges.py",
-    "net/zenoh_transport": "contract/test_exchanges.py",
     "testing/_promises": "contract/test_pieces.py",
     "testing/data": "contract/test_pieces.py",
     "testing/exchanges": "contract/test_exchanges.py",
