@@ -7,6 +7,7 @@ through the object stores of the two machines. Nobody stands in between.
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 
 from coterie._util import pages
-from coterie.cluster.blocks import Block, BlockDied, Given
+from coterie.cluster import doctor, place
+from coterie.cluster.blocks import Block, BlockDied, Given, Start, simulate_in_blocks
 from coterie.cluster.exchange import Address, Interrupted, Links, Part, Postbox
+from coterie.cluster.place import Place, connect
 from coterie.engine import use_threads
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, require
 from coterie.exchange.base import Message
-
+from coterie.simulation.workers import Emit, FanOut, one_thread
 
 
 def packed(part: Part) -> Any:
@@ -189,6 +192,60 @@ def start(given: Iterable[Given], *, cpus: int = 1, gpus: float | None = None) -
         if ray.is_initialized():
             for host in hosts:
                 ray.kill(host)
+
+
+@contextmanager
+def blocks_on(
+    where: Place | str, blocks: int, *, cpus: int = 1, gpus: float | None = None, **started: Any
+) -> Iterator["BlockRuns"]:
+    """Be connected to a Ray cluster for the block; give what does a study's runs there, each in blocks.
+
+        with blocks_on("ray:auto", 4) as over:
+            run_study("study.toml", over=over)
+
+    Args:
+        where: a place of Ray, or a value of `--on`.
+        blocks: of each run.
+        cpus: processors of a block.
+        gpus: GPUs of a block; see `start`.
+        started: further arguments of `ray.init` for "ray:local".
+
+    Raises:
+        ConfigError: when nobody answers, or a machine has another Coterie or torch.
+    """
+    require(blocks >= 1, "blocks", blocks, "1 or more")
+    with connect(place.read(where) if isinstance(where, str) else where, **started):
+        doctor.require_equal(doctor.look_at_all())
+        yield BlockRuns(blocks, partial(start, cpus=cpus, gpus=gpus))
+
+
+@dataclass(frozen=True)
+class BlockRuns(FanOut):
+    """What does the runs of a study one after another, each in blocks.
+
+    Args:
+        blocks: of each run.
+        start: starts them.
+        far: that workers see no files of this machine: this process reads and writes them all.
+    """
+
+    blocks: int
+    start: Start
+    far: bool = False
+
+    def __call__(self, work: Any, jobs: Iterable[Any], workers: int, emit: Emit) -> Iterator[tuple[Any, Any]]:
+        """Do every job and yield (job, result).
+
+        Args:
+            work: does the runs of a study; its `run` is what `simulate` is elsewhere.
+            jobs: the jobs.
+            workers: not used: the blocks of a run share the machines.
+            emit: receives what jobs emit.
+        """
+        hosted = replace(work, run=partial(simulate_in_blocks, blocks=self.blocks, start=self.start))
+        with one_thread():
+            for job in jobs:
+                yield job, hosted(job, emit)
 
 
 def _rounded(amount: float) -> float:

@@ -505,6 +505,7 @@ def simulate_in_blocks(
     resume: bool = False,
     observer: Observer | None = None,
     notes: Callable[[Note], None] | None = None,
+    saved: Callable[[], None] | None = None,
 ) -> Run:
     """Run a method over a federation that is hosted in blocks; `simulate` ends with the same bytes.
 
@@ -524,6 +525,7 @@ def simulate_in_blocks(
         resume: continue from the checkpoint in `folder`, if there is one, whoever wrote it.
         observer: called after each round.
         notes: called when something takes seconds, and when blocks are started again.
+        saved: called after the files in `folder` were written.
 
     Raises:
         ConfigError: when something of the run needs all clients in one process.
@@ -537,7 +539,7 @@ def simulate_in_blocks(
             with _hosting(blocks, start) as host:
                 return simulate(
                     federation, method, model=model, settings=settings, seed=seed, label=label, folder=where,
-                    resume=resume, observer=observer, notes=notes, host=host,
+                    resume=resume, observer=observer, notes=notes, saved=saved, host=host,
                 )  # fmt: skip
         except BlockDied as died:
             failed.append(None if where is None else checkpoint.rounds_done(where))

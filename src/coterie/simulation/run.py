@@ -81,6 +81,13 @@ class Note:
     text: str
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What a run of a study says when it has written its files: a checkpoint, or its end."""
+
+    folder: Path
+
+
 Observer = Callable[[Progress], None]
 
 
@@ -199,6 +206,7 @@ def simulate(
     observer: Observer | None = None,
     exchange: Exchange | None = None,
     notes: Callable[[Note], None] | None = None,
+    saved: Callable[[], None] | None = None,
     host: Host | None = None,
 ) -> Run:
     """Run a method over a whole federation in this process.
@@ -215,6 +223,7 @@ def simulate(
         observer: called after each round.
         exchange: an exchange other than `InMemory`, for example `Faulty`.
         notes: called when the run begins something that takes seconds, before its first round.
+        saved: called after the files in `folder` were written: with each checkpoint, and at the end.
         host: hosts the clients elsewhere; results do not depend on it.
 
     Raises:
@@ -259,11 +268,15 @@ def simulate(
                 if folder is not None and time.perf_counter() - written >= pause and not loop.finished:
                     begun = time.perf_counter()
                     checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
+                    if saved is not None:
+                        saved()
                     written = time.perf_counter()
                     if pause:  # a large population, or a slow disk: writing takes a twentieth of the time at most
                         pause = max(settings.checkpoint_seconds, 20 * (written - begun))
             if folder is not None:  # before the final evaluation, so that more rounds can follow
                 checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
+                if saved is not None:
+                    saved()
             params = loop.final()
             if parts is not None:
                 engine = {"engine": task.engine.name, "block": task.block}  # as compared with the others
@@ -272,6 +285,8 @@ def simulate(
         models = models_of(loop, model, label or method.kind, folder)
         if folder is not None:
             checkpoint.finish(folder, loop, identity, timing, models.files())
+            if saved is not None:
+                saved()
     metrics = loop.record.metrics
     lost = set(metrics.loc[metrics["metric"] == DIVERGED.name, "client"].tolist())
     return Run(
