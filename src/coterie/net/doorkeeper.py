@@ -10,6 +10,7 @@ import ctypes
 import ipaddress
 import os
 import socket
+import stat
 import struct
 import threading
 import time
@@ -58,6 +59,8 @@ def _listening(port: int) -> Iterator[socket.socket]:
     with suppress(OSError):
         for number in os.listdir("/proc/self/fd"):
             with suppress(OSError):
+                if not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
+                    continue
                 found = socket.socket(fileno=os.dup(int(number)))
                 with found:
                     is_inet = found.family in (socket.AF_INET, socket.AF_INET6)

@@ -1,13 +1,16 @@
 """The doorkeeper: known addresses only, while broken handshakes come in numbers. Real sockets on loopback."""
 
+import os
 import select
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from coterie.net import doorkeeper
 from coterie.net.doorkeeper import Doorkeeper
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="socket filters are Linux's")
@@ -114,3 +117,15 @@ def test_addresses_of_version_six(known, fine):
     assert door.lets_in("::1") is fine
     door.keeper.close()
     door.socket.close()
+
+
+def test_looking_for_the_listening_socket_leaves_no_file_open():
+    """Of a file that is no socket neither: who opens files at each flood has none left in the end."""
+
+    def opened() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with socket.create_server(("127.0.0.1", 0)) as server, open(os.devnull), tempfile.TemporaryFile():
+        before = opened()
+        assert [found.fileno() for found in doorkeeper._listening(server.getsockname()[1])] != []
+        assert opened() == before
