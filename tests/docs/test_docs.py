@@ -51,6 +51,7 @@ NOT_RUN = {
     "README.md": 2,
     "how-to/deploy-in-three-hospitals.md": 6,
     "how-to/machines.md": 3,
+    "how-to/cluster.md": 5,
     "how-to/watch-and-track.md": 2,
 }
 

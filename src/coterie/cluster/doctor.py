@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from coterie._util.origin import PACKAGE
+from coterie.cluster import _facts
 from coterie.cluster.place import Place, connect
 from coterie.errors import ConfigError
 
@@ -50,65 +52,19 @@ def probe() -> Callable[[], dict[str, str]]:
     It needs nothing of this package there: what is not the same Coterie must be able to say so.
     """
 
-    def facts() -> dict[str, str]:
-        import hashlib
-        import os
-        import platform
-        import shutil
-        import socket
-        import subprocess
-        from importlib import util
-        from importlib.metadata import PackageNotFoundError, version
-        from pathlib import Path
+    text = (PACKAGE / "cluster" / "_facts.py").read_text("utf-8")
 
-        def said(*words: str) -> str:
-            try:
-                return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False).stdout
-            except (OSError, subprocess.TimeoutExpired):
-                return ""
-
-        def short(text: str | bytes) -> str:
-            return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()[:12]
-
-        found: dict[str, str] = dict.fromkeys(
-            ("coterie", "code", "torch", "numpy", "vectors", "features", "compiler", "gpus"), ""
-        )
-        for name in ("torch", "numpy"):
-            try:
-                found[name] = version(name)
-            except PackageNotFoundError:
-                continue
-        spec = util.find_spec("coterie")
-        if spec is not None and spec.origin:
-            import coterie
-
-            folder = Path(spec.origin).parent
-            found["coterie"] = coterie.__version__
-            found["code"] = short(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py"))))
-        if found["torch"]:
-            import torch
-
-            found["vectors"] = torch.backends.cpu.get_cpu_capability()
-            cards = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-            found["gpus"] = ", ".join(f"{cards.count(card)} x {card}" for card in sorted({*cards}))
-        compilers = (shutil.which(name) for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name)
-        compiler = next(filter(None, compilers), None)
-        if compiler is not None:
-            native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-            found["compiler"] = said(compiler, "--version").partition("\n")[0]
-            found["features"] = short(said(compiler, native, "-dM", "-E", "-x", "c++", os.devnull))
-        info = Path("/proc/cpuinfo")
-        lines = info.read_text().splitlines() if info.exists() else []
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        found["processor"] = names[0] if names else platform.machine()
-        return {**found, "python": platform.python_version(), "host": socket.gethostname()}
+    def facts():  # a plain function, which is sent as it is
+        names = {}
+        exec(text, names)
+        return names["facts"]()
 
     return facts
 
 
 def here() -> Machine:
     """Return this machine."""
-    return Machine("here", probe()())
+    return Machine("here", _facts.facts())
 
 
 def look_at(where: Place) -> list[Machine]:
@@ -136,7 +92,7 @@ def look_at_all() -> list[Machine]:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     facts = probe()
-    task = ray.remote(num_cpus=0, max_retries=0)(lambda: facts())
+    task = ray.remote(num_cpus=0, max_retries=0)(facts)
     asked = {}
     for node in ray.nodes():
         if node["Alive"] and node["Resources"].get("CPU", 0):
@@ -202,7 +158,7 @@ def require_same(wanted: Facts) -> None:
     Raises:
         ConfigError: when it has.
     """
-    own = Machine(platform.node(), probe()())
+    own = Machine(platform.node(), _facts.facts())
     if wrong := differences([own], Machine("here", wanted), [key for key in REFUSED if key in wanted]):
         text = "; ".join(wrong).replace("this machine has", "the one that asked has")
         raise ConfigError(f"other software ({text}); install the same on all machines")

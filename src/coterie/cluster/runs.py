@@ -317,7 +317,7 @@ class Tasks:
 
         self._ray: Any = ray
         options = {"num_cpus": cpus, "num_gpus": gpus, "max_retries": 0, "num_returns": "streaming"}
-        self._task = ray.remote(**options)(work_on)
+        self._task = ray.remote(**options)(_serve)
         self._numbers: dict[Any, int] = {}
 
     def start(self, number: int, *arguments: Any) -> None:
@@ -389,6 +389,10 @@ def _reason(error: Exception) -> str:
         "OwnerDiedError": "its machine is gone, and what it said with it",
     }
     return words.get(type(error).__name__, f"its worker is gone ({type(error).__name__})")
+
+
+def _serve(common, payload, there, home):  # Ray asks for a plain generator
+    yield from work_on(common, payload, there, home)
 
 
 def work_on(

@@ -16,7 +16,7 @@ from itertools import chain, islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.multiprocessing  # tensors are sent through shared memory
@@ -30,6 +30,7 @@ Emit = Callable[[object], None]
 Work = Callable[[J, Emit], R]
 
 
+@runtime_checkable
 class FanOut(Protocol):
     """What does jobs in place of `fan_out`, on a cluster (`coterie.cluster`)."""
 
