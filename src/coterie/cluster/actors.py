@@ -4,11 +4,15 @@ What a block tells another one is an argument of a call, which Ray carries: smal
 through the object stores of the two machines. Nobody stands in between.
 """
 
+import dataclasses
+import os
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +20,15 @@ import torch
 from torch import Tensor
 
 from coterie._util import pages
-from coterie.cluster import doctor, place
+from coterie.cluster import doctor, packing, place
 from coterie.cluster.blocks import Block, BlockDied, Given, Start, simulate_in_blocks
 from coterie.cluster.exchange import Address, Interrupted, Links, Part, Postbox
+from coterie.cluster.packing import Packed
 from coterie.cluster.place import Place, connect
 from coterie.engine import use_threads
 from coterie.errors import CoterieError, require
 from coterie.exchange.base import Message
+from coterie.simulation.run import Plan
 from coterie.simulation.workers import Emit, FanOut, one_thread
 
 
@@ -50,22 +56,30 @@ class Host:
     """A block in a process of its own; the class of the actors.
 
     Args:
-        given: what the block is made of.
+        given: what the block is made of, packed.
+        carried: the user's modules that are not installed.
         threads: of the compiled engine.
     """
 
-    def __init__(self, given: Given, threads: int) -> None:
+    def __init__(self, given: Packed, carried: Mapping[str, bytes], threads: int) -> None:
         torch.set_num_threads(1)  # sums are added in the same order everywhere
         use_threads(threads)
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        self._given, self._block = given, None
-        self._postbox = Postbox(int(given.owner.max()) + 1)
+        self._modules = tempfile.TemporaryDirectory(prefix="coterie-modules-")
+        packing.unfold(carried, Path(self._modules.name))
+        self._given: Given = packing.unpack(given)
+        self._block: Block | None = None
+        self._postbox = Postbox(int(self._given.owner.max()) + 1)
         self._store = pages.kept()
         self._store.__enter__()
 
     def receive(self, address: Address, sender: int, part: Any) -> None:
         """Take what another block says."""
         self._postbox.put(address, sender, unpacked(part))
+
+    def process(self) -> int:
+        """Return the number of this process on its machine."""
+        return os.getpid()
 
     def meet(self, hosts: Sequence[Any]) -> tuple[Any, list[Warning | str]]:
         """Make the block, which tells these others."""
@@ -175,16 +189,17 @@ def start(given: Iterable[Given], *, cpus: int = 1, gpus: float | None = None) -
     """
     import ray
 
-    refs, device = list[Any](), "cpu"
+    refs, device, carried = list[Any](), "cpu", dict[str, bytes]()
     for one in given:
         device = one.plan.settings.device
-        refs.append(ray.put(one))
+        carried = carried or packing.modules(_modules_of(one.plan))
+        refs.append(ray.put(packing.pack(one)))
     alive: list[Mapping[str, float]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     options: dict[str, Any] = {"num_cpus": _rounded(share([one.get("CPU", 0) for one in alive], len(refs), cpus))}
     if device.startswith("cuda"):
         options["num_gpus"] = gpus or _rounded(share([one.get("GPU", 0) for one in alive], len(refs), 1))
     actor = ray.remote(concurrency_groups={"post": 1}, max_restarts=0, scheduling_strategy="SPREAD", **options)(Host)
-    hosts = [actor.remote(ref, cpus) for ref in refs]
+    hosts = [actor.remote(ref, carried, cpus) for ref in refs]
     del refs
     try:
         yield Actors(hosts)
@@ -192,6 +207,16 @@ def start(given: Iterable[Given], *, cpus: int = 1, gpus: float | None = None) -
         if ray.is_initialized():
             for host in hosts:
                 ray.kill(host)
+
+
+def _modules_of(plan: Plan) -> set[str]:
+    """The modules that the method, the model and the settings of a run come from."""
+    parts = [dataclasses.asdict(plan.method), dataclasses.asdict(plan.settings), {"model": plan.model}]
+    names = set[str]().union(*map(packing.named_in, parts))
+    return names | {
+        type(plan.method).__module__,
+        getattr(plan.model, "__module__", None) or type(plan.model).__module__,
+    }
 
 
 @contextmanager
