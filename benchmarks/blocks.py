@@ -14,13 +14,14 @@ import statistics
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-
 from _measured import images, resident
+
 from coterie._util.origin import keep
 from coterie.cluster import actors
 from coterie.cluster.actors import Actors
@@ -78,7 +79,7 @@ def rounds_of(kind: str, federation: Federation, model: str, settings: Settings,
         simulate(federation, METHODS[kind](), observer=note, **more)
     else:
         simulate_in_blocks(federation, METHODS[kind](), observer=note, blocks=blocks, start=measured.start, **more)
-    gaps = [b - a for a, b in zip(times[2:], times[3:], strict=False)]
+    gaps = [b - a for a, b in pairwise(times[2:])]
     return {
         "method": kind,
         "clients": len(federation),
