@@ -55,6 +55,7 @@ Seeds = Annotated[str | None, typer.Option(help="The number of seeds (5), or a l
 On = _cluster.On
 Cpus = _cluster.Cpus
 Gpus = _cluster.Gpus
+Blocks = _cluster.Blocks
 
 
 def _version(asked: bool) -> bool:
@@ -96,6 +97,7 @@ def run(
     on: On = "local",
     cpus: Cpus = 1,
     gpus: Gpus = None,
+    blocks: Blocks = None,
     quiet: Quiet = False,
     json_: AsJson = False,
 ) -> None:
@@ -108,6 +110,7 @@ def run(
       coterie run rotated-digits --set rounds=60 --set methods.dac.tau=10
       coterie run similarity/cifar10-label-2 --data-dir ~/data --scale 0.1
       coterie run my-study.toml --on ray:auto
+      coterie run my-study.toml --on ray:auto --blocks 4
     """
     from coterie.studies import config
 
@@ -121,7 +124,7 @@ def run(
     if overwrite and resume:
         raise ConfigError("--overwrite and --resume exclude each other; give one of them")
     chosen = config.load(study, changes)
-    where = _cluster.Where(on, cpus, gpus)
+    where = _cluster.Where(on, cpus, gpus, blocks)
     _run(chosen, out, data_dir, workers, where, overwrite=overwrite, resume=resume, quiet=quiet, as_json=json_)
 
 
@@ -133,6 +136,7 @@ def resume(
     on: On = "local",
     cpus: Cpus = 1,
     gpus: Gpus = None,
+    blocks: Blocks = None,
     quiet: Quiet = False,
     json_: AsJson = False,
 ) -> None:
@@ -145,7 +149,7 @@ def resume(
     from coterie.studies.run import stored
 
     study, out = stored(folder, to_run=True)
-    where = _cluster.Where(on, cpus, gpus)
+    where = _cluster.Where(on, cpus, gpus, blocks)
     _run(study, out, data_dir, workers, where, overwrite=False, resume=True, quiet=quiet, as_json=json_)
 
 
