@@ -99,6 +99,12 @@ def encode(
     return save(out)
 
 
+def names_in(payload: bytes) -> list[str]:
+    """Return the names of the tensors in safetensors bytes of this program's own making, in alphabetical order."""
+    header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
+    return sorted(name for name in header if name != "__metadata__")
+
+
 def strict_json(text: bytes, what: str) -> Any:
     """Read untrusted JSON: no key twice, no NaN, no deep nesting.
 
