@@ -15,7 +15,6 @@ ELSEWHERE = {
     "cli/_report": "unit/cli/test_app.py",
     "cli/_tables": "unit/papers/test_compare.py",
     "data/plan": "unit/data/test_shifts.py",
-    "net/log": "unit/net/test_node.py",
     "net/payload": "unit/net/test_wire.py",
     "net/post": "unit/net/test_exchange.py",
     "net/setup": "unit/cli/test_net.py",

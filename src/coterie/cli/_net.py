@@ -5,6 +5,7 @@ import sys
 import tempfile
 import textwrap
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -9,6 +9,7 @@ logs, and compares those of two members. Neither private keys nor messages are i
 import hashlib
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +32,7 @@ MAX_BYTES = 64 * 1024 * 1024
 """A file that is larger is put aside at the end of a round as audit-NNNNNN.log; the chain goes on in the next."""
 FORMAT = 1
 _DOMAIN = b"coterie audit 1\n"
+_SEAL = re.compile(rb',"signature":"([0-9a-f]{128})"\}$')
 _TEXT = 300  # characters of a reason, which can come from others
 _CUT = 1000  # characters of half a line that is written down before it is removed
 _ALWAYS = ("peer_up", "peer_down", "roster_refused")  # events of the log that are written down; of others, warnings are
@@ -42,9 +44,15 @@ def digest(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()
 
 
-def signed(run: str, node: str, n: int, round: int, prev: str) -> bytes:
-    """Return the bytes that a node signs for the line that ends a round."""
-    return _DOMAIN + f"{run}\n{node}\n{n}\n{round}\n{prev}".encode()
+def sealed(line: bytes, sign: Callable[[bytes], bytes]) -> bytes:
+    """Return a line with a signature of all that was in it, as its last field."""
+    return line[:-1] + b',"signature":"' + sign(_DOMAIN + line).hex().encode() + b'"}'
+
+
+def opened(line: bytes) -> tuple[bytes, bytes]:
+    """Return the signature of a line that `sealed` made, and the bytes that it is of; an empty one if it has none."""
+    found = _SEAL.search(line)
+    return (b"", line) if found is None else (bytes.fromhex(found[1].decode()), _DOMAIN + line[: found.start()] + b"}")
 
 
 def files(folder: Path) -> list[Path]:
@@ -156,6 +164,7 @@ class Audit:
         """
         line = {"n": self._n, "time": round(self._clock(), 3), "prev": self._prev, "event": event, **details}
         text = json.dumps(line, separators=(",", ":"), default=str).encode()
+        text = sealed(text, self._sign) if event == "head" else text
         self._lines.append(text)
         self._n, self._prev = self._n + 1, digest(text)
 
@@ -204,8 +213,7 @@ class Audit:
                     self.write("again", **known, times=times)
             self._times.clear()
             self._round = round
-            signature = self._sign(signed(self.run, self.node, self._n, round, self._prev)).hex()
-            self.write("head", round=round, signature=signature)
+            self.write("head", run=self.run, node=self.node, round=round)
             if self._failed is not None:
                 raise self._failed
             self._lines.sync()
@@ -222,7 +230,7 @@ class Audit:
             roster: the roster.
             details: of the node: its incarnation, the round, the hashes of study and model.
         """
-        self.write("start", **self._about, version=__version__, **details)
+        self.write("start", **self._about, coterie=__version__, **details)
         self.roster(roster)
 
     def roster(self, roster: Roster, **details: Any) -> None:

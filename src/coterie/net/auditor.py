@@ -20,6 +20,13 @@ from coterie.net.wire import read_manifest
 from coterie.net.wire import signed as manifest_signed
 
 MAX_LINE = 4 * 1024 * 1024
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("n", "format", "inc", "round", "exchange", "client", "bytes", "times", "version"), int),
+    **dict.fromkeys(("prev", "event", "node", "run", "key", "peer", "from", "to", "reason", "code", "kind"), str),
+    **dict.fromkeys(("sha256", "manifest", "signature", "of", "text"), str),
+    "time": (int, float),
+    "members": dict,
+}
 _Key = tuple[int, int, int, int, str]  # incarnation, round, exchange, client, kind
 
 
@@ -174,6 +181,7 @@ class _Reader:
         self._keys: dict[str, list[str]] = {}  # keys of members, the newest first
         self._running = False
         self._n: int | None = None
+        self._raw = b""
         self._prev = audit.NOTHING
 
     def read(self, paths: Sequence[Path]) -> Report:
@@ -204,11 +212,12 @@ class _Reader:
             raise _Bad(f"it has more than {MAX_LINE} bytes")
         if not line.endswith(b"\n"):
             raise _Bad("it is torn: its end is missing; the node says so in its next line when it is started again")
-        line = line.removesuffix(b"\n")
+        self._raw = line = line.removesuffix(b"\n")
         found = strict_json(line, "line")
+        _check_types(found)
         n, prev, event, time = found["n"], found["prev"], found["event"], float(found["time"])
         expected, before = self._n, self._prev
-        self._n = int(n) + 1
+        self._n = n + 1
         report.lines, report.last, report.unsigned = report.lines + 1, time, report.unsigned + 1
         if expected is None:
             report.begins, report.first = n, time
@@ -227,7 +236,7 @@ class _Reader:
         elif "peer" in found:
             refused = self.report.of(found["peer"]).refused
             if event not in ("peer_up", "peer_down", "catch_up"):
-                refused[str(found.get("code", found.get("reason", event)))] += int(found.get("times", 1))
+                refused[str(found.get("code", found.get("reason", event)))] += found.get("times", 1)
 
     # ------------------------------------------------------------------ whose it is
 
@@ -235,10 +244,10 @@ class _Reader:
         report = self.report
         if found["format"] != audit.FORMAT:
             raise _Bad(f"format {found['format']}; this program reads format {audit.FORMAT}")
-        who = str(found["node"]), str(found["run"])
+        who = found["node"], found["run"]
         if report.node and who != (report.node, report.run):
             raise _Bad(f"it is of {who[0]} in run {who[1]}; the lines before are of {report.node} in {report.run}")
-        report.node, report.run, report.key = *who, str(found["key"])
+        report.node, report.run, report.key = *who, found["key"]
         if self._runs and report.run not in self._runs:
             raise _Bad(f"it is of run {report.run}; the roster that was given is of {', '.join(sorted(self._runs))}")
         if report.key not in self._own:
@@ -261,11 +270,13 @@ class _Reader:
         self._running = False
 
     def _on_roster(self, found: Mapping[str, Any]) -> None:
-        report, version = self.report, int(found["version"])
+        report, version = self.report, found["version"]
         if report.rosters and version < report.rosters[-1]:
             raise _Bad(f"version {version} of the roster after version {report.rosters[-1]}; versions only rise")
         if version not in report.rosters:
             report.rosters.append(version)
+        for member in found["members"].values():
+            _check_types(member)
         keys = {name: member["key"] for name, member in found["members"].items()}
         given = self._given.get(version)
         if given is not None:
@@ -284,8 +295,9 @@ class _Reader:
 
     def _on_head(self, found: Mapping[str, Any]) -> None:
         report = self.report
-        text = audit.signed(report.run, report.node, found["n"], found["round"], found["prev"])
-        if not _valid(self._own[:1], found["signature"], text):
+        if (found["run"], found["node"]) != (report.run, report.node):
+            raise _Bad(f"it is of {found['node']} in run {found['run']}")
+        if not _valid(self._own[:1], *audit.opened(self._raw)):
             raise _Bad(f"the signature is not that of {report.node}'s key")
         report.heads, report.unsigned = report.heads + 1, 0
 
@@ -293,9 +305,9 @@ class _Reader:
 
     def _on_sent(self, found: Mapping[str, Any]) -> None:
         to = self.report.of(found["to"])
-        key = int(found["inc"]), int(found["round"]), int(found["exchange"]), int(found["client"]), str(found["kind"])
+        key = found["inc"], found["round"], found["exchange"], found["client"], found["kind"]
         to.sent[key] = found["sha256"]
-        to.sent_bytes += int(found["bytes"])
+        to.sent_bytes += found["bytes"]
 
     def _on_received(self, found: Mapping[str, Any]) -> None:
         report, peer = self.report, found["from"]
@@ -303,7 +315,7 @@ class _Reader:
         m = read_manifest(text)
         if (m.run, m.peer) != (report.run, peer) or m.to not in ("", report.node):
             raise _Bad(f"a message of {m.peer} to {m.to or 'all'} in run {m.run}; expected one of {peer}")
-        if not _valid(self._keys.get(peer, []), found["signature"], manifest_signed(text)):
+        if not _valid(self._keys.get(peer, []), bytes.fromhex(found["signature"]), manifest_signed(text)):
             raise _Bad(f"the message is not signed by {peer}'s key")
         of = report.of(peer)
         of.received[m.inc, m.round, m.exchange, m.client, m.kind] = m.sha256
@@ -319,10 +331,10 @@ class _Reader:
         self.report.of(found["peer"]).refused["rejected"] += 1
 
     def _on_turned_away(self, found: Mapping[str, Any]) -> None:
-        self.report.of(found.get("peer", "")).refused[found["reason"]] += int(found.get("times", 1))
+        self.report.of(found.get("peer", "")).refused[found["reason"]] += found.get("times", 1)
 
     def _on_again(self, found: Mapping[str, Any]) -> None:
-        times, of = int(found["times"]), found["of"]
+        times, of = found["times"], found["of"]
         if of in ("declined", "missing"):
             traffic = self.report.of(found["to" if of == "declined" else "peer"])
             getattr(traffic, of)[found["reason"]] += times
@@ -331,12 +343,22 @@ class _Reader:
             self.report.of(found.get("peer", "")).refused[what] += times
 
 
+def _check_types(found: Any) -> None:
+    """Check that the fields that this program reads have their types."""
+    if not isinstance(found, dict):
+        raise _Bad("it is no JSON object")
+    for name, value in found.items():
+        kind = _TYPES.get(name, object)
+        if not isinstance(value, kind) or isinstance(value, bool) or (type(value) is int and abs(value) >= 1 << 53):
+            raise _Bad(f"{name[:40]} is {str(value)[:40]}; expected {getattr(kind, '__name__', 'a number')}")
+
+
 def _lines(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while line := file.readline(MAX_LINE + 2):
             yield line
 
 
-def _valid(keys: Sequence[str], signature: str, text: bytes) -> bool:
+def _valid(keys: Sequence[str], signature: bytes, text: bytes) -> bool:
     """Whether a signature is by one of some keys."""
-    return any(identity.verify(identity.public_key(key), bytes.fromhex(signature), text) for key in keys)
+    return any(identity.verify(identity.public_key(key), signature, text) for key in keys)

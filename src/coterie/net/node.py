@@ -333,7 +333,12 @@ class Node:
                 self.audit.joined(name, self.roster, **about)
 
     def _catch_up(self) -> None:
-        """Jump to the round of the others, which do not wait for a node that has fallen behind: see `catchup`."""
+        """Jump to the round of the others, which do not wait for a node that has fallen behind: see `catchup`.
+
+        They do wait for the server, and keep what they sent it: it repeats the round that it did not store.
+        """
+        if self.exchange.server:
+            return
         heads, here = self.ask_heads(self.others), self.loop.next_round
         hint, self.post.ahead = self.post.ahead, None
         claimed = catchup.backed((h.round for h in heads.values()), len(self.others))

@@ -90,11 +90,14 @@ def test_the_end_of_a_round_is_signed_with_the_nodes_key(tmp_path):
     """Checked as somebody would who has the public key and the page about it alone."""
     with log(tmp_path) as own:
         own.mark(7)
-    head = next(line for line in lines(tmp_path) if line["event"] == "head")
-    text = f"coterie audit 1\nlocal\nn0\n{head['n']}\n7\n{head['prev']}".encode()
-    signature = bytes.fromhex(head["signature"])
+    (line,) = [line for line in (tmp_path / audit.FILE).read_bytes().split(b"\n") if b'"round":7' in line][:1]
+    text, _, signed = line.partition(b',"signature":"')
+    assert signed.endswith(b'"}')
+    signature = bytes.fromhex(signed[:-2].decode())
     r, s = (int.from_bytes(part, "big") for part in (signature[:32], signature[32:]))
-    KEYS[0].public_key().verify(encode_dss_signature(r, s), text, ec.ECDSA(hashes.SHA256()))
+    KEYS[0].public_key().verify(
+        encode_dss_signature(r, s), b"coterie audit 1\n" + text + b"}", ec.ECDSA(hashes.SHA256())
+    )
 
 
 def test_what_happens_again_in_a_round_is_counted(tmp_path):
