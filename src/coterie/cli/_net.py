@@ -273,7 +273,7 @@ def _audited(report: Any) -> None:
     _wrapped(f"{report.lines} lines, {when(report.first)} to {when(report.last)} UTC; {report.heads} signatures", "  ")
     if report.begins:
         _wrapped(f"begins with line {report.begins} of its chain; those before are not here", "  ")
-    rest = f", {report.unended} times after an end without a word" if report.unended else ""
+    rest = f", {report.unended} after an end that is not in the log" if report.unended else ""
     rest += f"; torn lines, removed and noted: {report.repaired}" if report.repaired else ""
     _wrapped(f"starts: {report.starts}{rest}", "  ")
     versions, known = (", ".join(map(str, found)) for found in (report.rosters, sorted(report.confirmed)))

@@ -225,8 +225,8 @@ class _Reader:
                 raise _Bad("it is the first of a chain and names a line before it")
         elif prev != before or n != expected:
             self._heard(event, found)
-            raise _Bad(f"it does not follow the line before: one of them was changed, or lines were taken out or added"
-                       f" (number {n}; expected {expected})")  # fmt: skip
+            changed, moved = "one of them was changed", f"lines were taken out or added ({n} follows {expected - 1})"
+            raise _Bad(f"it does not follow the line before: {changed if n == expected else moved}")
         self._heard(event, found)
 
     def _heard(self, event: str, found: Mapping[str, Any]) -> None:
