@@ -1,5 +1,6 @@
 """Measure the network on this machine; the results that are kept make docs/reference/network.md.
 
+    python benchmarks/network.py alarms         32 honest nodes as processes: nobody is turned away
     python benchmarks/network.py parity         six nodes and the simulation, method by method
     python benchmarks/network.py replay         a run with a killed node, replayed in the simulator
     python benchmarks/network.py churn          twelve nodes: four killed, two restarted, one cut off for 20 s
@@ -8,6 +9,7 @@
     python benchmarks/network.py soak           three nodes, 800 rounds: memory, threads and open files
     python benchmarks/network.py slow           a model of 20 MB over a link of 20 Mbit/s
     python benchmarks/network.py fuzz           20,000 damaged messages to and from a running node
+    python benchmarks/network.py members        a member that attacks two honest nodes, attack by attack
     python benchmarks/network.py efficiency     against the same bytes over raw TCP with mutual TLS
     python benchmarks/network.py bytes          what the cost ledger predicts, and what nodes count
 
@@ -23,9 +25,11 @@ from functools import partial
 from pathlib import Path
 
 import netlab
+import network_alarms
 import network_attack
 import network_churn
 import network_links
+import network_members
 import network_parity
 import network_soak
 import torch
@@ -34,6 +38,7 @@ from coterie._util.origin import keep, machine
 
 STORED = Path(__file__).resolve().parent.parent / "docs/reference/runs"
 MEASUREMENTS = {
+    "alarms": network_alarms.alarms,
     "parity": network_parity.parity,
     "replay": network_parity.replays,
     "churn": network_churn.churn,
@@ -42,6 +47,7 @@ MEASUREMENTS = {
     "soak": network_soak.soak,
     "slow": network_links.slow,
     "fuzz": network_attack.fuzz,
+    "members": network_members.members,
     "efficiency": network_links.efficiency,
     "bytes": network_links.predicted_bytes,
 }

@@ -155,6 +155,32 @@ def fuzz(found: Results) -> str:
     )
 
 
+def attacked(found: Results) -> str:
+    """Return the part on attacks by a member."""
+
+    def both(values: Sequence[object]) -> str:
+        return ", ".join(str(value) for value in values)
+
+    rows = []
+    for r in found:
+        ended = "done" if all(r["done"]) and not any(r["statuses"]) else f"exit status {both(r['statuses'])}"
+        parts = ("rounds", "mixed", "refused", "validation", "test")
+        numbers = [both(r[what]) if what in r else "–" for what in parts]
+        said = "; ".join(f"{what} ({times})" for what, times in r["events"].items()) or "nothing"
+        rows.append((r["attack"], r["what"], ended, *numbers, said))
+    head = ("attack", "what the member does", "the honest end with", "rounds trained", "rounds that mixed its model",
+            "that tried and refused it", "validation accuracy, %", "test accuracy, %", "warnings in their logs")  # fmt: skip
+    first, method = found[0], sorted({r["method"] for r in found if r["attack"].startswith("server")})
+    served = f"; where it has the server role, {', '.join(method)}" if method else ""
+    return (
+        f"Two honest nodes and a member that attacks, over mutual TLS, with {first['method']}{served}, "
+        f"{first['of']} rounds of a linear model on the bundled digits. The member is a program written from "
+        "[the wire format](wire.md) that imports nothing of Coterie, with valid credentials. Numbers are those of the "
+        "two honest nodes. What two nodes reach without the third is in the line of the old key.\n\n"
+        + table(head, rows)
+    )
+
+
 def predicted(found: Results) -> str:
     """Return the part on predicted and counted bytes."""
     rows = [
@@ -186,6 +212,7 @@ SECTIONS = (
     ("Long run", "network/soak", soak),
     ("A slow link", "network/slow", slow),
     ("Damaged messages", "network/fuzz", fuzz),
+    ("Attacks by a member", "network/members", attacked),
     ("Predicted and counted bytes", "network/bytes", predicted),
     ("Comparison with raw TCP", "performance/network", efficiency),
 )

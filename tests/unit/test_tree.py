@@ -42,7 +42,6 @@ ELSEWHERE = {
     "engine/native/trace": "unit/engine/native/test_traced.py",
     # what keeps one contract is tested by it
     "net/local": "contract/test_exchanges.py",
-    "net/zenoh_transport": "contract/test_exchanges.py",
     "testing/_promises": "contract/test_pieces.py",
     "testing/data": "contract/test_pieces.py",
     "testing/exchanges": "contract/test_exchanges.py",

@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -53,6 +54,30 @@ class Log:
                 self._lost += 1
             else:
                 self._lost = 0
+
+
+class Rarely:
+    """Says what may be told of something that others can make happen without end: so often in so many seconds.
+
+    Args:
+        times: how often.
+        seconds: in how many.
+        clock: a monotonic clock in seconds.
+    """
+
+    def __init__(self, times: int, seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._told: deque[float] = deque(maxlen=times)
+        self._seconds, self._clock, self._untold = seconds, clock, 0
+
+    def __call__(self) -> int | None:
+        """Return None when it is not to be told this time, and else how often it was not told since the last time."""
+        now = self._clock()
+        if len(self._told) == self._told.maxlen and now - self._told[0] < self._seconds:
+            self._untold += 1
+            return None
+        untold, self._untold = self._untold, 0
+        self._told.append(now)
+        return untold
 
 
 Sample = tuple[str, str, dict[str, str], float]

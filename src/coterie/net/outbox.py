@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from coterie.errors import TransportError
 from coterie.net.wire import Address, Parcel
@@ -59,10 +60,13 @@ class Outbox:
             not sent. It must not wait.
     """
 
-    def __init__(self, *, per_asker: int = 8, clock: Callable[[], float] = time.monotonic) -> None:
+    PER_ASKER: ClassVar = 8
+
+    def __init__(self, *, per_asker: int = PER_ASKER, clock: Callable[[], float] = time.monotonic) -> None:
         self.per_asker, self._clock = per_asker, clock
         self._kept: dict[Address, tuple[str, Parcel | Missing]] = {}
         self._standing: dict[tuple[int, int, str], tuple[int, Callable[[Address], Parcel]]] = {}
+        self._sealed: dict[Address, Parcel] = {}  # of the standing ones, those that were asked for lately
         self._waiting: dict[tuple[str, Address], _Waiting] = {}
         self._sending: dict[str, int] = {}
         self._newest = -2
@@ -99,6 +103,7 @@ class Outbox:
         """
         with self._change:
             self._standing[address.exchange, address.client, address.kind] = (address.round, seal)
+            self._sealed.clear()
             answers = self._due()
         _give(answers)
 
@@ -176,10 +181,18 @@ class Outbox:
             return what if isinstance(what, Parcel) else replace(what, round=self._newest)
         since, seal = self._standing.get((address.exchange, address.client, address.kind), (0, None))
         if seal is not None and address.round >= since:
-            return seal(address)
+            return self._stood(address, seal)
         if address.round < self._newest:
             return self._missing("gone")
         return self._missing("not_ready") if waiting.until <= self._clock() else None
+
+    def _stood(self, address: Address, seal: Callable[[Address], Parcel]) -> Parcel:
+        """A standing message, sealed once for all who ask for it."""
+        if address not in self._sealed:
+            self._sealed[address] = seal(address)
+            while len(self._sealed) > 1 and sum(parcel.size for parcel in self._sealed.values()) > KEEP_BYTES:
+                del self._sealed[next(iter(self._sealed))]
+        return self._sealed[address]
 
     def _due(self) -> list[tuple[Answer, Parcel | Missing]]:
         """Take the questions that can be answered now."""

@@ -16,8 +16,9 @@ from coterie.errors import ConfigError, DiskFull, TransportError
 from coterie.net import latecomers, nodefile
 from coterie.net import roster as rosters
 from coterie.net.audit import Audit
+from coterie.net.doorkeeper import Doorkeeper
 from coterie.net.engine_log import listening
-from coterie.net.identity import Identity, public_text
+from coterie.net.identity import Identity, public_text, split_address
 from coterie.net.keeper import Keeper
 from coterie.net.log import Log, MetricsServer
 from coterie.net.node import Node
@@ -94,6 +95,11 @@ def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
             log("insecure", level="warning", text=_GIVEN_UP)
         with unbroken():  # threads start here: who starts them must come to own them
             engine = stack.enter_context(listening(log))
+            engine.name_of = roster.name_of  # links come up before the transport is ready
+            port = split_address(file.listen or roster.member(own.name).address)[1]
+            door = Doorkeeper(port, [split_address(m.address)[0] for m in roster.members], log)
+            engine.on_failed, engine.on_link = door.failed, door.met
+            stack.callback(door.close)
             transport = stack.enter_context(
                 ZenohTransport(
                     roster,

@@ -1,4 +1,7 @@
-"""A node's log and its metrics: what cannot be written ends nothing, and other sites' pages read nothing."""
+"""A node's log and its metrics: what cannot be written ends nothing, and other sites' pages read nothing.
+
+What may be told rarely is told rarely, and how often it was not told is said.
+"""
 
 import http.client
 import io
@@ -6,7 +9,7 @@ import json
 
 import pytest
 
-from coterie.net.log import Log, MetricsServer
+from coterie.net.log import Log, MetricsServer, Rarely
 
 
 class Full(io.StringIO):
@@ -63,3 +66,13 @@ def test_a_page_of_another_site_that_is_rebound_to_this_machine_reads_nothing(po
     status, text = ask(port, "/metrics", host.format(port=port))
     assert status == 403
     assert "coterie_round" not in text
+
+
+def test_what_happens_without_end_is_told_so_often_in_so_many_seconds():
+    now = [0.0]
+    rarely = Rarely(2, 10.0, clock=lambda: now[0])
+    assert [rarely() for _ in range(5)] == [0, 0, None, None, None]
+    now[0] = 9.9
+    assert rarely() is None
+    now[0] = 10.0
+    assert [rarely(), rarely(), rarely()] == [4, 0, None]

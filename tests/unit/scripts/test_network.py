@@ -91,3 +91,19 @@ def test_a_node_that_failed_is_shown(shown):
         "| replay from the journals, largest difference | 5.0e-01 |",
     ):
         assert row in page
+
+
+def test_an_attack_that_ends_a_node_is_shown(shown):
+    """Two attacks: one that both nodes live through, one after which a node has no results."""
+    lived = {
+        "attack": "1e30", "what": "A model of 1e30.", "method": "dac", "of": 9, "statuses": [0, 0], "done": [True, True],
+        "events": {"redraw: gone": 3}, "rounds": [9, 8], "mixed": [0, 1], "refused": [7, 6],
+        "validation": [90.0, 80.5], "test": [70.0, 71.0],
+    }  # fmt: skip
+    ended = {**lived, "attack": "server, wide", "method": "fedavg", "statuses": [0, 2], "done": [True, False]}
+    for what in ("rounds", "mixed", "refused", "validation", "test"):
+        del ended[what]
+    page = shown("network/members", lived, ended)
+    assert "with dac; where it has the server role, fedavg, 9 rounds" in page
+    assert "| done | 9, 8 | 0, 1 | 7, 6 | 90.0, 80.5 | 70.0, 71.0 | redraw: gone (3) |" in page
+    assert "| exit status 0, 2 | – | – | – | – | – | redraw: gone (3) |" in page
