@@ -114,6 +114,12 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> bytes:
     return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
+def names_in(payload: bytes) -> list[str]:
+    """Return the names of the tensors in safetensors bytes of this program's own making, in alphabetical order."""
+    header = json.loads(payload[8 : 8 + int.from_bytes(payload[:8], "little")])
+    return sorted(name for name in header if name != "__metadata__")
+
+
 def strict_json(text: bytes, what: str) -> Any:
     """Read untrusted JSON: no key twice, no NaN, no deep nesting.
 

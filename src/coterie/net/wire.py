@@ -182,7 +182,12 @@ def seal(
         CODECS[1] if half else CODECS[0], len(payload), chunk, hashlib.sha256(payload).hexdigest(), schema,
     )  # fmt: skip
     text = canonical(asdict(manifest))
-    return Parcel(text, sign(_DOMAIN + text), payload, chunk)
+    return Parcel(text, sign(signed(text)), payload, chunk)
+
+
+def signed(text: bytes) -> bytes:
+    """Return the bytes that a sender signs for a manifest."""
+    return _DOMAIN + text
 
 
 def canonical(document: Any) -> bytes:
@@ -236,6 +241,7 @@ class Assembler:
     def __init__(self, expect: Expectation) -> None:
         self.expect = expect
         self.manifest: Manifest | None = None
+        self.sealed = b""
         self._payload, self._got, self._next = bytearray(), 0, 0
         self._digest = hashlib.sha256()
 
@@ -269,7 +275,7 @@ class Assembler:
         expect, signature, text = self.expect, envelope[:SIGNATURE], envelope[SIGNATURE:]
         if len(text) > MAX_MANIFEST:
             raise Refused("manifest", f"{len(text)} bytes; expected at most {MAX_MANIFEST}")
-        if not expect.verify(signature, _DOMAIN + text):
+        if not expect.verify(signature, signed(text)):
             raise Refused("signature", f"the manifest is not signed by {expect.peer}'s key of the roster")
         m = read_manifest(text)
         for name, found, wanted in (("run", m.run, expect.run), ("sender", m.peer, expect.peer)):
@@ -285,7 +291,7 @@ class Assembler:
             raise Refused("schema", f"model schema {m.schema[:16]}; expected {expect.schema[:16]}")
         if m.bytes > expect.template.max_bytes:
             raise Refused("size", f"{m.bytes} bytes announced; expected at most {expect.template.max_bytes}")
-        self.manifest = m
+        self.manifest, self.sealed = m, envelope
 
     @property
     def complete(self) -> bool:

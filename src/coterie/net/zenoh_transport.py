@@ -331,7 +331,8 @@ class ZenohTransport:
                 wrong = refused
             else:
                 assert assembler.manifest is not None
-                return Delivery(assembler.manifest, tensors, size, time.monotonic() - started)
+                seconds = time.monotonic() - started
+                return Delivery(assembler.manifest, tensors, size, seconds, assembler.sealed)
         self._log("refused", level="warning", peer=peer, code=wrong.code, text=str(wrong), about=str(at))
         return Missing(f"refused:{wrong.code}", None, str(wrong))
 
