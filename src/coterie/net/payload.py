@@ -110,7 +110,7 @@ def _safetensors(tensors: Mapping[str, Tensor]) -> bytes:
         at += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    parts = [memoryview(tensors[name].reshape(-1).view(torch.uint8).numpy()) for name in names]
+    parts = [tensors[name].reshape(-1).view(torch.uint8).numpy().data for name in names]
     return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
