@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from coterie._util import extras
+from coterie.cli import _cluster
 from coterie.errors import ConfigError, TransportError
 
 net = typer.Typer(
@@ -374,19 +375,24 @@ def doctor(
     outputs: Annotated[int, typer.Option(help="With --model: classes.", min=1)] = 10,
     batch_size: Annotated[int, typer.Option(help="With --model: samples of a step.", min=1)] = 32,
     samples: Annotated[float, typer.Option(help="With --model: training samples in all rounds.", min=0)] = 1e6,
+    on: Annotated[str | None, typer.Option(help="Instead: what differs on the machines of ray:auto, ...")] = None,
 ) -> None:
     """Check a node before its run: identity, roster, data, port, clocks, each member; estimate the time of a round.
 
-    With --model, say which engine trains a model on this machine, and what keeps a faster one from it.
+    With --model, say which engine trains a model on this machine, and what keeps a faster one from it. With --on, look
+    at all machines of a cluster, as `coterie run --on` does before its first run.
 
     [bold]Examples[/bold]
 
       coterie doctor node.toml
       coterie doctor --model cnn-b --features 1,28,28
       coterie doctor --model mypackage.nets:Net --features 6 --outputs 2
+      coterie doctor --on ray:auto
     """
-    if (file is None) == (model is None):
-        raise ConfigError("doctor takes either a node file or --model; see `coterie doctor --help`")
+    if sum(one is not None for one in (file, model, on)) != 1:
+        raise ConfigError("doctor takes one of a node file, --model and --on; see `coterie doctor --help`")
+    if on is not None:
+        raise typer.Exit(_cluster.examine(on))
     if model is not None:
         typer.echo(f"{model}: {_engine(model, features, outputs, batch_size, samples)}")
         return

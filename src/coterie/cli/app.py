@@ -23,7 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coterie import __version__
-from coterie.cli import _audit, _compare, _export, _report
+from coterie.cli import _audit, _cluster, _compare, _export, _report
 from coterie.cli._net import register
 from coterie.errors import ConfigError, CoterieError, DiskFull, OutOfMemory, unknown
 
@@ -55,6 +55,10 @@ Set = Annotated[
     typer.Option("--set", "-s", metavar="PATH=VALUE", help="Change a setting, e.g. methods.dac.tau=30. Repeatable."),
 ]
 Seeds = Annotated[str | None, typer.Option(help="The number of seeds (5), or a list (0,3,7).")]
+On = _cluster.On
+Cpus = _cluster.Cpus
+Gpus = _cluster.Gpus
+Blocks = _cluster.Blocks
 
 
 def _version(asked: bool) -> bool:
@@ -93,6 +97,10 @@ def run(
     scale: Annotated[float | None, typer.Option(help="Multiply the rounds, e.g. 0.1 for a quick test.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the study's folder first.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Keep finished runs, continue the others.")] = False,
+    on: On = "local",
+    cpus: Cpus = 1,
+    gpus: Gpus = None,
+    blocks: Blocks = None,
     quiet: Quiet = False,
     json_: AsJson = False,
 ) -> None:
@@ -104,6 +112,8 @@ def run(
       coterie run my-study.toml --seeds 5 --out results
       coterie run rotated-digits --set rounds=60 --set methods.dac.tau=10
       coterie run similarity/cifar10-label-2 --data-dir ~/data --scale 0.1
+      coterie run my-study.toml --on ray:auto
+      coterie run my-study.toml --on ray:auto --blocks 4
     """
     from coterie.studies import config
 
@@ -117,7 +127,8 @@ def run(
     if overwrite and resume:
         raise ConfigError("--overwrite and --resume exclude each other; give one of them")
     chosen = config.load(study, changes)
-    _run(chosen, out, data_dir, workers, overwrite=overwrite, resume=resume, quiet=quiet, as_json=json_)
+    where = _cluster.Where(on, cpus, gpus, blocks)
+    _run(chosen, out, data_dir, workers, where, overwrite=overwrite, resume=resume, quiet=quiet, as_json=json_)
 
 
 @app.command()
@@ -125,6 +136,10 @@ def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a study, or of one of its runs.")],
     data_dir: DataDir = None,
     workers: Workers = None,
+    on: On = "local",
+    cpus: Cpus = 1,
+    gpus: Gpus = None,
+    blocks: Blocks = None,
     quiet: Quiet = False,
     json_: AsJson = False,
 ) -> None:
@@ -137,7 +152,8 @@ def resume(
     from coterie.studies.run import stored
 
     study, out = stored(folder, to_run=True)
-    _run(study, out, data_dir, workers, overwrite=False, resume=True, quiet=quiet, as_json=json_)
+    where = _cluster.Where(on, cpus, gpus, blocks)
+    _run(study, out, data_dir, workers, where, overwrite=False, resume=True, quiet=quiet, as_json=json_)
 
 
 @app.command()
@@ -266,30 +282,35 @@ _report.add(app)
 _compare.add(app)
 _export.add(app)
 _audit.add(app)
+_cluster.add(app)
 
 
 def _run(
-    study: Any, out: Path, data_dir: Path | None, workers: int | None, *, overwrite: bool, resume: bool, quiet: bool,
-    as_json: bool,
+    study: Any, out: Path, data_dir: Path | None, workers: int | None, where: _cluster.Where, *, overwrite: bool,
+    resume: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Run a study with progress, then show it."""
     from coterie.cli import _display
     from coterie.report.page import write_report
-    from coterie.simulation.workers import enough
     from coterie.studies.sweep import expand, run_sweep
 
     console = Console(stderr=True)
     again = ["coterie", "resume", str(out / study.name), *(["--data-dir", str(data_dir)] if data_dir else [])]
-    with _resumable(out / study.name, shlex.join(again)), _display.progress(expand(study), console, quiet) as observer:
+    with (
+        _resumable(out / study.name, shlex.join([*again, *where.words])),
+        where.fan_out(study.settings.device, workers) as (over, crew),
+        _display.progress(expand(study), console, quiet) as observer,
+    ):
         done = run_sweep(
             study,
             out=out,
             data_dir=data_dir,
-            workers=workers or enough(study.settings.device),
+            workers=crew,
             resume=resume,
             overwrite=overwrite,
             observer=observer,
             notes=observer,
+            over=over,
         )
     reports = [write_report(one.folder) for one in done]
     _show(done, as_json)

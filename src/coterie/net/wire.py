@@ -242,7 +242,8 @@ class Assembler:
         self.expect = expect
         self.manifest: Manifest | None = None
         self.sealed = b""
-        self._payload, self._next = bytearray(), 0
+        self._payload, self._got, self._next = bytearray(), 0, 0
+        self._digest = hashlib.sha256()
 
     def feed(self, attachment: bytes, chunk: bytes) -> None:
         """Take the next chunk.
@@ -260,10 +261,14 @@ class Assembler:
         elif len(attachment) != 4:
             raise Refused("chunk", "only the first chunk carries a manifest")
         assert self.manifest is not None
-        left = self.manifest.bytes - len(self._payload)
+        left = self.manifest.bytes - self._got
         if len(chunk) != min(left, self.manifest.chunk) or (number > 0 and left == 0):
             raise Refused("chunk", f"chunk {number} has {len(chunk)} bytes; expected {min(left, self.manifest.chunk)}")
-        self._payload += chunk
+        if number == 0:
+            self._payload = bytearray(self.manifest.bytes)
+        self._payload[self._got : self._got + len(chunk)] = chunk
+        self._digest.update(chunk)
+        self._got += len(chunk)
         self._next += 1
 
     def _open(self, envelope: bytes) -> None:
@@ -291,7 +296,7 @@ class Assembler:
     @property
     def complete(self) -> bool:
         """Whether all chunks have arrived."""
-        return self.manifest is not None and len(self._payload) == self.manifest.bytes
+        return self.manifest is not None and self._got == self.manifest.bytes
 
     def finish(self) -> dict[str, Tensor]:
         """Return the tensors, in the types of the template.
@@ -300,7 +305,7 @@ class Assembler:
             Refused: when chunks are missing or the payload does not match the template.
         """
         if self.manifest is None or not self.complete:
-            raise Refused("truncated", f"{len(self._payload)} bytes came of those announced")
-        if hashlib.sha256(self._payload).hexdigest() != self.manifest.sha256:
+            raise Refused("truncated", f"{self._got} bytes came of those announced")
+        if self._digest.hexdigest() != self.manifest.sha256:
             raise Refused("digest", "the payload does not hash to what its sender signed")
         return decode(self._payload, self.expect.template, half=self.manifest.codec == CODECS[1])

@@ -16,7 +16,7 @@ from itertools import chain, islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.multiprocessing  # tensors are sent through shared memory
@@ -28,6 +28,18 @@ J = TypeVar("J")
 R = TypeVar("R")
 Emit = Callable[[object], None]
 Work = Callable[[J, Emit], R]
+
+
+@runtime_checkable
+class FanOut(Protocol):
+    """What does jobs in place of `fan_out`, on a cluster (`coterie.cluster`)."""
+
+    far: bool
+    """Whether workers see no files of this machine: each job then brings its data."""
+
+    def __call__(self, work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> Iterator[tuple[J, R]]:
+        """Do every job and yield (job, result) as they finish; see `fan_out`."""
+        ...
 
 
 class WorkerDied(CoterieError, RuntimeError):
