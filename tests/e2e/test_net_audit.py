@@ -57,10 +57,10 @@ def test_a_server_on_a_full_disk_ends_with_75_goes_on_to_the_same_bytes_and_all_
     with fleet.Fleet(files, logs=tmp_path / "logs", behind=behind) as nodes:
         for name in files:
             nodes.start(name)
-        assert nodes.processes["node-00"].wait(180) == NO_ROOM
+        assert nodes.processes["node-00"].wait(270) == NO_ROOM
         del behind["node-00"]
         nodes.start("node-00")
-        assert nodes.wait(240) == dict.fromkeys(files, 0), (tmp_path / "logs" / "node-00.log").read_text()
+        assert nodes.wait(270) == dict.fromkeys(files, 0), (tmp_path / "logs" / "node-00.log").read_text()
     said = (tmp_path / "logs" / "node-00.log").read_text().splitlines()
     events = [json.loads(line) for line in said if line.startswith("{")]
     names = [event["event"] for event in events]
