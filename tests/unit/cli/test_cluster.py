@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 from typer.testing import CliRunner
 
+from coterie.cli import _cluster
 from coterie.cli._cluster import MANY, Where
 from coterie.cli.app import app
 from coterie.cluster import doctor, runs
@@ -80,7 +81,7 @@ def test_doctor_says_what_differs_a_line_each(changed, status, last, monkeypatch
     own = Machine("here", dict.fromkeys(NAMES, "same"))
     far = [Machine("a", own.facts), Machine("b", {**own.facts, **changed})]
     monkeypatch.setattr(doctor, "here", lambda: own)
-    monkeypatch.setattr(doctor, "look_at", lambda place: far)
+    monkeypatch.setattr(_cluster, "_machines", lambda on: far)
     done = CliRunner().invoke(app, ["doctor", "--on", "ray:auto"])
     assert done.exit_code == status
     first, *_ = lines = done.output.splitlines()
