@@ -43,6 +43,7 @@ ELSEWHERE = {
     "engine/native/sums": "unit/engine/native/test_traced.py",
     "engine/native/trace": "unit/engine/native/test_traced.py",
     # what keeps one contract is tested by it
+    "cluster/blocks": "contract/test_blocks.py",
     "net/local": "contract/test_exchanges.py",
     "testing/_promises": "contract/test_pieces.py",
     "testing/data": "contract/test_pieces.py",

@@ -22,6 +22,10 @@ Gpus = Annotated[
     float | None,
     typer.Option(min=0, help="With --on: GPUs of a run, such as 0.5; by default 1 where the study's device is one."),
 ]
+Blocks = Annotated[
+    int | None,
+    typer.Option(min=1, help="Host each run in so many blocks, over --on; by default on a Ray of this machine."),
+]
 MANY = 1_000_000
 """Runs under way at most, where the cluster decides."""
 
@@ -34,19 +38,21 @@ class Where:
         on: the value of --on.
         cpus: processors of a run.
         gpus: GPUs of a run; None for what the study's device needs.
+        blocks: in how many blocks each run is hosted; None for one process. The others are then of a block.
     """
 
     on: str
     cpus: int
     gpus: float | None
+    blocks: int | None = None
 
     @property
     def words(self) -> list[str]:
         """The options, to be given again; nothing for this machine."""
-        if self.on == "local":
-            return []
-        more = [] if self.gpus is None else ["--gpus", f"{self.gpus:g}"]
-        return ["--on", self.on, *(["--cpus", str(self.cpus)] if self.cpus > 1 else []), *more]
+        more = [] if self.blocks is None else ["--blocks", str(self.blocks)]
+        more += [] if self.gpus is None else ["--gpus", f"{self.gpus:g}"]
+        more += ["--cpus", str(self.cpus)] if self.cpus > 1 else []
+        return ["--on", self.on, *more] if self.on != "local" else more
 
     @contextmanager
     def fan_out(self, device: str, workers: int | None) -> Iterator[tuple[Any, int]]:
@@ -64,7 +70,15 @@ class Where:
         """
         from coterie.cluster import place
 
-        found = place.read(self.on)
+        found = place.read("ray:local" if self.on == "local" and self.blocks is not None else self.on)
+        if self.blocks is not None:
+            if found.kind != "ray":
+                raise ConfigError(f"--blocks is {self.blocks}, with --on {self.on}; expected a place of Ray")
+            from coterie.cluster import actors
+
+            with actors.blocks_on(found, self.blocks, cpus=self.cpus, gpus=self.gpus) as over:
+                yield over, 1
+            return
         if found.kind == "local":
             if self.cpus > 1 or self.gpus is not None:
                 raise ConfigError("--cpus and --gpus are of runs on a cluster; give --on too")

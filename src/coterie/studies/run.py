@@ -122,6 +122,7 @@ class _Jobs:
     data_dir: Path | None
     federation: FederationSource | None
     model: ModelSource | None
+    run: Callable[..., object] = simulate
 
     def __call__(self, given: _Given, emit: Callable[[object], None]) -> bool:
         """Do a job, if no other process has it; return whether that is so."""
@@ -136,7 +137,7 @@ class _Jobs:
                 _check_same(own, self.folder)
                 manifest.replace_files(folder, {CONFIG: config.dumps(own).encode()})
                 emit(Saved(folder))
-                simulate(
+                self.run(
                     given.federation or self.data(job.seed),
                     entry.method,
                     model=self.network,
