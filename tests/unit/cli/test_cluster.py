@@ -41,7 +41,7 @@ def test_what_is_asked_for_wrongly_is_one_line(words, said, tmp_path, monkeypatc
     [
         (Where("local", 1, None), []),
         (Where("ray:auto", 1, None), ["--on", "ray:auto"]),
-        (Where("slurm:gpu", 4, 1.0), ["--on", "slurm:gpu", "--cpus", "4", "--gpus", "1"]),
+        (Where("slurm:gpu", 4, 1.0), ["--on", "slurm:gpu", "--gpus", "1", "--cpus", "4"]),
     ],
 )
 def test_the_command_that_goes_on_names_the_same_place(where, words):
