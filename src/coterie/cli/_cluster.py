@@ -105,13 +105,9 @@ def add(app: typer.Typer) -> None:
 
 def examine(on: str) -> int:
     """Say what differs on the machines of a cluster from this one; return the exit status."""
-    from coterie.cluster import doctor, place
+    from coterie.cluster import doctor
 
-    found = place.read(on)
-    if found.kind == "local":
-        raise ConfigError("--on local is this machine, which has nothing to differ from; expected ray:auto, ...")
-    own = doctor.here()
-    machines = doctor.look_at(found)
+    machines, own = _machines(on), doctor.here()
     for line in doctor.differences(machines, own, doctor.REFUSED):
         typer.echo(f"WRONG  {line}")
     rest = [key for key in doctor.NAMES if key not in doctor.REFUSED]
@@ -127,6 +123,22 @@ def examine(on: str) -> int:
     else:
         typer.echo(f"ok     {count}, equal to this one: runs leave the same bytes")
     return int(wrong)
+
+
+def _machines(on: str) -> Any:
+    """The machines of a place: all of a Ray cluster; of Slurm one of the partition, whichever is free first."""
+    from coterie.cluster import doctor, place
+
+    found = place.read(on)
+    if found.kind == "local":
+        raise ConfigError("--on local is this machine, which has nothing to differ from; expected ray:auto, ...")
+    if found.kind == "slurm":
+        from coterie.cluster import slurm
+
+        facts = slurm.asked(found, doctor.probe())
+        return [doctor.Machine(facts["host"], facts)]
+    with place.connect(found):
+        return doctor.look_at_all()
 
 
 def status(

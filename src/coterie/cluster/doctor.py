@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from coterie._util.origin import PACKAGE
 from coterie.cluster import _facts
-from coterie.cluster.place import Place, connect
 from coterie.errors import ConfigError
 
 Facts = Mapping[str, str]
@@ -64,21 +63,6 @@ def probe() -> Callable[[], dict[str, str]]:
 def here() -> Machine:
     """Return this machine."""
     return Machine("here", _facts.facts())
-
-
-def look_at(where: Place) -> list[Machine]:
-    """Return the machines of a place: all of a Ray cluster; of Slurm one of the partition, whichever is free first.
-
-    Raises:
-        ConfigError: when nobody answers.
-    """
-    if where.kind == "slurm":
-        from coterie.cluster import slurm
-
-        facts = slurm.asked(where, probe())
-        return [Machine(facts["host"], facts)]
-    with connect(where):
-        return look_at_all()
 
 
 def look_at_all() -> list[Machine]:

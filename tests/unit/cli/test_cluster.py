@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import pytest
 from typer.testing import CliRunner
 
+from coterie.cli import _cluster
 from coterie.cli._cluster import MANY, Where
 from coterie.cli.app import app
 from coterie.cluster import doctor, runs
@@ -40,7 +41,7 @@ def test_what_is_asked_for_wrongly_is_one_line(words, said, tmp_path, monkeypatc
     [
         (Where("local", 1, None), []),
         (Where("ray:auto", 1, None), ["--on", "ray:auto"]),
-        (Where("slurm:gpu", 4, 1.0), ["--on", "slurm:gpu", "--cpus", "4", "--gpus", "1"]),
+        (Where("slurm:gpu", 4, 1.0), ["--on", "slurm:gpu", "--gpus", "1", "--cpus", "4"]),
     ],
 )
 def test_the_command_that_goes_on_names_the_same_place(where, words):
@@ -80,7 +81,7 @@ def test_doctor_says_what_differs_a_line_each(changed, status, last, monkeypatch
     own = Machine("here", dict.fromkeys(NAMES, "same"))
     far = [Machine("a", own.facts), Machine("b", {**own.facts, **changed})]
     monkeypatch.setattr(doctor, "here", lambda: own)
-    monkeypatch.setattr(doctor, "look_at", lambda place: far)
+    monkeypatch.setattr(_cluster, "_machines", lambda on: far)
     done = CliRunner().invoke(app, ["doctor", "--on", "ray:auto"])
     assert done.exit_code == status
     first, *_ = lines = done.output.splitlines()

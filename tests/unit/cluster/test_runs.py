@@ -165,7 +165,8 @@ def test_the_error_of_a_job_is_that_of_this_machine_and_ends_the_others(cluster)
         list(RayRuns()(fail, ["four"], 1, print))
 
 
-@pytest.mark.parametrize("relayed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["within", "outside"])
+@pytest.mark.slow
+@pytest.mark.parametrize("relayed", [False, True], ids=["within", "outside"])
 def test_runs_see_the_gpu_that_ray_gives_them(cluster, relayed, monkeypatch):
     """Two halves of a GPU are the same one. A process outside of the cluster hears tasks through an actor in it."""
     if relayed:
