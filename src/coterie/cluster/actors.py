@@ -198,7 +198,8 @@ def start(given: Iterable[Given], *, cpus: int = 1, gpus: float | None = None) -
     options: dict[str, Any] = {"num_cpus": _rounded(share([one.get("CPU", 0) for one in alive], len(refs), cpus))}
     if device.startswith("cuda"):
         options["num_gpus"] = gpus or _rounded(share([one.get("GPU", 0) for one in alive], len(refs), 1))
-    actor = ray.remote(concurrency_groups={"post": 1}, max_restarts=0, scheduling_strategy="SPREAD", **options)(Host)
+    options |= {"concurrency_groups": {"post": 1}, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+    actor: Any = ray.remote(**options)(Host)
     hosts = [actor.remote(ref, carried, cpus) for ref in refs]
     del refs
     try:
