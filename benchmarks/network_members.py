@@ -41,14 +41,14 @@ local = {{ epochs = 1, lr = 0.003 }}
 {method}
 """
 DAC, FEDAVG = "kind = 'dac'\nnum_peers = 2", "kind = 'fedavg'"
-NETWORK = {"deadline": 5.0, "start": 30.0, "linger": 10.0, "server_wait": 5.0}
+NETWORK = {"deadline": 5.0, "start": 60.0, "linger": 10.0, "server_wait": 5.0}
 Chunks = list[tuple[bytes, bytes]]
 
 
 class Attacker(stranger.Player):
     """Takes part as it should. Each attack below changes one thing."""
 
-    patience = 30.0
+    patience = 60.0
 
     def publish(self, round: int) -> None:
         """Publish what the attack makes of this round's message."""
@@ -173,8 +173,6 @@ class OldRoster(Attacker):
 class OldKey(Attacker):
     """Goes on with the key and certificate that the organizer has replaced."""
 
-    patience = 10.0
-
     def attack(self) -> None:
         """Ask for heads and models, and publish, whether or not anybody hears it."""
         self.got = 0
@@ -264,7 +262,7 @@ def data_of(study: config.StudyConfig, client: int) -> dict[str, np.ndarray]:
 
 
 def outcome(place: Path, reader: int, attacker: int) -> dict[str, Any]:
-    """Return what a node ended with: rounds that it trained, accuracy in percent, rounds that used the attacker's model.
+    """Return what a node ended with: rounds that it trained, accuracy in percent, rounds with the attacker's model.
 
     Args:
         place: its run's folder.

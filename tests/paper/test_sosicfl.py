@@ -495,7 +495,7 @@ def test_the_bias_has_endpoints_or_is_shared():
 
 @pytest.mark.option("SimplexMethod.sampler", "exact", "released")
 def test_mixtures_are_drawn_exactly_or_as_the_code_does():
-    """Two endpoints: uniform on the interval of the region, or the center and a positive step off the simplex."""
+    """Two endpoints: uniform on the interval of the region, or the center and a step off the simplex, at most 0.4 long in L1."""
     for sampler in ("exact", "released"):
         method = SosicFl(endpoints=2, regions=2, sampler=sampler, radius=0.4, radius_rule="absolute")
         loop = follow(method, label_skewed(), rounds=0)
@@ -509,9 +509,9 @@ def test_mixtures_are_drawn_exactly_or_as_the_code_does():
                 first = stream.uniform(max(0.0, center[0] - 0.2), min(1.0, center[0] + 0.2), 5)
                 expected = np.stack([first, 1 - first], axis=1)
             else:
-                step = stream.random((5, 2))
+                step = stream.uniform(-1, 1, (5, 2))
                 length = stream.uniform(0, 0.4, (5, 1))
-                expected = center + length * step / np.sqrt((step**2).sum(1, keepdims=True))
+                expected = center + length * step / abs(step).sum(1, keepdims=True)
             np.testing.assert_allclose(found[client].numpy(), expected, atol=1e-15)
 
 

@@ -187,7 +187,7 @@ def configuration(roster: Mapping[str, Any], me: str, folder: Path) -> dict[str,
 
     rules = [
         rule("watch", "ingress", watch, "*/alive"), rule("out-mine", "egress", own, f"{me}/**"),
-        rule("out-ask", "egress", ["query"], "*/**"), rule("out-watch", "egress", watch, "*/alive"),
+        rule("out-watch", "egress", watch, "*/alive"),
     ]  # fmt: skip
     subjects = [{"id": "members", "cert_common_names": [common[name] for name in names]}]
     policies = [{"rules": [one["id"] for one in rules], "subjects": ["members"]}]
@@ -195,7 +195,9 @@ def configuration(roster: Mapping[str, Any], me: str, folder: Path) -> dict[str,
         rules.append(rule(f"own-{name}", "ingress", own, f"{name}/**"))
         rules.append(rule(f"ask-{name}", "ingress", ["query"], f"{me}/*/{name}"))
         subjects.append({"id": f"cn-{name}", "cert_common_names": [common[name]]})
-        policies.append({"rules": [f"own-{name}", f"ask-{name}"], "subjects": [f"cn-{name}"]})
+        rules.append(rule(f"out-ask-{name}", "egress", ["query"], f"{name}/*/{me}"))
+        own_rules = [f"own-{name}", f"ask-{name}", f"out-ask-{name}"]
+        policies.append({"rules": own_rules, "subjects": [f"cn-{name}"]})
     pair = {"private_key": str(folder / f"{me}.key"), "certificate": str(folder / f"{me}.pem")}
     return {
         "mode": "peer",
@@ -207,6 +209,7 @@ def configuration(roster: Mapping[str, Any], me: str, folder: Path) -> dict[str,
         "scouting": {"multicast": {"enabled": False}, "gossip": {"enabled": False}},
         "adminspace": {"enabled": False},
         "transport": {
+            "unicast": {"accept_pending": 1000},
             "shared_memory": {"enabled": False},
             "link": {
                 "protocols": ["tls"],

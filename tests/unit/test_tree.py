@@ -14,6 +14,8 @@ ELSEWHERE = {
     "cli/_compare": "unit/papers/test_compare.py",
     "cli/_report": "unit/cli/test_app.py",
     "cli/_tables": "unit/papers/test_compare.py",
+    "cluster/_facts": "unit/cluster/test_doctor.py",
+    "cluster/status": "unit/cluster/test_slurm.py",
     "data/plan": "unit/data/test_shifts.py",
     "net/payload": "unit/net/test_wire.py",
     "net/post": "unit/net/test_exchange.py",

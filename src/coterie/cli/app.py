@@ -1,7 +1,8 @@
 """The command line. Heavy libraries are imported inside the commands, so that help is quick.
 
-Exit status: 0; 2 for bad input, with one line on standard error; 130 after Ctrl-C. Results go to standard output,
-progress and messages to standard error.
+Exit status: 0; 2 for bad input, with one line on standard error; 75 when there is no more room to write, with one line,
+too: the same command continues later; 130 after Ctrl-C. Results go to standard output, progress and messages to
+standard error.
 """
 
 import io
@@ -24,7 +25,7 @@ from rich.table import Table
 from coterie import __version__
 from coterie.cli import _audit, _cluster, _compare, _export, _report
 from coterie.cli._net import register
-from coterie.errors import ConfigError, CoterieError, OutOfMemory, unknown
+from coterie.errors import ConfigError, CoterieError, DiskFull, OutOfMemory, unknown
 
 app = typer.Typer(
     name="coterie",
@@ -33,6 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+NO_ROOM = 75
+"""The exit status when there is no more room to write: a temporary failure (EX_TEMPFAIL of sysexits.h)."""
 # Every mistake in how a command was called: click's ClickException, wherever this version of typer keeps it.
 _Usage: type[typer.BadParameter] = typer.BadParameter.__mro__[2]  # type: ignore[assignment]
 
@@ -346,15 +349,43 @@ def _resumable(folder: Path, command: str) -> Iterator[None]:
         text = f"stopped; continue with: {command}" if there else "stopped before anything was written"
         typer.echo(f"\n{text}", err=True)
         raise
-    except OSError as error:
-        if not (folder / CONFIG).exists() or isinstance(error, CoterieError) or OutOfMemory.is_said_by(error):
+    except Exception as error:
+        full = DiskFull.is_said_by(error)
+        if not full and (not isinstance(error, OSError) or isinstance(error, CoterieError)):
             raise
-        raise ConfigError(f"cannot write: {_reason(error)}; when that is fixed, continue with: {command}") from error
+        if not (folder / CONFIG).exists() or OutOfMemory.is_said_by(error):
+            raise
+        kind = DiskFull if full else ConfigError
+        raise kind(f"cannot write: {_reason(error)}; when that is fixed, continue with: {command}") from error
 
 
-def _reason(error: OSError) -> str:
-    name = f": {error.filename}" if error.filename else ""
-    return f"{error.strerror or error}{name}"
+def _reason(error: Exception) -> str:
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    return error.strerror + (f": {error.filename}" if error.filename else "")
+
+
+def _end(error: Exception) -> NoReturn:
+    """End with one line and the status of an error; an error that nobody expects is raised again."""
+    status, text = 2, str(error)
+    if DiskFull.is_said_by(error):
+        status = NO_ROOM
+        text = (
+            text if isinstance(error, DiskFull) else f"cannot write: {_reason(error)}; when there is room, start again"
+        )
+    elif isinstance(error, CoterieError):
+        pass
+    elif OutOfMemory.is_said_by(error):
+        text = "this machine has no more memory; use fewer --workers, fewer clients, or a smaller model"
+    elif isinstance(error, OSError):
+        text = _reason(error)
+    else:
+        raise error
+    try:
+        typer.echo(f"coterie: {text}".replace("\n", " "), err=True)
+    except OSError:  # standard error is a file on the disk that is full
+        sys.stderr = None
+    sys.exit(status)
 
 
 def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> str:
@@ -377,16 +408,6 @@ def main() -> NoReturn:
         if text := error.format_message().rstrip("."):  # empty when a group of commands has shown its help
             typer.echo(f"coterie: {text}; see `coterie --help`".replace("\n", " "), err=True)
         sys.exit(2)
-    except CoterieError as error:
-        typer.echo(f"coterie: {error}".replace("\n", " "), err=True)
-        sys.exit(2)
-    except (OSError, MemoryError, RuntimeError) as error:
-        if OutOfMemory.is_said_by(error):
-            text = "this machine has no more memory; use fewer --workers, fewer clients, or a smaller model"
-        elif isinstance(error, OSError):
-            text = _reason(error)
-        else:
-            raise
-        typer.echo(f"coterie: {text}", err=True)
-        sys.exit(2)
+    except Exception as error:
+        _end(error)
     sys.exit(status if isinstance(status, int) else 0)

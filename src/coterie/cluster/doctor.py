@@ -51,7 +51,6 @@ def probe() -> Callable[[], dict[str, str]]:
 
     It needs nothing of this package there: what is not the same Coterie must be able to say so.
     """
-
     text = (PACKAGE / "cluster" / "_facts.py").read_text("utf-8")
 
     def facts():  # a plain function, which is sent as it is

@@ -33,7 +33,7 @@ from coterie.data.federation import Federation
 from coterie.errors import CoterieError, FolderInUse, require
 from coterie.simulation.run import Saved
 from coterie.simulation.workers import Emit, FanOut, WorkerDied
-from coterie.studies.run import note_failure
+from coterie.studies.run import FAILURE, note_failure
 
 RETRIES = 3
 _TOGETHER = 0.2  # seconds for which messages of a worker are collected
@@ -79,7 +79,7 @@ def runs_on(
     cpus: float = 1,
     gpus: float = 0,
     retries: int = RETRIES,
-    check: bool = True,
+    check: bool | None = None,
     **started: Any,
 ) -> Iterator["RayRuns"]:
     """Be connected to a Ray cluster for the block, after a look at its machines; give what does runs there.
@@ -89,7 +89,7 @@ def runs_on(
         cpus: processors of a run, which are its threads.
         gpus: GPUs of a run; below 1, several runs share one.
         retries: how often a run starts again after its worker died.
-        check: whether the machines are compared with this one first.
+        check: whether the machines are compared with this one first; None where they are not this machine.
         started: further arguments of `ray.init` for "ray:local".
 
     Raises:
@@ -98,8 +98,9 @@ def runs_on(
     require(cpus > 0, "cpus", cpus, "more than 0")
     require(gpus >= 0 and (gpus < 1 or gpus == int(gpus)), "gpus", gpus, "a share of one below 1, or a whole number")
     require(retries >= 0, "retries", retries, "0 or more")
-    with connect(place.read(where) if isinstance(where, str) else where, **started):
-        if check:
+    where = place.read(where) if isinstance(where, str) else where
+    with connect(where, **started):
+        if where.address != "local" if check is None else check:
             doctor.require_equal(doctor.look_at_all())
         yield RayRuns(cpus, gpus, retries)
 
@@ -112,7 +113,6 @@ class _Run:
     payload: Any
     claim: ExitStack
     folder: Path | None
-    known: dict[str, str]
     tries: int = 1
 
 
@@ -221,13 +221,14 @@ class RayRuns(FanOut):
         """A job with its folder claimed; None when another process has it."""
         claim = ExitStack()
         if keeper is None:
-            return _Run(job, None, claim, None, {})
+            return _Run(job, None, claim, None)
         folder = keeper.folder_of(job)
         try:
             claim.enter_context(claimed(folder))
         except FolderInUse:
             return None
-        return _Run(job, None, claim, folder, {})
+        (folder / FAILURE).unlink(missing_ok=True)
+        return _Run(job, None, claim, folder)
 
     def _start(self, tasks: Any, number: int, run: _Run, common: Any) -> None:
         """Start a run, or start it again, from what is in its folder."""

@@ -8,7 +8,9 @@ A run goes on from its checkpoint, whoever made that.
 import json
 import os
 import re
+import shutil
 import sys
+import tempfile
 import time
 import uuid
 import warnings
@@ -154,13 +156,16 @@ def asked(place: Place, question: Callable[[], Any]) -> Any:
     Raises:
         ConfigError: when it fails.
     """
-    folder = Path.cwd() / FOLDER
-    with _executor(place, folder, 1, 0, 1, Path("doctor")) as executor, _quiet():
-        job = executor.submit(question)
-        try:
-            return job.result()
-        except Exception as error:  # submitit's, or the job's own
-            raise ConfigError(f"a job on {place} failed: {' '.join(str(error).split())[-300:]}") from error
+    folder = Path(tempfile.mkdtemp(dir=Path.cwd(), prefix=".coterie-doctor-"))  # where all machines see it
+    try:
+        with _executor(place, folder, 1, 0, 1, Path("doctor")) as executor, _quiet():
+            return executor.submit(question).result()
+    except CoterieError:
+        raise
+    except Exception as error:  # submitit's, or the job's own
+        raise ConfigError(f"a job on {place} failed: {' '.join(str(error).split())[-300:]}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def states(study: Path) -> dict[str, tuple[str, str]]:

@@ -22,7 +22,7 @@ import torch
 import torch.multiprocessing  # tensors are sent through shared memory
 
 from coterie.engine import use_threads
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, DiskFull
 
 J = TypeVar("J")
 R = TypeVar("R")
@@ -181,6 +181,10 @@ def _serve(connection: Connection, work: Work[J, Any], threads: int) -> None:
                 answer = ("done", work(job, emit))
             except (CoterieError, OSError, MemoryError) as error:
                 answer = ("failed", error)
+            except Exception as error:  # of a library
+                if not DiskFull.is_said_by(error):
+                    raise
+                answer = ("failed", DiskFull(str(error)))
             connection.send(answer)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return

@@ -112,7 +112,7 @@ def test_a_study_leaves_the_bytes_of_this_machine(cluster, tmp_path):
     assert {(step.label, step.seed, step.round) for step in heard if isinstance(step, Progress)} == {
         (label, seed, index) for label in ("Gossip", "local") for seed in (0, 1) for index in (-1, 0, 1, 2)
     }
-    last = sum(len(content) for name, content in there.items() if name.count("/") == 2 and "before" not in name)
+    last = sum(len(content) for name, content in there.items() if name.count("/") == 3 and "before" not in name)
     assert last < over.sent.home < 5 * last, "what is new, at each of three checkpoints and the end"
     assert over.sent.lost == 0
 
@@ -195,12 +195,12 @@ def test_the_machines_are_looked_at_before_the_first_run(cluster, monkeypatch):
     """Each answers for itself; what is equal is not spoken of, other software is refused."""
     own = doctor.here()
     assert doctor.differences(doctor.look_at_all(), own) == []
-    with runs_on("ray:local") as over:
+    with runs_on("ray:local", check=True) as over:
         assert over.far
     old = doctor.Machine("here", {**own.facts, "torch": "1.0"})
     monkeypatch.setattr(doctor, "here", lambda: old)
     with pytest.raises(ConfigError, match=r"the cluster has other software .torch: .* has .*, this machine has 1.0"):
-        _enter(runs_on("ray:local"))
+        _enter(runs_on("ray:local", check=True))
 
 
 @pytest.mark.parametrize(
