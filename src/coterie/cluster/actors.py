@@ -31,7 +31,6 @@ from coterie.exchange.base import Message
 from coterie.simulation.run import Plan
 from coterie.simulation.workers import Emit, FanOut, one_thread
 
-
 _TURN = 2.0
 """Seconds after which a wait for blocks looks whether all machines are there."""
 
@@ -127,6 +126,7 @@ class Actors:
     def __init__(self, hosts: Sequence[Any], fewer: Callable[[], bool]) -> None:
         self.hosts, self._fewer, self._said = hosts, fewer, set[str]()
         self.wait([host.meet.remote(list(hosts)) for host in hosts], show=False)  # the driver has warned already
+        self._fewer = lambda: False  # all have a place: Ray says when one dies
 
     def each(self, name: str, *arguments: Sequence[Any]) -> list[Any]:
         """Call a function of every block; see `blocks.Crew`."""
