@@ -13,6 +13,7 @@ from coterie.cluster import blocks
 from coterie.cluster.blocks import BlockDied, Given, Threads, simulate_in_blocks
 from coterie.errors import ConfigError
 from coterie.methods import METHODS
+from coterie.rng import Rng
 from coterie.simulation.run import Note, Run, simulate
 from coterie.testing import tiny_federation, tiny_settings
 
@@ -149,23 +150,30 @@ class Failing:
             yield crew
 
 
-def test_a_dead_block_costs_the_rounds_since_the_last_checkpoint(tmp_path: Path):
-    """With a checkpoint after every round no round is done twice; without a folder, all from the beginning."""
+@pytest.mark.parametrize("kind", ["dac", "fedavg", "ifca"])
+def test_a_dead_block_costs_the_rounds_since_the_last_checkpoint(tmp_path: Path, kind: str):
+    """It dies in a round drawn for the method; with a checkpoint after every round none is done twice."""
     data, settings, notes = tiny_federation(), tiny_settings(engine="loop", checkpoint_seconds=0), list[Note]()
     more: dict[str, Any] = {"model": small, "settings": settings, "seed": 3}
-    whole = simulate(data, of("dac"), folder=tmp_path / "whole", **more)
-    failing = Failing([2])
+    whole = simulate(data, of(kind), folder=tmp_path / "whole", **more)
+    fatal = int(Rng(0).generator(f"deaths.{kind}").integers(0, 4))
+    failing = Failing([fatal])
     split = simulate_in_blocks(
-        data, of("dac"), folder=tmp_path / "split", blocks=2, start=failing.start, notes=notes.append, **more
+        data, of(kind), folder=tmp_path / "split", blocks=2, start=failing.start, notes=notes.append, **more
     )
     assert same(whole, split)
-    assert (failing.starts, failing.done) == (2, [-1, 0, 1, 2, 2, 3])
-    assert "a block died; all blocks go on from round 2" in [note.text for note in notes]
-    unwritten = Failing([1, 3])
-    again = simulate_in_blocks(data, of("dac"), blocks=2, start=unwritten.start, **more)
+    assert (failing.starts, failing.done) == (2, sorted([-1, 0, 1, 2, 3, fatal]))
+    assert f"a block died; all blocks go on from round {fatal}" in [note.text for note in notes]
+
+
+def test_without_a_folder_what_dies_is_begun_again():
+    data = tiny_federation()
+    more: dict[str, Any] = {"model": small, "settings": tiny_settings(engine="loop"), "seed": 3}
+    whole, failing = simulate(data, of("dac"), **more), Failing([1, 3])
+    again = simulate_in_blocks(data, of("dac"), blocks=2, start=failing.start, **more)
     assert torch.equal(again.params, whole.params)
     assert again.metrics.equals(whole.metrics)
-    assert (unwritten.starts, unwritten.done) == (3, [-1, 0, 1, -1, 0, 1, 2, 3, -1, 0, 1, 2, 3])
+    assert (failing.starts, failing.done) == (3, [-1, 0, 1, -1, 0, 1, 2, 3, -1, 0, 1, 2, 3])
 
 
 def test_blocks_that_die_again_and_again_are_not_started_for_ever():

@@ -8,7 +8,7 @@ import dataclasses
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +30,9 @@ from coterie.errors import CoterieError, require
 from coterie.exchange.base import Message
 from coterie.simulation.run import Plan
 from coterie.simulation.workers import Emit, FanOut, one_thread
+
+_TURN = 2.0
+"""Seconds after which a wait for blocks looks whether all machines are there."""
 
 
 def packed(part: Part) -> Any:
@@ -117,11 +120,13 @@ class Actors:
 
     Args:
         hosts: their handles.
+        fewer: whether machines have gone since room for the blocks was counted: some might wait for ever.
     """
 
-    def __init__(self, hosts: Sequence[Any]) -> None:
-        self.hosts, self._said = hosts, set[str]()
+    def __init__(self, hosts: Sequence[Any], fewer: Callable[[], bool]) -> None:
+        self.hosts, self._fewer, self._said = hosts, fewer, set[str]()
         self.wait([host.meet.remote(list(hosts)) for host in hosts], show=False)  # the driver has warned already
+        self._fewer = lambda: False  # all have a place: Ray says when one dies
 
     def each(self, name: str, *arguments: Sequence[Any]) -> list[Any]:
         """Call a function of every block; see `blocks.Crew`."""
@@ -140,7 +145,11 @@ class Actors:
 
         found, left = dict[Any, Any](), list(calls)
         while left:
-            ready, left = ray.wait(left, num_returns=1)
+            ready, left = ray.wait(left, num_returns=1, timeout=_TURN)
+            if not ready:
+                if self._fewer():
+                    raise BlockDied("a machine has gone")
+                continue
             try:
                 result, said = ray.get(ready[0])
             except RayTaskError:
@@ -194,15 +203,20 @@ def start(given: Iterable[Given], *, cpus: int = 1, gpus: float | None = None) -
         device = one.plan.settings.device
         carried = carried or packing.modules(_modules_of(one.plan))
         refs.append(ray.put(packing.pack(one)))
-    alive: list[Mapping[str, float]] = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+    def machines() -> list[Mapping[str, float]]:
+        return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+    alive = machines()
     options: dict[str, Any] = {"num_cpus": _rounded(share([one.get("CPU", 0) for one in alive], len(refs), cpus))}
     if device.startswith("cuda"):
         options["num_gpus"] = gpus or _rounded(share([one.get("GPU", 0) for one in alive], len(refs), 1))
-    actor = ray.remote(concurrency_groups={"post": 1}, max_restarts=0, scheduling_strategy="SPREAD", **options)(Host)
+    options |= {"concurrency_groups": {"post": 1}, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+    actor: Any = ray.remote(**options)(Host)
     hosts = [actor.remote(ref, carried, cpus) for ref in refs]
     del refs
     try:
-        yield Actors(hosts)
+        yield Actors(hosts, lambda: len(machines()) < len(alive))
     finally:
         if ray.is_initialized():
             for host in hosts:

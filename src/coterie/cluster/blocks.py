@@ -191,8 +191,10 @@ class Block:
 
 
 def _moved(state: State, device: str) -> State:
-    parts = [map_tensors(part, lambda t: t.to(device)) for part in (state.memory, state.shared, state.moments)]
-    return State(state.params.to(device), *parts, state.reputation)
+    memory, shared, moments = (
+        map_tensors(part, lambda t: t.to(device)) for part in (state.memory, state.shared, state.moments)
+    )
+    return State(state.params.to(device), memory, shared, moments, state.reputation)
 
 
 # ---------------------------------------------------------------- where blocks are
