@@ -40,7 +40,8 @@ def coverage_table(results: Sequence[compare.Result]) -> str:
     """Return how much of each paper stands beside a result of ours."""
     rows = compare.covered(results)
     cells = [
-        (one.source, *map(str, (one.published, one.full, one.reduced, one.none, one.within, one.untold))) for one in rows
+        (one.source, *map(str, (one.published, one.full, one.reduced, one.none, one.within, one.untold)))
+        for one in rows
     ]
     total = [sum(int(row[place]) for row in cells) for place in range(1, 7)]
     head = ("paper", "published numbers", "beside full size", "beside reduced size", "none", "within", "cannot be told")

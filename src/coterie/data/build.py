@@ -478,8 +478,8 @@ class Form:
             constants = [source.constants(own) for source, own in zip(sources, normalize, strict=True)]
         else:
             raise ConfigError(
-                f"normalize has {len(normalize)} entries for {len(sources)} dataset{'s' * (len(sources) != 1)}; give one "
-                "for each, or one word for all"
+                f"normalize has {len(normalize)} entries for {len(sources)} datasets; give one for each, or one word "
+                "for all"
             )
         disturbed = any(client.recipe.noise > 0 and not client.recipe.redrawn for client in clients)
         apart = any(one != constants[0] for one in constants)
