@@ -468,8 +468,9 @@ class Form:
 
     @staticmethod
     def of(sources: Sequence[Source], clients: Clients, normalize: str | Sequence[str]) -> "Form":
-        """Choose the layout: float16, normalized, where images do not share constants or have fixed noise in them;
-        otherwise the datasets' own.
+        """Choose the layout: float16, normalized, where noise is fixed in images or they do not share constants.
+
+        Otherwise the datasets' own.
         """
         x = sources[0].train.x
         if isinstance(normalize, str):
