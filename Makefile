@@ -51,6 +51,7 @@ docs: setup ## write the generated pages of docs/reference
 	$(BIN)/python scripts/hospitals.py
 	$(BIN)/python scripts/personalized.py
 	$(BIN)/python scripts/performance.py
+	$(BIN)/python scripts/wire.py
 	$(BIN)/python scripts/network.py
 	$(BIN)/python scripts/reliability.py
 	$(BIN)/python scripts/poisoning.py

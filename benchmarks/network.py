@@ -1,5 +1,8 @@
 """Measure the network on this machine; the results that are kept make docs/reference/network.md.
 
+    python benchmarks/network.py alarms         32 honest nodes as processes: nobody is turned away
+    python benchmarks/network.py floods         connections that are held, and floods, by strangers and by a member
+    python benchmarks/network.py renewals       a member gets a new key and one is removed while all exchange
     python benchmarks/network.py parity         six nodes and the simulation, method by method
     python benchmarks/network.py replay         a run with a killed node, replayed in the simulator
     python benchmarks/network.py churn          twelve nodes: four killed, two restarted, one cut off for 20 s
@@ -8,6 +11,7 @@
     python benchmarks/network.py soak           three nodes, 800 rounds: memory, threads and open files
     python benchmarks/network.py slow           a model of 20 MB over a link of 20 Mbit/s
     python benchmarks/network.py fuzz           20,000 damaged messages to and from a running node
+    python benchmarks/network.py members        a member that attacks two honest nodes, attack by attack
     python benchmarks/network.py efficiency     against the same bytes over raw TCP with mutual TLS
     python benchmarks/network.py bytes          what the cost ledger predicts, and what nodes count
 
@@ -22,11 +26,15 @@ import time
 from functools import partial
 from pathlib import Path
 
+import floods
 import netlab
+import network_alarms
 import network_attack
 import network_churn
 import network_links
+import network_members
 import network_parity
+import network_roster
 import network_soak
 import torch
 
@@ -34,6 +42,9 @@ from coterie._util.origin import keep, machine
 
 STORED = Path(__file__).resolve().parent.parent / "docs/reference/runs"
 MEASUREMENTS = {
+    "alarms": network_alarms.alarms,
+    "floods": floods.floods,
+    "renewals": network_roster.renewals,
     "parity": network_parity.parity,
     "replay": network_parity.replays,
     "churn": network_churn.churn,
@@ -42,6 +53,7 @@ MEASUREMENTS = {
     "soak": network_soak.soak,
     "slow": network_links.slow,
     "fuzz": network_attack.fuzz,
+    "members": network_members.members,
     "efficiency": network_links.efficiency,
     "bytes": network_links.predicted_bytes,
 }

@@ -35,7 +35,7 @@ _pause = threading.Event()
 
 
 def until(condition: Callable[[], bool]) -> None:
-    for _ in range(300):
+    for _ in range(900):
         if condition():
             return
         _pause.wait(0.1)
@@ -108,7 +108,7 @@ def beyond_its_rights(victim: Victim, _: Path) -> None:
         with session.liveliness().declare_token(f"{base}/node-02/alive"):
             until(lambda: victim.told("not_allowed", f"Liveliness Token on {base}/node-02/alive", "node-03"))
         assert list(session.get(f"{base}/node-00/head/node-03?n=1", payload=bytes(1 << 20), timeout=0.5)) == []
-        until(lambda: victim.told("too_large"))
+        until(lambda: victim.told("too_large", peer="node-03"))
         asked = threading.Event()
 
         def answer(query: zenoh.Query) -> None:

@@ -16,7 +16,7 @@ import coterie
 
 ORDER = (
     "errors", "rng", "_util", "data", "models", "functional", "exchange", "engine", "methods", "simulation", "results",
-    "studies", "report", "papers", "net", "testing", "cli", "__main__",
+    "studies", "report", "papers", "cluster", "net", "testing", "cli", "__main__",
 )  # fmt: skip
 """The entries of the package, bottom up: each imports only from those before it."""
 BESIDE = {("report", "studies")}

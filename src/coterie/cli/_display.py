@@ -20,7 +20,7 @@ from rich.text import Text
 from coterie._util.names import few
 from coterie.functional.metrics import ACCURACY, DIVERGED, REGISTRY, Metric, Metrics
 from coterie.results import pairs
-from coterie.results.coverage import notes
+from coterie.results.coverage import notes, rounds_left_out
 from coterie.results.pairs import Pair
 from coterie.results.summary import MEANS, told_of_new_clients
 from coterie.results.tables import SAME, SAME_OF_ROW, STAR
@@ -259,9 +259,7 @@ def rounds(study: Study, console: Console) -> None:
     further(study.summary["rows"], console, known)
     for row in study.summary.get("undefined", ()):
         console.print(f"{row['label']}: {row['reason']}", markup=False, highlight=False)
-    for row in study.summary.get("skipped", ()):
-        left_out = ", ".join(f"{first} to {last}" if last > first else str(first) for first, last in row["rounds"])
-        text = f"{row['label']}, seed {row['seed']}: rounds {left_out} were left out, not trained: the others went on"
+    for text in rounds_left_out(study.summary):
         console.print(text, markup=False, highlight=False)
     if not study.server:
         return

@@ -25,13 +25,18 @@ _KINDS = 64  # kinds of refusals that are counted separately
 _LINE = re.compile(r"\S+\s+(ERROR|WARN|INFO|DEBUG|TRACE) .*?ThreadId\((\d+)\) ([\w:]+): (.*)")
 _RULING = re.compile(
     r"(Using cached result: )?([0-9a-f]+)(?: on .*CertCommonName\((.*?)\).*)? "
-    r"is (un)?authorized to (.+?) \(\w+\) on (\S+)"
+    r"is (un)?authorized to (.+?) \((in|e)gress\) on (\S+)"
 )
-_STRANGER = re.compile(r"([0-9a-f]+) did not match any configured ACL subject.*")
+_UNKNOWN = re.compile(r"([0-9a-f]+) did not match any configured ACL subject.*")
+_LINKS = re.compile(r"New low-pass filter transport unicast (.*)")  # the engine's next line about a link
+_GONE = re.compile(r"Unable to get \w+ (from|for) transport")
+_LINK = re.compile(r"Link \{.*?dst: \w+/(\S+?),.*?auth_identifier: \w+\((?:Some\(\"(\w+)\"\))?")
 _CACHING = re.compile(r"ACL \(\w+\): caching permissions for `(.*)` ...")
 _HINT = ". Hint: increase the system open file limit."  # the engine adds it to every failed handshake
 _Kind = tuple[str, str, str]  # reason, member, text without its digits
 _TOO_LARGE = "a question or an answer is over its cap"
+_CAPPED = ("Query", "Reply")
+_Ruling = tuple[bool, bool, str, str]  # whether it came from outside, was allowed; the common name, the action and key
 
 
 class EngineLog:
@@ -39,8 +44,11 @@ class EngineLog:
 
     Reasons are "certificate" (no link: the certificate or the handshake is not in order), "not_on_roster" (a link, but
     nothing passes), "not_allowed" (a member asked, answered or announced under a key that is not its own) and
-    "too_large". The engine does not name the link of a message over its size limit, and writes the same line for any
-    message of a peer that is not on the roster; once such a link has been seen, the reason is "dropped".
+    "too_large". The engine writes the same line for a message over its size limit and for any message of a peer that
+    is not on the roster; once such a link has been seen, the reason is "dropped".
+
+    Only what comes from outside counts. What the node's own access list keeps from going out accuses nobody, and
+    neither does a link that is closed before the engine could see whose it is.
 
     Args:
         log: receives the events.
@@ -62,11 +70,14 @@ class EngineLog:
         self._unreported: Counter[_Kind] = Counter()
         self._told: dict[_Kind, float] = {}
         self._newest: dict[_Kind, str] = {}
-        self._denied: dict[str, tuple[str, str]] = {}  # by the engine's thread: whom it has just denied what
+        self._ruled: dict[str, _Ruling] = {}  # by the engine's thread: its newest ruling on a message
         self._cached: dict[str, str] = {}  # by thread: the key of which it has ruled in advance
-        self._names: dict[str, str] = {}  # members by the engine's id of their session
+        self._names: dict[str, str] = {}  # common names by the engine's id of their session
+        self._unknown: set[str] = set()  # threads that have just met a link without a subject
         self._strangers = False
         self.name_of: Callable[[str], str] = lambda common_name: common_name  # whose a certificate is
+        self.on_failed: Callable[[], None] = lambda: None  # a handshake failed
+        self.on_link: Callable[[str], None] = lambda address: None  # a member has a link, from or to an address
 
     def line(self, text: str) -> None:
         """Take one line."""
@@ -79,32 +90,49 @@ class EngineLog:
             self._read(found[2], found[3], found[4].strip())
 
     def _read(self, thread: str, source: str, text: str) -> None:
+        if thread in self._unknown:
+            self._unknown.remove(thread)
+            self._met(text)
+        elif (links := _LINKS.fullmatch(text)) and (link := _LINK.search(links[1])):
+            self.on_link(link[1])
         if source.startswith("zenoh_link_tls"):
             self._refused("certificate", "", text.removesuffix(_HINT))
+            self.on_failed()
         elif text == "Msg intercepted!":
-            self._intercepted(*self._denied.pop(thread, (None, "")))
+            self._intercepted(self._ruled.pop(thread, None))
         elif caching := _CACHING.fullmatch(text):
             self._cached[thread] = caching[1]
-        elif _STRANGER.fullmatch(text):
-            self._strangers = True
-            self._refused("not_on_roster", "", "its certificate is valid; nothing that it sends is heard")
+        elif _UNKNOWN.fullmatch(text):
+            self._unknown.add(thread)
         elif ruling := _RULING.fullmatch(text):
-            at_once, session, name, denied, what, key = ruling.groups()
+            at_once, session, name, denied, what, way, key = ruling.groups()
             if name and len(self._names) < _SESSIONS:
-                self._names[session] = self.name_of(name)
+                self._names[session] = name
             if at_once or key != self._cached.get(thread):  # else it rules in advance, not on a message
-                self._denied.pop(thread, None)
-                if denied:
-                    who = self.name_of(name) if name else self._names.get(session, "")
-                    self._denied[thread] = (who, f"{what} on {key}")
+                who = name or self._names.get(session, "")
+                self._ruled[thread] = (way == "in", not denied, who, f"{what} on {key}")
 
-    def _intercepted(self, peer: str | None, what: str) -> None:
-        if peer is not None:
-            self._refused("not_allowed", peer, what)
+    def _met(self, text: str) -> None:
+        """Report a link that matches no member, by the engine's next line about it."""
+        links = _LINKS.fullmatch(text)
+        link = None if links is None else _LINK.search(links[1])
+        if _GONE.match(text) or (links is not None and link is None):
+            return  # it is closed already; whose it was is not known
+        self._strangers = True
+        who = "" if link is None else f" (from {link[1]}, common name {link[2] or 'unknown'})"
+        self._refused("not_on_roster", "", f"its certificate is valid; nothing that it sends is heard{who}")
+
+    def _intercepted(self, ruling: _Ruling | None) -> None:
+        inside, allowed, common, what = ruling or (True, True, "", "")
+        who = self.name_of(common) if common else ""
+        if not inside:
+            return
+        if not allowed:
+            self._refused("not_allowed", who, what)
         elif self._strangers:
             self._refused("dropped", "", f"{_TOO_LARGE}, or of somebody who is not on the roster")
-        else:
-            self._refused("too_large", "", _TOO_LARGE)
+        elif what.startswith(_CAPPED):
+            self._refused("too_large", who, _TOO_LARGE)
 
     def _refused(self, reason: str, peer: str, text: str) -> None:
         self.times[reason] += 1
@@ -124,6 +152,9 @@ class EngineLog:
 
     def close(self) -> None:
         """Log the remaining events."""
+        while self._unknown:
+            self._unknown.pop()
+            self._met("")
         for kind in list(self._unreported):
             self._tell(kind)
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from coterie.errors import TransportError
 from coterie.net.wire import Address, Parcel
@@ -53,15 +54,23 @@ class Outbox:
     Args:
         per_asker: questions that one member may have open at once, those being sent included.
         clock: a monotonic clock in seconds.
+
+    Attributes:
+        permit: called with (asker, address, answer) before each answer is given; a message that it does not permit is
+            not sent. It must not wait.
     """
 
-    def __init__(self, *, per_asker: int = 8, clock: Callable[[], float] = time.monotonic) -> None:
+    PER_ASKER: ClassVar = 8
+
+    def __init__(self, *, per_asker: int = PER_ASKER, clock: Callable[[], float] = time.monotonic) -> None:
         self.per_asker, self._clock = per_asker, clock
         self._kept: dict[Address, tuple[str, Parcel | Missing]] = {}
         self._standing: dict[tuple[int, int, str], tuple[int, Callable[[Address], Parcel]]] = {}
+        self._sealed: dict[Address, Parcel] = {}  # of the standing ones, those that were asked for lately
         self._waiting: dict[tuple[str, Address], _Waiting] = {}
         self._sending: dict[str, int] = {}
         self._newest = -2
+        self.permit: Callable[[str, Address, Parcel | Missing], bool] = lambda asker, address, what: True
         self._closed = False
         self._change = threading.Condition()
         self._sweeper = threading.Thread(target=self._sweep, name="coterie-outbox", daemon=True)
@@ -94,6 +103,7 @@ class Outbox:
         """
         with self._change:
             self._standing[address.exchange, address.client, address.kind] = (address.round, seal)
+            self._sealed.clear()
             answers = self._due()
         _give(answers)
 
@@ -113,7 +123,9 @@ class Outbox:
             if self._closed:
                 answers.append((answer, self._missing("closing")))
             elif self._open(asker) >= self.per_asker:
-                answers.append((answer, self._missing("busy")))
+                busy = self._missing("busy")
+                self.permit(asker, address, busy)
+                answers.append((answer, busy))
             else:
                 self._waiting[asker, address] = waiting
                 answers += self._due()
@@ -169,10 +181,18 @@ class Outbox:
             return what if isinstance(what, Parcel) else replace(what, round=self._newest)
         since, seal = self._standing.get((address.exchange, address.client, address.kind), (0, None))
         if seal is not None and address.round >= since:
-            return seal(address)
+            return self._stood(address, seal)
         if address.round < self._newest:
             return self._missing("gone")
         return self._missing("not_ready") if waiting.until <= self._clock() else None
+
+    def _stood(self, address: Address, seal: Callable[[Address], Parcel]) -> Parcel:
+        """A standing message, sealed once for all who ask for it."""
+        if address not in self._sealed:
+            self._sealed[address] = seal(address)
+            while len(self._sealed) > 1 and sum(parcel.size for parcel in self._sealed.values()) > KEEP_BYTES:
+                del self._sealed[next(iter(self._sealed))]
+        return self._sealed[address]
 
     def _due(self) -> list[tuple[Answer, Parcel | Missing]]:
         """Take the questions that can be answered now."""
@@ -181,6 +201,8 @@ class Outbox:
             found = self._find(waiting)
             if found is not None:
                 del self._waiting[key]
+                if not self.permit(waiting.asker, waiting.address, found):
+                    found = self._missing("closing")
                 if isinstance(found, Parcel):
                     self._sending[waiting.asker] = self._sending.get(waiting.asker, 0) + 1
                 out.append((waiting.answer, found))

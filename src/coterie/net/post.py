@@ -23,7 +23,8 @@ from coterie.net.transport import Delivery, Transport
 from coterie.net.wire import CHUNK, Address, Expectation, Parcel
 from coterie.net.wire import seal as seal_parcel
 
-_AT_A_TIME = 4
+_OF_A_MEMBER = 4  # messages that are asked for at a time; a member holds a few more questions open than that
+_AT_A_TIME = 64  # of all members
 
 
 class RoundMissed(ExchangeError):
@@ -107,6 +108,7 @@ class Post:
     Attributes:
         ahead: the latest round of a peer that says, without a signature, that it has passed this node's round: a reason
             to ask for signed heads.
+        arrived: called with (member, address, message or reason) for every question of this node that has ended.
         between: called between two questions to a server that does not answer.
         believes: whether the server has signed that it is in a round or past it; asked when it says, without a
             signature, that it went on without this node.
@@ -128,9 +130,10 @@ class Post:
         self.deadline = deadline or (lambda: self.terms.deadline)
         self.traffic = Traffic()
         self.ahead: int | None = None
+        self.arrived: Callable[[str, Address, Delivery | Missing], None] = lambda peer, address, found: None
         self.between: Callable[[], None] = lambda: None
         self.believes: Callable[[int], bool] = lambda round: True
-        self._sign, self._newest = sign, dict[str, int]()
+        self._sign, self._newest, self._counting = sign, dict[str, int](), threading.Lock()
         self.renew(roster)
         self._pool = ThreadPoolExecutor(_AT_A_TIME, "coterie-fetch")
         self._closing = threading.Event()
@@ -196,19 +199,26 @@ class Post:
             self._verify[peer], self._newest.get(peer, 0),
         )  # fmt: skip
         found = self.transport.fetch(peer, expect, seconds)
+        self.arrived(peer, address, found)
         if isinstance(found, Delivery):
-            self._newest[peer] = found.manifest.inc
-            self.traffic.received += 1
-            self.traffic.bytes += found.bytes
-            self.traffic.transfer += found.seconds
+            with self._counting:
+                self._newest[peer] = max(self._newest.get(peer, 0), found.manifest.inc)
+                self.traffic.received += 1
+                self.traffic.bytes += found.bytes
+                self.traffic.transfer += found.seconds
         else:
-            self.traffic.missing[found.reason] += 1
+            with self._counting:
+                self.traffic.missing[found.reason] += 1
             if found.reason == "gone" and found.round is not None:
                 self.ahead = max(found.round, self.ahead or 0)
         return found
 
     def gather(self, wanted: Iterable[Address], template: Template, seconds: float) -> dict[int, Delivery | Missing]:
-        """Ask for messages of several clients, a few at a time, all of them before the deadline."""
+        """Ask for messages of several clients, all of them before the deadline.
+
+        Few of one member are asked for at a time, and each member has its own turn: those that do not answer keep
+        nobody waiting for the others.
+        """
         until = time.monotonic() + seconds
 
         def one(address: Address) -> Delivery | Missing:
@@ -217,8 +227,18 @@ class Post:
                 return Missing("removed")
             return self.fetch(self.host_of[address.client], address, template, left) if left > 0 else Missing("timeout")
 
-        addresses = list(wanted)
-        return {a.client: found for a, found in zip(addresses, self._pool.map(one, addresses), strict=True)}
+        addresses, of_host = list(wanted), dict[str, list[Address]]()
+        for address in addresses:
+            of_host.setdefault(self.host_of.get(address.client, ""), []).append(address)
+        lanes = [mine[lane::_OF_A_MEMBER] for lane in range(_OF_A_MEMBER) for mine in of_host.values()]
+
+        def in_turn(lane: list[Address]) -> dict[int, Delivery | Missing]:
+            return {address.client: one(address) for address in lane}
+
+        found: dict[int, Delivery | Missing] = {}
+        for answers in self._pool.map(in_turn, filter(None, lanes)):
+            found |= answers
+        return {address.client: found[address.client] for address in addresses}
 
     def from_server(
         self, address: Address, template: Template, check: Callable[[Mapping[str, Tensor]], None] = lambda tensors: None

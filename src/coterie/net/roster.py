@@ -138,6 +138,10 @@ class Roster:
         names = ", ".join(m.name for m in self.members[:10])
         raise TransportError(f"{name!r} is not on the roster of run {self.run}; members: {names}")
 
+    def name_of(self, common_name: str) -> str:
+        """Return the member whose certificate has a common name; the common name itself when nobody's has."""
+        return next((m.name for m in self.members if m.common_name == common_name), common_name)
+
     @property
     def host_of(self) -> dict[int, str]:
         """The member that hosts each client."""

@@ -14,12 +14,15 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import zenoh
 
 from coterie.errors import TransportError
+from coterie.net.desks import Desks
 from coterie.net.identity import Identity, split_address
+from coterie.net.log import Rarely
 from coterie.net.outbox import REASONS, Missing, Outbox
 from coterie.net.payload import Refused, strict_json
 from coterie.net.roster import Roster
@@ -30,6 +33,10 @@ MAX_QUERY = 64 * 1024
 MAX_REPLY = 1024 * 1024
 _SETTLE = 10.0  # seconds in which links come up after they were made anew
 _REOPEN = 20.0  # seconds to wait for the own address after the session was closed
+_SENDERS = 256  # threads at most: a member that reads slowly holds those of its own questions alone
+_SURPLUS = 4096  # questions of those who ask too much, to be told so
+_PENDING = 1000  # links that may be coming up; those beyond it are closed at once
+_CHANGES, _WITHIN = 20, 200.0  # how often a member's coming and going is logged, in how many seconds
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -40,6 +47,9 @@ def prefix(run: str) -> str:
 
 def access(me: str, names: Mapping[str, str], run: str) -> dict[str, Any]:
     """Return the access list of one member: the actions allowed to each certificate.
+
+    A question goes out to the member alone that it is for. The engine would also send it to every member whose
+    announcements have not come yet, because one of them might answer, and each of those would turn the asker away.
 
     Args:
         me: this member.
@@ -56,7 +66,6 @@ def access(me: str, names: Mapping[str, str], run: str) -> dict[str, Any]:
     rules = [
         allow("watch", "ingress", watch, f"{base}/*/alive"),
         allow("out-mine", "egress", own, f"{base}/{me}/**"),
-        allow("out-ask", "egress", ["query"], f"{base}/*/**"),
         allow("out-watch", "egress", watch, f"{base}/*/alive"),
     ]
     subjects: list[dict[str, Any]] = [{"id": "members", "cert_common_names": list(names.values())}]
@@ -64,8 +73,10 @@ def access(me: str, names: Mapping[str, str], run: str) -> dict[str, Any]:
     for name, common in names.items():
         rules.append(allow(f"own-{name}", "ingress", own, f"{base}/{name}/**"))
         rules.append(allow(f"ask-{name}", "ingress", ["query"], f"{base}/{me}/*/{name}"))
+        rules.append(allow(f"out-ask-{name}", "egress", ["query"], f"{base}/{name}/*/{me}"))
         subjects.append({"id": f"cn-{name}", "cert_common_names": [common]})
-        policies.append({"rules": [f"own-{name}", f"ask-{name}"], "subjects": [f"cn-{name}"]})
+        ids = [f"own-{name}", f"ask-{name}", f"out-ask-{name}"]
+        policies.append({"rules": ids, "subjects": [f"cn-{name}"]})
     return {"enabled": True, "default_permission": "deny", "rules": rules, "subjects": subjects, "policies": policies}
 
 
@@ -103,7 +114,11 @@ def configuration(
         },
         "scouting": {"multicast": {"enabled": False}, "gossip": {"enabled": False}},
         "adminspace": {"enabled": False},
-        "transport": {"shared_memory": {"enabled": False}, "link": link},
+        "transport": {
+            "unicast": {"accept_pending": _PENDING},
+            "shared_memory": {"enabled": False},
+            "link": link,
+        },
         "low_pass_filter": [
             {"id": f"cap-{kind}", "flows": ["ingress"], "messages": [kind], "key_exprs": ["coterie/**"],
              "size_limit": limit}
@@ -133,6 +148,20 @@ def _give_threads(members: int) -> None:
     os.environ.setdefault("ZENOH_RUNTIME", f"({parts})")
 
 
+def many_files() -> None:
+    """Let this process open as many files as the system allows: every connection of a stranger is one.
+
+    The usual limit is 1024; whoever fills it keeps a node from reading its own files.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def check_loopback(roster: Roster, listen: str | None = None) -> None:
     """Check that all addresses are on loopback, as a run without TLS requires.
 
@@ -156,7 +185,6 @@ class ZenohTransport:
         listen: host:port to listen on instead of the roster's address.
         lease: seconds without a sign of life after which a peer counts as down: 10 over long distances, 3 in one
             building.
-        senders: number of messages that are sent at a time.
         log: receives events (see `log.Log`).
     """
 
@@ -168,7 +196,6 @@ class ZenohTransport:
         *,
         listen: str | None = None,
         lease: float = 10.0,
-        senders: int = 16,
         log: Callable[..., None] = lambda event, **details: None,
     ) -> None:
         if identity is None:
@@ -188,9 +215,11 @@ class ZenohTransport:
         self._leaving = zenoh.CancellationToken()
         self._lock = threading.Lock()
         _give_threads(len(roster.members))
+        many_files()
         self._session = self._open()
         self.outbox = Outbox()
-        self._senders = ThreadPoolExecutor(senders, "coterie-send")
+        self._senders = ThreadPoolExecutor(min(_SENDERS, Outbox.PER_ASKER * len(roster.members)), "coterie-send")
+        self._desks = Desks()
         self._begin()
 
     def _open(self, patience: float = 0.0) -> Any:
@@ -251,7 +280,7 @@ class ZenohTransport:
 
     def name_of(self, common_name: str) -> str:
         """Return the member whose certificate has a common name; the common name itself when nobody's has."""
-        return next((m.name for m in self.roster.members if m.common_name == common_name), common_name)
+        return self.roster.name_of(common_name)
 
     def __enter__(self) -> "ZenohTransport":
         return self
@@ -302,7 +331,8 @@ class ZenohTransport:
                 wrong = refused
             else:
                 assert assembler.manifest is not None
-                return Delivery(assembler.manifest, tensors, size, time.monotonic() - started)
+                seconds = time.monotonic() - started
+                return Delivery(assembler.manifest, tensors, size, seconds, assembler.sealed)
         self._log("refused", level="warning", peer=peer, code=wrong.code, text=str(wrong), about=str(at))
         return Missing(f"refused:{wrong.code}", None, str(wrong))
 
@@ -343,6 +373,7 @@ class ZenohTransport:
             return frozenset(self._alive)
 
     def _watch(self) -> None:
+        changes: dict[str, Rarely] = {}
         for sample in self._tokens.handler:
             name = str(sample.key_expr).removeprefix(f"{self._base}/").removesuffix("/alive")
             if name not in self._names or name == self.name:
@@ -350,7 +381,8 @@ class ZenohTransport:
             there = sample.kind == zenoh.SampleKind.PUT
             with self._lock:
                 (self._alive.add if there else self._alive.discard)(name)
-            self._log("peer_up" if there else "peer_down", peer=name)
+            if (untold := changes.setdefault(name, Rarely(_CHANGES, _WITHIN))()) is not None:
+                self._log("peer_up" if there else "peer_down", peer=name, **({"untold": untold} if untold else {}))
 
     # ------------------------------------------------------------------ answering
 
@@ -384,13 +416,19 @@ class ZenohTransport:
             chunks = key.removeprefix(f"{self._base}/").split("/")
             asker = chunks[2] if len(chunks) == 3 else ""
             if chunks[0] != self.name or asker not in self._names:
-                _say(query, Missing("forbidden"))
+                self._in_turn("", query, partial(_say, query, Missing("forbidden")))
             elif chunks[1] == "head":
-                self._answer_head(query, key)
+                self._in_turn(asker, query, partial(self._answer_head, query, key))
             elif chunks[1] == "roster":
-                self._answer_roster(query, key)
+                self._in_turn(asker, query, partial(self._answer_roster, query, key))
             else:
-                self._take(query, key, chunks[1], asker)
+                self._in_turn(asker, query, partial(self._take, query, key, chunks[1], asker))
+
+    def _in_turn(self, asker: str, query: Any, job: Callable[[], None]) -> None:
+        """Answer at the asker's own desk: an answer to somebody who does not read waits for seconds."""
+        refuse = partial(_say, query, Missing("closing" if self._closed else "busy"))
+        if not self._desks.put(asker, job) and not self._desks.put("", refuse, _SURPLUS):
+            refuse()
 
     def _answer_head(self, query: Any, key: str) -> None:
         nonce = str(query.parameters).removeprefix("n=")
@@ -421,7 +459,7 @@ class ZenohTransport:
 
         def answer(what: Parcel | Missing) -> None:
             if isinstance(what, Missing):
-                _say(query, what)
+                self._in_turn(asker, query, partial(_say, query, what))
             else:
                 try:
                     self._senders.submit(self._send, query, key, what, asker)
@@ -450,6 +488,7 @@ class ZenohTransport:
         self._leaving.cancel()
         self.outbox.close()
         self._senders.shutdown(wait=True)
+        self._desks.close()
         self._end()
 
 

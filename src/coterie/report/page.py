@@ -193,11 +193,11 @@ def _folds(folds: int | None) -> str:
 
 
 def note_list(notes: Sequence[str]) -> str:
-    """Name the runs that are not in the tables, and the seeds that are."""
+    """Name the runs that are not in the tables, the seeds that are, and rounds that were left out."""
     if not notes:
         return ""
     lines = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return f'<div class="problem" role="alert"><p>Not every run is in the tables:</p><ul>{lines}</ul></div>'
+    return f'<div class="problem" role="alert"><p>What to know beside the tables:</p><ul>{lines}</ul></div>'
 
 
 def words(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:

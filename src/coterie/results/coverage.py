@@ -122,6 +122,17 @@ def notes(content: Mapping[str, Any]) -> list[str]:
     return [*said, "; ".join([whole, *(name + text for name, text in more.items() if text)]) + "."]
 
 
+def rounds_left_out(content: Mapping[str, Any]) -> list[str]:
+    """Write which rounds nodes left out, a line for each run that did; `content` is that of summary.json."""
+    lines = []
+    for row in content.get("skipped", ()):
+        gaps = ", ".join(f"{first} to {last}" if last > first else str(first) for first, last in row["rounds"])
+        lines.append(
+            f"{row['label']}, seed {row['seed']}: rounds {gaps} were left out, not trained: the others went on."
+        )
+    return lines
+
+
 def as_json(standings: Sequence[Standing]) -> list[dict[str, Any]]:
     """Return plain values, for JSON; without the reason where there is none to give."""
     return [

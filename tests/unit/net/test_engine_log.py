@@ -61,9 +61,10 @@ def test_rulings_in_advance_and_of_other_threads_are_not_of_a_message():
     assert heard.hear(
         line(f"{ACCESS}ACL (ingress): caching permissions for `coterie/1/r/n2` ..."),
         line(f"{ACCESS}{MEMBER}unauthorized to Put (ingress) on coterie/1/r/n2"),
+        line(f"{ACCESS}Using cached result: d109 is authorized to Reply (ingress) on coterie/1/r/n2"),
         line(f"{ACCESS}{MEMBER}unauthorized to Query (ingress) on coterie/1/r/n0/model/n1", number=11),
         line(DROPPED),
-    ) == [("too_large", "", "a question or an answer is over its cap", 1)]
+    ) == [("too_large", "n2", "a question or an answer is over its cap", 1)]
 
 
 def test_a_message_that_was_allowed_and_is_dropped_all_the_same_is_too_large():
@@ -75,11 +76,67 @@ def test_a_message_that_was_allowed_and_is_dropped_all_the_same_is_too_large():
     assert [reason for reason, *_ in heard.hear(*rulings, line(DROPPED))] == ["too_large"]
 
 
-def test_somebody_who_is_not_on_the_roster_is_told_at_the_link_and_then_makes_drops_ambiguous():
+def test_what_the_own_access_list_keeps_from_going_out_accuses_nobody():
+    """The engine offers a question to every peer whose announcements have not come; the list keeps it from them."""
     heard = Heard()
-    text = "22fa did not match any configured ACL subject. Default permission `Deny` will be applied on all messages"
-    told = heard.hear(line(ACCESS + text, "INFO"), line(DROPPED))
-    assert [reason for reason, *_ in told] == ["not_on_roster", "dropped"]
+    denied = f"{ACCESS}{MEMBER}unauthorized to Query (egress) on coterie/1/r/n1/head/n0"
+    allowed = f"{ACCESS}{MEMBER}authorized to Query (ingress) on coterie/1/r/n0/head/n2"
+    assert heard.hear(line(denied), line(DROPPED)) == []
+    assert heard.hear(line(allowed), line(denied), line(DROPPED)) == []
+    assert heard.hear(line(DROPPED)) == [], "an answer for a link that is gone: it has no key any more"
+    assert heard.log.times.total() == 0
+
+
+def test_a_member_is_named_as_the_roster_does_when_it_is_told():
+    """The rulings of a session begin before the node knows the roster's names of its peers."""
+    heard = Heard()
+    denied = [line(f"{ACCESS}{MEMBER}unauthorized to Query (ingress) on coterie/1/r/n0/model/n1"), line(DROPPED)]
+    heard.log.name_of = lambda common: {"n2": "site-2"}[common]
+    assert [peer for _, peer, *_ in heard.hear(*denied)] == ["site-2"]
+
+
+UNKNOWN = line(
+    f"{ACCESS}22fa did not match any configured ACL subject. Default permission `Deny` will be applied on all messages",
+    "INFO",
+)
+
+
+def links(text: str, number: int = 10) -> str:
+    inside = f"Transport Unicast {{ zid: 22fa, whatami: Peer, is_qos: true, is_shm: false, links: [{text}] }}"
+    source = "zenoh::net::routing::interceptor::low_pass: New low-pass filter transport unicast "
+    return line(source + inside, "DEBUG", number)
+
+
+LINK = (
+    "Link { src: tls/127.0.0.1:24100, dst: tls/127.0.0.1:33900, group: None, mtu: 50688, is_streamed: true, "
+    'interfaces: ["lo"], auth_identifier: Tls(Some("0bd5")), priorities: None, reliability: None }'
+)
+
+
+@pytest.mark.parametrize(
+    ("after", "who"), [(links(LINK), " (from 127.0.0.1:33900, common name 0bd5)"), (line("zenoh::net: another"), "")]
+)
+def test_somebody_who_is_not_on_the_roster_is_told_at_the_link_and_then_makes_drops_ambiguous(after, who):
+    heard = Heard()
+    text = f"its certificate is valid; nothing that it sends is heard{who}"
+    assert heard.hear(UNKNOWN, after) == [("not_on_roster", "", text, 1)]
+    assert [reason for reason, *_ in heard.hear(line(DROPPED))] == ["dropped"]
+
+
+def test_a_link_that_is_closed_before_its_certificate_is_seen_is_no_stranger():
+    heard = Heard()
+    assert heard.hear(UNKNOWN, links(LINK, number=11), links(""), line(DROPPED)) == []
+    gone = "zenoh::net::routing::interceptor::low_pass: Unable to get links from transport Transport closed: closed"
+    assert heard.hear(UNKNOWN, line(gone, "ERROR"), line(DROPPED)) == []
+    heard.log.close()
+    assert heard.events == []
+
+
+def test_somebody_of_whom_the_engine_says_no_more_is_told_at_the_end():
+    heard = Heard()
+    assert heard.hear(UNKNOWN) == []
+    heard.log.close()
+    assert [reason for reason, *_ in heard.events] == ["not_on_roster"]
 
 
 def test_what_comes_again_is_counted_and_told_every_ten_seconds_and_at_the_end():

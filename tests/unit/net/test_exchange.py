@@ -1,5 +1,6 @@
 """The remote exchange over the in-process twin: peers that are missing, stop, or send what they should not."""
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,6 +13,8 @@ from coterie.errors import ExchangeError, TransportError
 from coterie.exchange.base import Message, PeersMissing, Reply, ReplyForm
 from coterie.net import exchange as remote
 from coterie.net import local
+from coterie.net.outbox import Missing
+from coterie.net.payload import Template
 from coterie.net.post import RoundMissed, Terms
 from coterie.net.wire import Address
 from coterie.rng import Rng
@@ -70,6 +73,47 @@ def test_a_peer_that_is_gone_is_masked_with_its_reason(network):
     assert inbox.table[inbox.index[0, 0]].tolist() == [1.0] * 4
     assert events[-1]["missing"] == {"2": "unreachable"}
     assert a.post.traffic.missing == {"unreachable": 1}
+
+
+def test_members_that_never_answer_keep_nobody_waiting_for_the_others(network):
+    """Six of seven hold the question; the last one is asked all the same, and so are the last clients of a member."""
+    _, (a, *others), _ = network(8)
+    served, real = threading.Event(), a.post.transport.fetch
+
+    def fetch(peer, expect, deadline):
+        if peer == "n7":
+            served.set()
+            return real(peer, expect, deadline)
+        return Missing("timeout" if served.wait(60) else "never")
+
+    a.post.transport.fetch = fetch
+    for exchange in (a, *others):
+        begin(exchange)
+    publish(others[-1])
+    assert pull(a, *range(1, 8)).mask.tolist() == [[False] * 6 + [True]]
+    assert a.post.traffic.missing == {"timeout": 6}
+
+
+def test_of_one_member_a_few_messages_are_asked_for_at_a_time(network):
+    _, (a, *_), _ = network(2)
+    post, open_, most = a.post, [0], [0]
+    post.host_of = {client: "n1" if client < 20 else "n2" for client in range(23)}
+    counting = threading.Lock()
+
+    def fetch(peer, address, template, seconds):
+        if peer == "n1":
+            with counting:
+                open_[0] += 1
+                most[0] = max(most[0], open_[0])
+            threading.Event().wait(0.001)
+            with counting:
+                open_[0] -= 1
+        return Missing("gone", address.client)
+
+    post.fetch = fetch
+    found = post.gather([Address(0, 0, client) for client in range(23)], Template({}), 60.0)
+    assert [(client, missing.round) for client, missing in found.items()] == [(c, c) for c in range(23)]
+    assert 1 <= most[0] <= 4
 
 
 def test_a_peer_that_does_not_come_to_the_round_in_time_is_masked(network):

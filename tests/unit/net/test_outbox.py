@@ -141,3 +141,18 @@ def test_closing_answers_everybody(clock):
     assert ask(outbox, "b", at(0)) == [Missing("closing", -2)]
     with pytest.raises(TransportError, match="closed"):
         outbox.publish(at(0), parcel("m"))
+
+
+def test_a_standing_message_is_sealed_once_for_all_who_ask(outbox):
+    """Signing and hashing a model anew for each question would be work that any member can order without end."""
+    sealed, got = [], []
+
+    def seal(at: Address) -> Parcel:
+        sealed.append(at)
+        return parcel("m")
+
+    outbox.stand(Address(3, 0, 5), seal)
+    for asker in ("b", "c", "b"):
+        outbox.ask(asker, Address(4, 0, 5), 0.0, got.append)
+        outbox.sent(asker)
+    assert (sealed, len(got), got[0] is got[2]) == ([Address(4, 0, 5)], 3, True)

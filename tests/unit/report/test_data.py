@@ -318,3 +318,13 @@ def test_feature_and_class_names_of_the_data_reach_the_page(small):
 def test_the_command_of_a_renamed_study_is_of_its_folder(small):
     moved = small.rename(small.parent / "an other")
     assert payload(*find_runs([moved]), moved)["command"] == "coterie run 'an other/config.toml' --out again"
+
+
+def test_rounds_that_a_node_left_out_are_said_on_the_page(small, listed):
+    """As in the terminal: a model of fewer rounds is not compared without a word."""
+    path = small / "DAC" / "seed-0" / "provenance.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"skipped": [[2, 5]]}))
+    listed(path.parent)
+    assert payload(*find_runs([small]))["notes"] == [
+        "DAC, seed 0: rounds 2 to 5 were left out, not trained: the others went on."
+    ]

@@ -64,3 +64,11 @@ def test_where_no_seed_is_common_nothing_is_compared():
         "A: seed 0 missing",
         "No run is finished: there is nothing to compare.",
     ]
+
+
+def test_rounds_that_a_node_left_out_are_said():
+    """One line a run; a gap of a single round is one number."""
+    found = {"skipped": [{"label": "DAC", "seed": 3, "rounds": [[4, 4], [7, 9]]}]}
+    text = "DAC, seed 3: rounds 4, 7 to 9 were left out, not trained: the others went on."
+    assert coverage.rounds_left_out(found) == [text]
+    assert coverage.rounds_left_out({}) == []

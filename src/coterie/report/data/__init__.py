@@ -20,7 +20,7 @@ from coterie.report.data.curves import clients, curves
 from coterie.report.data.packing import sampled
 from coterie.report.data.reads import labels, reads
 from coterie.results import pairs, tables
-from coterie.results.coverage import notes
+from coterie.results.coverage import notes, rounds_left_out
 from coterie.results.equal_bytes import of_runs
 from coterie.results.summary import (
     CONFIG,
@@ -87,7 +87,7 @@ def payload(runs: Sequence[StoredRun], problems: Sequence[Problem] = (), folder:
             "cluster": cluster.tolist(),
             "names": [called.get(client) for client in range(population)] if called else None,
             "results": results,
-            "notes": notes(results),
+            "notes": [*notes(results), *rounds_left_out(results)],
             "pairs": compared,
             "gains": gains_of(runs, problems),
             "curves": curves(alike, cluster, list(names)),

@@ -1,0 +1,358 @@
+"""Attacks by a member of a run: what do the honest nodes end with?
+
+The attacker is the program of tests/stranger, which was written from docs/reference/wire.md and imports nothing of
+Coterie, with valid credentials of the roster. Two honest nodes run `coterie node` with its default settings.
+"""
+
+import json
+import shutil
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import netlab
+import numpy as np
+import pandas as pd
+
+from coterie.data.build import build_federation
+from coterie.net import fleet, setup
+from coterie.net import roster as rosters
+from coterie.studies import config
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests/stranger"))
+import stranger
+
+PORT, ROUNDS, FAR = 29300, 12, (1 << 31) - 1
+STUDY = """
+name = "members"
+rounds = {rounds}
+seeds = [0]
+engine = "loop"
+model = {{ kind = "linear" }}
+data = {{ dataset = "digits", num_clients = 3, train = 60, validation = 60 }}
+local = {{ epochs = 1, lr = 0.003 }}
+
+[[methods]]
+{method}
+"""
+DAC, FEDAVG = "kind = 'dac'\nnum_peers = 2", "kind = 'fedavg'"
+NETWORK = {"deadline": 5.0, "start": 60.0, "linger": 10.0, "server_wait": 5.0}
+Chunks = list[tuple[bytes, bytes]]
+
+
+class Attacker(stranger.Player):
+    """Takes part as it should. Each attack below changes one thing."""
+
+    patience = 60.0
+
+    def publish(self, round: int) -> None:
+        """Publish what the attack makes of this round's message."""
+        place = stranger.Place(round, 0, self.client)
+        self.member.keep(place, self.sealed(place))
+
+    def sealed(self, place: stranger.Place) -> Chunks:
+        """The chunks of a round's message."""
+        return self.member.seal(place, self.sent())
+
+    def sent(self) -> stranger.Tensors:
+        """The tensors of a round's message."""
+        return self.message(self.row)
+
+    def attack(self) -> None:
+        """The whole run of the attacker."""
+        self.run()
+
+
+class Gone(Attacker):
+    """Answers every question with an unsigned "gone", and has a signed head as far ahead as it can say."""
+
+    reached = FAR
+
+    def attack(self) -> None:
+        """Lie until nobody is running."""
+        self.member.answer = lambda asked: "gone"  # type: ignore[method-assign]
+        self.member.newest = self.member.round = self.reached
+        self.member.meet(self.patience)
+
+
+class ForgedHeads(Attacker):
+    """Sends models as it should; its heads are not its own: another member's name, no signature, another's answer."""
+
+    def attack(self) -> None:
+        """Take part with the others' heads instead of an own one."""
+        honest, asked = self.member.head, Counter[str]()
+
+        def head(nonce: str) -> bytes:
+            asked["heads"] += 1
+            if self.member.round < 1:
+                return honest(nonce)
+            other = json.loads(honest(nonce)[64:]) | {"peer": self.member.others[0], "round": FAR, "state": "running"}
+            text = stranger.canonical(other)
+            forged = [bytes(64) + text, stranger.sign(self.member.key, "head", text) + text, self.kept]
+            return forged[asked["heads"] % 3]
+
+        self.kept = honest("0")  # an answer to a question that nobody asks again
+        self.member.head = head  # type: ignore[method-assign]
+        self.run()
+
+
+class Wide(Attacker):
+    """A column more than the model has."""
+
+    def sent(self) -> stranger.Tensors:
+        """A row that is too long."""
+        return self.message(np.append(self.row, np.float32(0)))
+
+
+class Extra(Attacker):
+    """An extra that no message of the method has."""
+
+    def sent(self) -> stranger.Tensors:
+        """One tensor too many."""
+        return {**self.message(self.row), "field.extra": np.zeros(3, np.float32)}
+
+
+class Renamed(Attacker):
+    """The right tensors under other names."""
+
+    def sent(self) -> stranger.Tensors:
+        """`field.sample` instead of `field.samples`."""
+        tensors = self.message(self.row)
+        return {**tensors, "field.sample": tensors.pop("field.samples")}
+
+
+class Huge(Attacker):
+    """A model of 1e30."""
+
+    def sent(self) -> stranger.Tensors:
+        """Finite numbers without use."""
+        return self.message(np.full_like(self.row, 1e30))
+
+
+class Turned(Attacker):
+    """The own model, turned and five times as large."""
+
+    def sent(self) -> stranger.Tensors:
+        """-5 x."""
+        return self.message(-5 * self.row)
+
+
+class Samples(Attacker):
+    """Noise that says it comes of 2^62 samples."""
+
+    def sent(self) -> stranger.Tensors:
+        """Noise with a large weight."""
+        noise = self.random.normal(size=self.row.shape).astype(np.float32)
+        return self.message(noise, **{"field.samples": np.array(2.0**62, "<f4")})
+
+
+class Replayed(Attacker):
+    """From round 3 on, the signed message of round 2."""
+
+    def sealed(self, place: stranger.Place) -> Chunks:
+        """An old message at a new address."""
+        if place.round <= 2:
+            self.old = super().sealed(place)
+        return self.old
+
+
+class OldRoster(Attacker):
+    """Says that it has a roster of version 99, and sends that of version 1 to whoever asks; version 2 is in force."""
+
+    def attack(self) -> None:
+        """Take part with the roster of before."""
+        self.member.roster["version"] = 99
+        self.run()
+
+
+class OldKey(Attacker):
+    """Goes on with the key and certificate that the organizer has replaced."""
+
+    def attack(self) -> None:
+        """Ask for heads and models, and publish, whether or not anybody hears it."""
+        self.got = 0
+        self.member.keep(stranger.Place(0, 0, self.client), self.member.seal(stranger.Place(0, 0, self.client), {}))
+        for round in range(3):
+            for client in (0, 1):
+                head = self.member.head_of(self.member.host[client])
+                found = self.member.ask(stranger.Place(round, 0, client), {"params": ("F32", (None,))}, 1.0)
+                self.got += head is not None or found != "unreachable"
+        assert self.got == 0, "somebody answers the old key"
+
+
+class Server(Attacker):
+    """A member in the server role whose answers have another form than the method's: a column more."""
+
+    def answer(self) -> stranger.Tensors:
+        """The answer to a request."""
+        return {"table": np.zeros((1, self.model.size + 1), np.float32), "index": np.zeros(1, np.int64)}
+
+    def attack(self) -> None:
+        """Choose everybody, and answer whatever comes."""
+        member, population = self.member, self.member.roster["population"]
+        member.meet(self.patience)
+        member.round = 0
+        for round in (-1, 0):
+            for number in range(2):
+                place = stranger.Place(round, number, -1, "cohort")
+                member.publish(place, {"ids": np.arange(population)})
+            for client in range(1, population):
+                for exchange in (1024, 1025, 2048):
+                    place = stranger.Place(round, exchange, client, "reply")
+                    member.publish(place, self.answer(), to=member.host[client])
+
+
+class ServerRows(Server):
+    """An answer with two models where the method shows one."""
+
+    def answer(self) -> stranger.Tensors:
+        """A row more."""
+        return {"table": np.zeros((2, self.model.size), np.float32), "index": np.arange(2)}
+
+
+class ServerNames(Server):
+    """An answer with an extra that the method does not have."""
+
+    def answer(self) -> stranger.Tensors:
+        """A tensor more."""
+        fine = {"table": np.zeros((1, self.model.size), np.float32), "index": np.zeros(1, np.int64)}
+        return {**fine, "field.extra": np.zeros(1, np.float32)}
+
+
+ATTACKS: dict[str, type[Attacker]] = {
+    "none": Attacker,
+    "gone": Gone,
+    "forged heads": ForgedHeads,
+    "wide": Wide,
+    "extra": Extra,
+    "renamed": Renamed,
+    "1e30": Huge,
+    "-5 x": Turned,
+    "samples": Samples,
+    "replayed": Replayed,
+    "old roster": OldRoster,
+    "old key": OldKey,
+    "server, wide": Server,
+    "server, rows": ServerRows,
+    "server, names": ServerNames,
+}
+
+
+def credentials(keys: Path, folder: Path, name: str) -> Path:
+    """Copy what the attacker has to a folder of its own."""
+    folder.mkdir()
+    for file in ("roster.toml", "roster.toml.sig", "organizer.pub", "ca.pem", f"{name}.key"):
+        shutil.copy(keys / file, folder / file)
+    shutil.copy(keys / f"members/{name}.pem", folder / f"{name}.pem")
+    return folder
+
+
+def data_of(study: config.StudyConfig, client: int) -> dict[str, np.ndarray]:
+    """The client's samples as plain arrays, scaled as the model of a node gets them."""
+    federation = build_federation(study.data, study.seeds[0], None).host([client])
+    x = (federation.x[0].flatten(1).numpy() / 255 - federation.mean[0]) / federation.std[0]
+    y, held = federation.y[0].numpy(), federation.split[0].numpy() == 1
+    kept = federation.split[0].numpy() == 0
+    return {"x": x[kept], "y": y[kept], "x_validation": x[held], "y_validation": y[held], "classes": np.array(10)}
+
+
+def outcome(place: Path, reader: int, attacker: int) -> dict[str, Any]:
+    """Return what a node ended with: rounds that it trained, accuracy in percent, rounds with the attacker's model.
+
+    Args:
+        place: its run's folder.
+        reader: its client.
+        attacker: the attacker's client.
+
+    Returns:
+        Also "mixed" and "refused": in how many rounds it mixed the attacker's model, and tried and refused it.
+    """
+    metrics = pd.read_parquet(place / "metrics.parquet")
+    edges = pd.read_parquet(place / "edges.parquet")
+    score = metrics[metrics["metric"] == "accuracy"]
+    validation = score[(score["split"] == "validation") & (score["model"] == "current")].sort_values("round")
+    trained = validation[validation["round"] >= 0]["round"].nunique()
+    mine = edges[(edges["reader"] == reader) & (edges["read"] == attacker)]
+    return {
+        "rounds": trained,
+        "validation": round(100 * float(validation["value"].iloc[-1]), 1),
+        "test": round(netlab.final_accuracy(place)[reader], 1),
+        "mixed": mine[mine["weight"] > 0]["round"].nunique(),
+        "refused": mine[mine["purpose"] == "refused"]["round"].nunique(),
+    }
+
+
+def attacked(folder: Path, name: str, *, rounds: int = ROUNDS, port: int = PORT) -> netlab.Result:
+    """Run an attack on two honest nodes; return what they ended with.
+
+    Args:
+        folder: an empty folder.
+        name: of the attack.
+        rounds: of the run.
+        port: of the first node.
+    """
+    kind, served = ATTACKS[name], issubclass(ATTACKS[name], Server)
+    study = config.loads(STUDY.format(rounds=rounds, method=FEDAVG if served else DAC))
+    study = study.only(study.methods[0].label, 0)
+    patience = {**NETWORK, "start": 5.0} if kind is OldKey else NETWORK
+    files = fleet.lay_out(folder, study, port=port, network=patience)
+    keys, me = folder / "keys", "node-00" if served else "node-02"
+    own = credentials(keys, folder / "attacker", me)
+    if kind is OldRoster:
+        known = rosters.load(keys / "roster.toml", keys / "organizer.pub")
+        rosters.write(keys / "roster.toml", replace(known, version=2), keys / "organizer.key")
+    if kind is OldKey:
+        (folder / "new").mkdir()
+        setup.rekey(keys, me, stranger.request(me, "127.0.0.1", folder / "new"))
+    honest = {other: file for other, file in files.items() if other != me}
+    events: dict[str, Counter[str]] = {other: Counter() for other in honest}
+    ended = dict.fromkeys(honest, False)
+
+    def look(node: str, event: Mapping[str, Any]) -> None:
+        if event["level"] in ("warning", "error"):
+            detail = event.get("code") or event.get("reason") or ""
+            if event["event"] in ("pull", "redraw"):
+                detail = ", ".join(sorted({str(why) for why in (event.get("missing") or {}).values()}))
+            events[node][f"{event['event']}: {detail}" if detail else event["event"]] += event.get("times", 1)
+        ended[node] |= event["event"] == "done"
+
+    began = time.perf_counter()
+    (folder / "logs").mkdir()
+    with fleet.Fleet(honest, logs=folder / "logs", listener=look) as nodes:
+        for other in honest:
+            nodes.start(other)
+        member = stranger.Member(own, me, lambda event, **details: None)
+        try:
+            player = kind(member, data_of(study, int(me[-2:])))
+            player.attack()
+            member.state = "done"
+            while any(process.poll() is None for process in nodes.processes.values()):
+                threading.Event().wait(0.2)
+        finally:
+            member.leave()
+        statuses = nodes.wait(60)
+    result: netlab.Result = {
+        "attack": name, "what": " ".join((kind.__doc__ or "").split()), "method": study.methods[0].label,
+        "of": rounds, "seconds": round(time.perf_counter() - began, 1), "statuses": list(statuses.values()),
+        "done": list(ended.values()),
+        "events": dict(sorted(sum(events.values(), Counter[str]()).items())),
+    }  # fmt: skip
+    run = Path(study.name) / study.methods[0].label / "seed-0"
+    places = [folder / "nodes" / other / run for other in honest]
+    if all((place / "metrics.parquet").exists() for place in places):
+        found = [outcome(place, int(other[-2:]), int(me[-2:])) for other, place in zip(honest, places, strict=True)]
+        result |= {what: [one[what] for one in found] for what in found[0]}
+    return result
+
+
+def members(emit: netlab.Emit, folder: Path, *, names: list[str] | None = None) -> None:
+    """Run all attacks, or some."""
+    for number, name in enumerate(names or ATTACKS):
+        place = folder / f"attack-{number}"
+        place.mkdir()
+        emit(attacked(place, name, port=PORT + 10 * number))

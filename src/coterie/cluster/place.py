@@ -1,0 +1,149 @@
+"""Places: what `--on` names, where the runs of a study are computed, and the connection to Ray.
+
+local                 worker processes of this machine; the default
+ray:auto              the Ray cluster that this machine is part of
+ray:HOST:PORT         the same, by the address of its head
+ray:local             a Ray that is started on this machine, and ends with the command
+ray://HOST:PORT       a Ray cluster that this machine is no part of, through its client server
+slurm:PARTITION       jobs of a partition of Slurm, into a folder that all its machines see
+slurm:local           the same jobs as processes of this machine, to try it out
+"""
+
+import importlib.util
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from coterie._util import extras
+from coterie.errors import ConfigError
+
+Kind = Literal["local", "ray", "slurm"]
+PLACES = "local, ray:auto, ray:local, ray:HOST:PORT, ray://HOST:PORT, slurm:PARTITION or slurm:local"
+_HOST = re.compile(r"[^\s/:@]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
+_PARTITION = re.compile(r"[\w.,-]+(:\w+=[^\s,=]+(,\w+=[^\s,=]+)*)?")
+_SECONDS = 10.0  # for a connection
+_MODULES = {"ray": "ray", "slurm": "submitit"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where runs are computed.
+
+    Args:
+        kind: "local": this process and its workers; "ray"; or "slurm".
+        address: of Ray, as `ray.init` takes it: "auto", "local", "HOST:PORT" or "ray://HOST:PORT"; of Slurm a
+            partition, with settings after a colon, or "local"; empty for "local".
+    """
+
+    kind: Kind = "local"
+    address: str = ""
+
+    def __str__(self) -> str:
+        if self.kind == "local":
+            return "local"
+        return self.address if self.address.startswith("ray://") else f"{self.kind}:{self.address}"
+
+
+LOCAL = Place()
+
+
+def read(text: str) -> Place:
+    """Return the place that a value of `--on` names; nothing is imported and nobody is called.
+
+    Raises:
+        ConfigError: when it is no place, or the package that it needs is not installed.
+
+    Example:
+        >>> read("local")
+        Place(kind='local', address='')
+    """
+    place = _parsed(text.strip())
+    if place.kind != "local":
+        module = _MODULES[place.kind]
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f"--on {text} needs {module}, which is not installed; {extras.install('cluster')}")
+    return place
+
+
+def _parsed(text: str) -> Place:
+    kind, _, rest = text.partition(":")
+    if text == "local":
+        return LOCAL
+    if kind == "ray" and (rest in ("auto", "local") or _HOST.fullmatch(rest)):
+        return Place("ray", rest)
+    if kind == "ray" and rest.startswith("//") and _HOST.fullmatch(rest[2:]):
+        return Place("ray", text)
+    if kind == "slurm" and _PARTITION.fullmatch(rest):
+        return Place("slurm", rest)
+    raise ConfigError(f"--on is {text!r}; expected {PLACES}")
+
+
+@contextmanager
+def connect(place: Place, **started: Any) -> Iterator[None]:
+    """Be connected to Ray for the block, and say nothing about it.
+
+    At its end the connection is closed, with which Ray ends every task and every actor of this process, however it
+    ends; a Ray that was started here is stopped. A connection that the process had before is used, and left as it is.
+
+    Args:
+        place: a place of Ray.
+        started: for "ray:local": further arguments of `ray.init`, such as num_cpus, num_gpus or object_store_memory.
+
+    Raises:
+        ConfigError: when nobody answers, or the place is none of Ray.
+    """
+    if place.kind != "ray":
+        raise ConfigError(f"--on is {place}; expected a place of Ray: ray:auto, ray:HOST:PORT or ray://HOST:PORT")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # workers use their own environment as it is
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    _reach(place)
+    own: dict[str, Any] = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", **started}
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        ray.init(
+            address=place.address,
+            log_to_driver=False,
+            configure_logging=False,
+            **(own if place.address == "local" else {}),
+        )
+    except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
+        first = " ".join(str(error).split())[:200]
+        raise ConfigError(f"--on {place}: no Ray answers there ({first}); `ray status` on that machine tells") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _reach(place: Place) -> None:
+    """Refuse at once where nobody listens: Ray itself waits for minutes.
+
+    Raises:
+        ConfigError: when that is so.
+    """
+    if place.address == "local":
+        return
+    address = place.address.removeprefix("ray://")
+    if address == "auto":
+        from ray._private.utils import read_ray_address
+
+        address = os.environ.get("RAY_ADDRESS") or read_ray_address() or ""
+        if not _HOST.fullmatch(address.removeprefix("ray://")):
+            raise ConfigError(f"--on {place}: no Ray runs on this machine; `ray start` joins a cluster or begins one")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"--on {place}: no Ray answers at {address} ({error}); `ray status` on its machine tells whether it runs"
+        ) from None
