@@ -61,8 +61,8 @@ def _numbers(comparison: Comparison, lines: Sequence[Line], title: str) -> TextT
     ]
     inside, untold = sum(line.within is True for line in lines), sum(line.within is None for line in lines)
     foot = (
-        f"{inside} of {len(lines)} numbers are within the rule: apart by at most twice the deviation of the difference, "
-        "or one point of accuracy; n is the number of seeds."
+        f"{inside} of {len(lines)} numbers are within the rule: apart by at most twice the deviation of the "
+        "difference, or one point of accuracy; n is the number of seeds."
     )
     if untold:
         foot += f" {untold} cannot be told: the published deviation is half of the number or more."

@@ -468,8 +468,9 @@ class Form:
 
     @staticmethod
     def of(sources: Sequence[Source], clients: Clients, normalize: str | Sequence[str]) -> "Form":
-        """Choose the layout: float16, normalized, where images do not share constants or have fixed noise in them;
-        otherwise the datasets' own.
+        """Choose the layout: float16, normalized, where noise is fixed in images or they do not share constants.
+
+        Otherwise the datasets' own.
         """
         x = sources[0].train.x
         if isinstance(normalize, str):
@@ -478,8 +479,8 @@ class Form:
             constants = [source.constants(own) for source, own in zip(sources, normalize, strict=True)]
         else:
             raise ConfigError(
-                f"normalize has {len(normalize)} entries for {len(sources)} dataset{'s' * (len(sources) != 1)}; give one "
-                "for each, or one word for all"
+                f"normalize has {len(normalize)} entries for {len(sources)} datasets; give one for each, or one word "
+                "for all"
             )
         disturbed = any(client.recipe.noise > 0 and not client.recipe.redrawn for client in clients)
         apart = any(one != constants[0] for one in constants)

@@ -384,9 +384,9 @@ def useless(metric: str, mean: float, std: float | None) -> bool:
 def with_paper(result: Result) -> Comparison:
     """Compare a study with the published numbers.
 
-    The first method of the study that repeats a published row stands for it; others that name the same row were chosen
-    here and are marked so. Where the paper prints no deviation, ours of the same row stands for it: the root mean square
-    over the clusters that are compared (nothing where there is one seed).
+    The first method of the study that repeats a published row stands for it; others that name the same row were
+    chosen here and are marked so. Where the paper prints no deviation, ours of the same row stands for it: the root
+    mean square over the clusters that are compared (nothing where there is one seed).
 
     Raises:
         ConfigError: when it repeats no published experiment.
@@ -510,7 +510,9 @@ def _judged(line: Line, row: Sequence[Line], *, chosen: bool) -> Line:
             if one.metric == line.metric and (one.cluster in summary.MEANS) == apart and one.std is not None
         ]  # fmt: skip
         pooled = math.sqrt(sum(std**2 for std in own) / len(own)) if own else None
-    within = abs(line.difference) <= allowed(line.metric, line.std, pooled if line.paper_std is None else line.paper_std)
+    within = abs(line.difference) <= allowed(
+        line.metric, line.std, pooled if line.paper_std is None else line.paper_std
+    )
     printed = [line] if line.paper_std is not None else [one for one in row if one.metric == line.metric]
     told = None if any(useless(one.metric, one.paper, one.paper_std) for one in printed) else within
     return replace(line, within=told, pooled=pooled, chosen=chosen)

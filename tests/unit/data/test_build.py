@@ -361,16 +361,21 @@ def test_each_dataset_is_normalized_its_own_way():
     ]
     shift = [{"kind": "domain", "sizes": [2, 2], "offset_labels": True}]
     data = {"dataset": ["one", "other"], "num_clients": 4, "train": 2, "validation": 1, "shift": shift}
-    made = build_from_sources(parse(DataConfig, data | {"normalize": ["standard", "half"]}, "data"), sources, 0)
+    made = build_from_sources(parse(DataConfig, data | {"normalize": ["standard", "half"]}, "data"), sources, Rng(0))
     assert made.x.dtype == torch.float16
     assert made.mean == (), "images are held normalized"
     wanted = torch.tensor([0.2, 0.2, -0.6, -0.6], dtype=torch.float16)
     assert torch.equal(made.x[:, :3], wanted.reshape(4, 1, 1, 1, 1).expand(4, 3, 1, 2, 2))
-    assert [round(float(made.tests[int(place)].x.float().mean()), 3) for place in made.test_of] == [0.2, 0.2, -0.6, -0.6]
-    same = build_from_sources(parse(DataConfig, data | {"normalize": ["half", "half"]}, "data"), sources, 0)
-    plain = build_from_sources(parse(DataConfig, data | {"normalize": "half"}, "data"), sources, 0)
+    assert [round(float(made.tests[int(place)].x.float().mean()), 3) for place in made.test_of] == [
+        0.2,
+        0.2,
+        -0.6,
+        -0.6,
+    ]
+    same = build_from_sources(parse(DataConfig, data | {"normalize": ["half", "half"]}, "data"), sources, Rng(0))
+    plain = build_from_sources(parse(DataConfig, data | {"normalize": "half"}, "data"), sources, Rng(0))
     assert same.fingerprint() == plain.fingerprint(), "where constants agree, images stay bytes"
     with pytest.raises(ConfigError, match="normalize has 1 entries for 2 datasets; give one for each"):
-        build_from_sources(parse(DataConfig, data | {"normalize": ["half"]}, "data"), sources, 0)
+        build_from_sources(parse(DataConfig, data | {"normalize": ["half"]}, "data"), sources, Rng(0))
     with pytest.raises(ConfigError, match="normalize"):
         parse(DataConfig, data | {"normalize": ["half", "own"]}, "data")
