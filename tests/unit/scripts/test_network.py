@@ -110,8 +110,8 @@ def test_an_attack_that_ends_a_node_is_shown(shown):
 
 
 def test_what_accuses_somebody_in_an_honest_run_is_shown(shown):
-    row = {"nodes": 32, "rounds": 6, "rounds_finished": [5, 6], "alarms": {}, "missing": {"timeout": 2}, "statuses": [0],
-           "deadline_s": 60.0, "longest_exchange_s": 2.8, "seconds": 1.0}  # fmt: skip
+    row = {"nodes": 32, "rounds": 6, "rounds_finished": [5, 6], "alarms": {}, "missing": {"timeout": 2},
+           "statuses": [0], "deadline_s": 60.0, "longest_exchange_s": 2.8, "seconds": 1.0}  # fmt: skip
     page = shown("network/alarms", row)
     assert "or roster): none. Messages that did not come: timeout: 2. Every node finished 5 to 6 rounds" in page
     assert "or roster): refused replay: 3." in shown("network/alarms", {**row, "alarms": {"refused replay": 3}})
