@@ -152,13 +152,8 @@ def silent_links(folder: Path, stop: Stop) -> None:
 
 def _ask(session: zenoh.Session, selector: str, open_: threading.Semaphore, payload: bytes | None = None) -> None:
     """Ask without waiting for the answer, as long as not too many questions are open."""
-
-    class Ended:
-        def __call__(self, reply: zenoh.Reply) -> None:
-            """Ignore what comes."""
-
     if open_.acquire(timeout=0.5):
-        handler = zenoh.handlers.Callback(Ended(), lambda: open_.release())
+        handler = zenoh.handlers.Callback(lambda reply: None, lambda: open_.release())
         session.get(f"{prefix('local')}/{selector}", handler, payload=payload, timeout=2.0)
 
 

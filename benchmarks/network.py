@@ -1,6 +1,8 @@
 """Measure the network on this machine; the results that are kept make docs/reference/network.md.
 
     python benchmarks/network.py alarms         32 honest nodes as processes: nobody is turned away
+    python benchmarks/network.py floods         connections that are held, and floods, by strangers and by a member
+    python benchmarks/network.py renewals       a member gets a new key and one is removed while all exchange
     python benchmarks/network.py parity         six nodes and the simulation, method by method
     python benchmarks/network.py replay         a run with a killed node, replayed in the simulator
     python benchmarks/network.py churn          twelve nodes: four killed, two restarted, one cut off for 20 s
@@ -24,6 +26,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import floods
 import netlab
 import network_alarms
 import network_attack
@@ -31,6 +34,7 @@ import network_churn
 import network_links
 import network_members
 import network_parity
+import network_roster
 import network_soak
 import torch
 
@@ -39,6 +43,8 @@ from coterie._util.origin import keep, machine
 STORED = Path(__file__).resolve().parent.parent / "docs/reference/runs"
 MEASUREMENTS = {
     "alarms": network_alarms.alarms,
+    "floods": floods.floods,
+    "renewals": network_roster.renewals,
     "parity": network_parity.parity,
     "replay": network_parity.replays,
     "churn": network_churn.churn,

@@ -181,6 +181,63 @@ def attacked(found: Results) -> str:
     )
 
 
+def alarms(found: Results) -> str:
+    """Return the part on events that accuse somebody in an honest run."""
+    (r,) = found
+    told = "; ".join(f"{what}: {times}" for what, times in r["alarms"].items()) or "none"
+    missing = "; ".join(f"{why}: {times}" for why, times in r["missing"].items()) or "none"
+    return (
+        f"{r['nodes']} honest nodes as processes, all started at once on the two cores, {r['rounds']} rounds of a "
+        "linear model. Events that accuse somebody (turned away, refused, another study or roster): "
+        f"{told}. Messages that did not come: {missing}. Every node finished "
+        f"{range_of(r['rounds_finished'])} rounds; the longest exchange took {r['longest_exchange_s']:g} s "
+        f"(deadline {r['deadline_s']:g} s)."
+    )
+
+
+def flooded(found: Results) -> str:
+    """Return the part on connections that are held and floods."""
+    rows = [
+        (r["attack"].replace("_", " ") or "none", r["exchanges"], r["missed"], r["median_ms"], r["longest_s"],
+         f"{r['joined_s']:g}" if r["joined_s"] is not None and r["joined_s"] < 60 else "over 60",
+         r["memory_mb"][1] - r["memory_mb"][0], r["log_lines"])
+        for r in found
+    ]  # fmt: skip
+    head = ("attack", "honest exchanges", "missed", "median, ms", "longest, s", "a new link came up after, s",
+            "memory grew, MB", "lines in the log")  # fmt: skip
+    return (
+        f"Two honest nodes exchange models of 0.4 MB without a pause (deadline {found[0]['deadline_s']:g} s), and a "
+        "third one joins 12 s after the attack began, while strangers hold connections or break handshakes, or a "
+        "member with a valid certificate floods the first node (`benchmarks/floods.py`). Attackers and victims share "
+        "the cores.\n\n" + table(head, rows)
+    )
+
+
+def renewed(found: Results) -> str:
+    """Return the part on new keys and removals under load."""
+    (r,) = found
+
+    def words(table: dict[str, Any]) -> str:
+        return "; ".join(f"{what}: {times}" for what, times in table.items()) or "none"
+
+    rows: list[tuple[str, object]] = [
+        ("exit status", words(r["statuses"])),
+        ("rounds that each finished", words(r["rounds_finished"])),
+        ("seconds until the others had the new key", range_of(r["seconds_to_take"]["rekeyed"])),
+        ("seconds until the others had the removal", range_of(r["seconds_to_take"]["removed"])),
+        ("longest exchange of the others", f"{r['longest_exchange_s']:g} s; deadline {r['deadline_s']:g} s"),
+        ("messages that did not come", words(r["missing"])),
+        ("connections and messages turned away", words(r["turned_away"])),
+        ("messages refused", r["refused"]),
+    ]
+    return (
+        f"{r['nodes']} nodes as processes exchange a small model as fast as they can, {r['rounds']} rounds. At round "
+        f"{r['rekeyed_at']} the organizer signs another key for one, which is started again with it; at round "
+        f'{r["removed_at"]} another one is removed. "The others" are the remaining six.\n\n'
+        + table(("", "found"), rows)
+    )
+
+
 def predicted(found: Results) -> str:
     """Return the part on predicted and counted bytes."""
     rows = [
@@ -209,6 +266,9 @@ SECTIONS = (
     ("Churn", "network/churn", lived_through),
     ("Churn with PENS", "network/churn-pens", lived_through),
     ("Partition", "network/partition", lived_through),
+    ("New keys and removals under load", "network/renewals", renewed),
+    ("Honest nodes under load", "network/alarms", alarms),
+    ("Floods and held connections", "network/floods", flooded),
     ("Long run", "network/soak", soak),
     ("A slow link", "network/slow", slow),
     ("Damaged messages", "network/fuzz", fuzz),

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,28 @@ prints the same tables for your own run.
 
 A number is *within* when its distance from the paper's is at most twice the standard deviation of their difference, or
 one point of accuracy. Standard deviations are population deviations over seeds, as in the papers; where a paper prints
-none, it counts as zero. Rows that are not in the paper (tuned, or with another learning rate) are compared with the
-published row that they explain, and say so in their names.
+none, ours of the same row stands for it, pooled over its clusters. Where the published deviation is half of the number
+or more (1,495 ± 1,973), nothing can be told of it or of that row's clusters, and the table says so. Rows that are not
+in the paper (tuned, or with another learning rate) stand in a table of their own beside the published row that they
+explain, and are not counted.
 """
+
+
+def coverage_table(results: Sequence[compare.Result]) -> str:
+    """Return how much of each paper stands beside a result of ours."""
+    rows = compare.covered(results)
+    cells = [
+        (one.source, *map(str, (one.published, one.full, one.reduced, one.none, one.within, one.untold)))
+        for one in rows
+    ]
+    total = [sum(int(row[place]) for row in cells) for place in range(1, 7)]
+    head = ("paper", "published", "full", "reduced", "none", "within", "cannot be told")
+    about = (
+        "Published numbers that stand beside a result of full size, of a reduced one only, or of none. Full size means "
+        "the clients, samples, model, steps and rounds of the built-in study; seeds may be fewer, as each table says. "
+        "*Within* and *cannot be told* are of the numbers that stand beside one of ours."
+    )
+    return f"## Coverage\n\n{table(head, [*cells, ('all', *map(str, total))])}\n\n{about}\n"
 
 
 def section(folder: Path) -> str:
@@ -166,7 +186,8 @@ def _trials(folder: Path) -> str:
 def page() -> str:
     """Return the page."""
     folders = sorted(path.parent for path in STORED.glob("*/*/origin.json"))
-    return "\n".join([HEAD, *(section(folder) for folder in folders if not folder.name.endswith("-trials"))])
+    folders = [folder for folder in folders if not folder.name.endswith("-trials")]
+    return "\n".join([HEAD, coverage_table([compare.read(one) for one in folders]), *map(section, folders)])
 
 
 if __name__ == "__main__":

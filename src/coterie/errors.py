@@ -9,6 +9,7 @@
     ├── TransportError    (ConnectionError)  the network, an identity or a message failed
     ├── RunExistsError    (FileExistsError)  the run folder exists already
     ├── OutOfMemory       (MemoryError)      the machine or the device has no more memory
+    ├── DiskFull          (OSError)          there is no more room to write
     ├── FolderInUse       (RuntimeError)     another process works in the folder
     └── CheckpointError   (ValueError)       a checkpoint is damaged or belongs to another run
 
@@ -18,8 +19,11 @@ peer, a diverged client) are values, not exceptions.
 
 import difflib
 import errno
+import re
 from collections.abc import Iterable
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_ROOM_SAID = re.compile(r"no space left on device|os error (\d+)", re.IGNORECASE)
 _NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
 
 
@@ -71,6 +75,34 @@ class OutOfMemory(CoterieError, MemoryError):
         return isinstance(error, MemoryError) or (
             isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _NO_MEMORY)
         )
+
+
+class DiskFull(CoterieError, OSError):
+    """There is no more room to write: the disk is full, or a quota or a limit of the size of files is reached.
+
+    Nothing is lost by it: the same command, started again when there is room, continues.
+    """
+
+    @staticmethod
+    def is_said_by(error: BaseException) -> bool:
+        """Return whether an error of any library says so; some hide the system's number in their text.
+
+        Example:
+            >>> DiskFull.is_said_by(OSError(errno.ENOSPC, "No space left on device"))
+            True
+            >>> DiskFull.is_said_by(RuntimeError("I/O error: No space left on device (os error 28)"))
+            True
+            >>> DiskFull.is_said_by(PermissionError(errno.EACCES, "Permission denied"))
+            False
+        """
+        if isinstance(error, DiskFull):
+            return True
+        if isinstance(error, CoterieError):
+            return False
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno in _NO_ROOM
+        found = _NO_ROOM_SAID.search(str(error))
+        return found is not None and (found[1] is None or int(found[1]) in _NO_ROOM)
 
 
 class FolderInUse(CoterieError, RuntimeError):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from coterie.cluster.exchange import BlockExchange, Links, Postbox
 from coterie.exchange.faulty import Faulty
 from coterie.exchange.in_memory import InMemory
 from coterie.exchange.mailbox import Mailbox, PostOffice
@@ -53,6 +54,18 @@ def test_mailboxes_of_several_hosts_keep_the_contract():
     def make(groups, population):
         office = PostOffice(population, timeout=20)
         return [Mailbox(office, torch.tensor(g), server=number == 0) for number, g in enumerate(groups)]
+
+    check_exchange(make)
+    check_exchange(make, groups=[[0], [1], [2], [3], [4]])
+
+
+def test_blocks_of_a_population_keep_the_contract():
+    def make(groups, population):
+        owner, boxes = torch.empty(population, dtype=torch.int32), [Postbox(len(groups)) for _ in groups]
+        for number, group in enumerate(groups):
+            owner[torch.tensor(group)] = number
+        links = [Links(number, [box.put for box in boxes], box) for number, box in enumerate(boxes)]
+        return [BlockExchange(links[n], torch.tensor(g), owner, server=True) for n, g in enumerate(groups)]
 
     check_exchange(make)
     check_exchange(make, groups=[[0], [1], [2], [3], [4]])

@@ -8,13 +8,16 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from scripts import requirements
 from typer.testing import CliRunner
 
-from coterie.cli.app import app
+from coterie.cli.app import NO_ROOM, app
 from coterie.net import nodefile, roster
 from coterie.studies import config
 
 DOCS = Path(__file__).resolve().parents[2] / "docs/how-to"
+ROOT = DOCS.parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 GUIDE = (DOCS / "deploy-in-three-hospitals.md").read_text()
 
 
@@ -73,27 +76,100 @@ def test_the_unit_is_the_one_of_the_guide():
     assert unit["Service"]["RestartPreventExitStatus"] == "2"
 
 
-def test_the_compose_file_starts_a_node_that_comes_back_and_may_do_little():
-    """Every key is one of the format's; the shell can read the command; what it works in is what is mounted."""
+def restarts(unit: configparser.ConfigParser, status: int) -> bool:
+    """Whether systemd starts a service again that has ended with a status, by systemd.service(5)."""
+    service = unit["Service"]
+    never, always = (service.get(f"Restart{kind}ExitStatus", "").split() for kind in ("Prevent", "Force"))
+    if str(status) in never:
+        return False
+    return (
+        str(status) in always or service["Restart"] == "always" or (service["Restart"] == "on-failure" and status != 0)
+    )
+
+
+def test_the_service_starts_again_after_a_full_disk_and_not_after_bad_input():
+    """However long the disk stays full: there is no limit on the number of starts."""
+    unit = configparser.ConfigParser(strict=False)
+    unit.read_string((DOCS / "deploy/coterie-node.service").read_text())
+    assert {status: restarts(unit, status) for status in (0, 1, 2, NO_ROOM, 137)} == {
+        0: False, 1: True, 2: False, NO_ROOM: True, 137: True,
+    }  # fmt: skip
+    assert unit["Unit"]["StartLimitIntervalSec"] == "0"
+
+
+def test_the_compose_file_starts_a_node_that_comes_back_may_do_little_and_installs_nothing():
+    """Every key is one of the format's; what it works in is what is mounted."""
     yaml = pytest.importorskip("yaml")
     document = yaml.safe_load((DOCS / "deploy/compose.yaml").read_text())
     assert document.keys() == {"services"}
     (node,) = document["services"].values()
     assert node.keys() == {
-        "image", "user", "working_dir", "command", "environment", "volumes", "network_mode", "restart",
+        "build", "image", "pull_policy", "user", "working_dir", "environment", "volumes", "network_mode", "restart",
         "stop_grace_period", "security_opt", "cap_drop",
     }  # fmt: skip
-    shell, option, command = node["command"]
-    assert (shell, option) == ("sh", "-c")
-    assert subprocess.run(["sh", "-n", "-c", command], check=False).returncode == 0
-    install, start = command.split(" && ")[1:]
-    wanted = tomllib.loads((DOCS.parents[1] / "pyproject.toml").read_text())["project"]
-    wheel = f"{wanted['name']}-{wanted['version']}-py3-none-any.whl"  # beside it, where the container works
-    assert install == f"/tmp/v/bin/pip install './{wheel}[net]'"
-    assert "net" in wanted["optional-dependencies"]
-    assert start == "exec /tmp/v/bin/coterie node node.toml", "signals reach the node"
-    assert re.fullmatch(r"python:3\.1[1-4]-slim", node["image"])
-    assert node["volumes"] == [f"./:{node['working_dir']}"]
+    assert node["build"] == {
+        "context": ".", "dockerfile": "Containerfile", "args": {"TORCH_INDEX": "${TORCH_INDEX:-}"}
+    }  # fmt: skip
+    assert node["image"] == f"coterie-node:{PROJECT['version']}"
+    assert node["pull_policy"] == "never"
+    assert node["volumes"] == [f"./node:{node['working_dir']}"]
     assert all(isinstance(value, str) for value in node["environment"].values())
-    assert node["restart"].startswith("on-failure")
+    assert node["restart"] == "on-failure"
     assert node["cap_drop"] == ["ALL"]
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The instructions of the image, in order."""
+    lines = (DOCS / "deploy/Containerfile").read_text().splitlines()
+    return [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for line in lines if line and not line.startswith("#")]
+
+
+def test_the_image_installs_what_has_a_digest_and_the_wheel_and_nothing_else():
+    found = instructions()
+    assert [name for name, _ in found] == [
+        "ARG", "FROM", "ENV", "ARG", "COPY", "RUN", "COPY", "RUN", "USER", "WORKDIR", "CMD"
+    ]  # fmt: skip
+    assert re.fullmatch(r"PYTHON=python:3\.1[1-4]-slim", found[0][1])
+    runs = [what for name, what in found if name == "RUN"]
+    for command in runs:
+        assert subprocess.run(["sh", "-n", "-c", command], check=False).returncode == 0
+    assert runs[0].startswith("pip install --require-hashes --only-binary :all: ")
+    assert runs[0].endswith("-r /tmp/requirements.txt")
+    wheel = f"{PROJECT['name']}-{PROJECT['version']}-py3-none-any.whl"
+    assert runs[1] == f"pip install --no-index --no-deps /tmp/{wheel} && pip check"
+    copied = [what.split() for name, what in found if name == "COPY"]
+    assert copied == [["requirements.txt", "/tmp/requirements.txt"], [wheel, "/tmp/"]]
+    assert found[-1][1] == '["coterie", "node", "node.toml"]', "signals reach the node"
+
+
+def test_every_package_of_the_image_has_a_version_and_a_digest():
+    """All that the package asks for is there, in the tested versions, and nothing says where it comes from."""
+    lines = [line for line in (DOCS / "deploy/requirements.txt").read_text().splitlines() if not line.startswith("#")]
+    found = {}
+    for line in lines:
+        match = re.fullmatch(r"([A-Za-z0-9_.-]+)==([A-Za-z0-9_.+!]+) --hash=sha256:[0-9a-f]{64}", line)
+        assert match, line
+        found[plain(match[1])] = match[2]
+    assert len(found) == len(lines)
+    tested = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#")
+    tested = {plain(name): version for name, version in tested.items()}
+    assert {name: version.partition("+")[0] for name, version in found.items() if name in tested} == {
+        name: version for name, version in tested.items() if name in found
+    }
+    asked = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["net"]]
+    assert {plain(re.split("[<>=]", one)[0]) for one in asked} <= found.keys()
+
+
+def plain(name: str) -> str:
+    """The name of a package as indexes compare it."""
+    return re.sub("[-_.]+", "-", name).lower()
+
+
+def test_the_list_of_packages_is_made_of_what_pip_reports():
+    def one(name: str, **hashes: str) -> dict:
+        return {"metadata": {"name": name, "version": "1.0"}, "download_info": {"archive_info": {"hashes": hashes}}}
+
+    made = requirements.text({"install": [one("b", sha256="22"), one("A", sha256="11")]}, "Python 3.11")
+    assert made.splitlines()[2:] == ["A==1.0 --hash=sha256:11", "b==1.0 --hash=sha256:22"]
+    with pytest.raises(SystemExit, match=r"no SHA-256 of b 1\.0"):
+        requirements.text({"install": [one("b", md5="22")]}, "Python 3.11")

@@ -148,7 +148,7 @@ def test_a_file_that_cannot_grow_is_one_line_and_the_study_goes_on_later(tmp_pat
     code = f"{limit}; from coterie.cli.app import main; main()"
     arguments = [sys.executable, "-c", code, "run", "tiny.toml", "--workers", "1", "--quiet"]
     full = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert full.returncode == 2
+    assert full.returncode == 75
     assert len(full.stderr.splitlines()) == 1, full.stderr
     assert "cannot write: File too large: runs/tiny/" in full.stderr
     assert "continue with: coterie resume runs/tiny" in full.stderr

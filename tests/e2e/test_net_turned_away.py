@@ -35,7 +35,7 @@ _pause = threading.Event()
 
 
 def until(condition: Callable[[], bool]) -> None:
-    for _ in range(300):
+    for _ in range(900):
         if condition():
             return
         _pause.wait(0.1)

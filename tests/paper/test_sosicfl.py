@@ -446,6 +446,28 @@ def test_personal_simplexes():
     assert float((after.state.memory.model - before.state.shared.models).norm()) > 0
 
 
+@pytest.mark.option("SosicFlPlus.personal_region", "own", "whole")
+def test_personal_models_keep_to_their_region_or_take_the_whole_simplex():
+    """Endpoints e_1 and e_2: a client is served at its center, or at the middle, half of each; it trains there too."""
+    for region in ("own", "whole"):
+        method = SosicFlPlus(endpoints=2, regions=2, radius=0.0, personal_region=region)
+        loop = follow(method, label_skewed(), rounds=1)
+        everybody = torch.arange(12)
+        rnd = loop._context(1, everybody, everybody)
+        _, offer = method.ask(rnd, method.deliver, method.request(rnd, loop.state), loop.state.shared)
+        own = offer.field("center")[:, 0]
+        expected = own if region == "own" else torch.full((12, 2), 0.5, dtype=own.dtype)
+        assert not torch.allclose(own, torch.full_like(own, 0.5))
+        drawn = method.draw(rnd, method._personal(offer), "alpha.personal", 200)
+        if region == "own":
+            torch.testing.assert_close(drawn, own[:, None].expand_as(drawn))  # radius 0
+        else:
+            assert (drawn.min(1).values < 0.1).all(), "points from all over the simplex"
+        served = method.served(rnd, loop.state)[0]
+        views = simplex_layers.compose(loop.task.layout, loop.state.memory.model, expected[:, None])
+        torch.testing.assert_close(served, views)
+
+
 def test_engines_agree_on_simplex_models():
     """Loop and vmap, for a head and for all layers, with running statistics."""
     for method in (SosicFl(endpoints=3, regions=2), SosicFlAll(endpoints=3, regions=2)):
@@ -495,7 +517,7 @@ def test_the_bias_has_endpoints_or_is_shared():
 
 @pytest.mark.option("SimplexMethod.sampler", "exact", "released")
 def test_mixtures_are_drawn_exactly_or_as_the_code_does():
-    """Two endpoints: uniform on the interval of the region, or the center and a positive step off the simplex."""
+    """Two endpoints: uniform on the interval of the region, or the center and a step up to 0.4 (L1) off the simplex."""
     for sampler in ("exact", "released"):
         method = SosicFl(endpoints=2, regions=2, sampler=sampler, radius=0.4, radius_rule="absolute")
         loop = follow(method, label_skewed(), rounds=0)
@@ -509,9 +531,9 @@ def test_mixtures_are_drawn_exactly_or_as_the_code_does():
                 first = stream.uniform(max(0.0, center[0] - 0.2), min(1.0, center[0] + 0.2), 5)
                 expected = np.stack([first, 1 - first], axis=1)
             else:
-                step = stream.random((5, 2))
+                step = stream.uniform(-1, 1, (5, 2))
                 length = stream.uniform(0, 0.4, (5, 1))
-                expected = center + length * step / np.sqrt((step**2).sum(1, keepdims=True))
+                expected = center + length * step / abs(step).sum(1, keepdims=True)
             np.testing.assert_allclose(found[client].numpy(), expected, atol=1e-15)
 
 

@@ -14,6 +14,8 @@ ELSEWHERE = {
     "cli/_compare": "unit/papers/test_compare.py",
     "cli/_report": "unit/cli/test_app.py",
     "cli/_tables": "unit/papers/test_compare.py",
+    "cluster/_facts": "unit/cluster/test_doctor.py",
+    "cluster/status": "unit/cluster/test_slurm.py",
     "data/plan": "unit/data/test_shifts.py",
     "net/payload": "unit/net/test_wire.py",
     "net/post": "unit/net/test_exchange.py",
@@ -41,6 +43,7 @@ ELSEWHERE = {
     "engine/native/sums": "unit/engine/native/test_traced.py",
     "engine/native/trace": "unit/engine/native/test_traced.py",
     # what keeps one contract is tested by it
+    "cluster/blocks": "contract/test_blocks.py",
     "net/local": "contract/test_exchanges.py",
     "testing/_promises": "contract/test_pieces.py",
     "testing/data": "contract/test_pieces.py",

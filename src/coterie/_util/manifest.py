@@ -74,6 +74,11 @@ def fault(folder: Path, name: str) -> str:
     return f"{name} is damaged: it is not what {FILE} lists"
 
 
+def digests(folder: Path) -> dict[str, str]:
+    """Return the digest of each file that the manifest of a folder lists; nobody may be writing there."""
+    return {name: next(iter(found)) for name, found in sorted(_read(folder).items()) if len(found) == 1}
+
+
 def _digest(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from coterie.cli import _cluster
 from coterie.errors import ConfigError
 
 
@@ -209,6 +210,9 @@ def tune(
         int | None, typer.Option("--workers", "-w", min=1, help="Processes; by default one per core, or one on a GPU.")
     ] = None,
     widenings: Annotated[int, typer.Option(min=0, help="How often a grid is extended when its edge is best.")] = 3,
+    on: _cluster.On = "local",
+    cpus: _cluster.Cpus = 1,
+    gpus: _cluster.Gpus = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Tune every method on the clients' validation data; the test sets are removed first.
@@ -218,7 +222,6 @@ def tune(
       coterie tune rotated-digits --grid lr=0.0003,0.001,0.003
       coterie tune similarity/synthetic --grid lr=0.001,0.003 --grid methods.L2.tau=10,20,40 --seeds 100,101,102
     """
-    from coterie.simulation.workers import enough
     from coterie.studies import config
     from coterie.studies import tune as tuning
 
@@ -237,10 +240,11 @@ def tune(
         text = f"{trial.label}, seed {trial.seed}, {values}: validation {trial.metric} {trial.value:.5g}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    tuned = tuning.tune(
-        chosen, axes, data_dir=data_dir, workers=workers or enough(chosen.settings.device), widenings=widenings,
-        observer=None if quiet else show,
-    )  # fmt: skip
+    with _cluster.Where(on, cpus, gpus).fan_out(chosen.settings.device, workers) as (over, crew):
+        tuned = tuning.tune(
+            chosen, axes, data_dir=data_dir, workers=crew, widenings=widenings, observer=None if quiet else show,
+            over=over,
+        )  # fmt: skip
     path = tuning.write(tuned, out)
     for one in tuned.choices:
         values = ", ".join(f"{key} = {value}" for key, value in one.point) or "nothing to tune"

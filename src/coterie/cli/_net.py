@@ -3,13 +3,16 @@
 import importlib.util
 import sys
 import tempfile
+import textwrap
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from coterie._util import extras
+from coterie.cli import _cluster
 from coterie.errors import ConfigError, TransportError
 
 net = typer.Typer(
@@ -204,6 +207,112 @@ def roster(
 
 
 @net.command()
+def audit(
+    logs: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER|FILE...", help="Folders with an audit.log, or files of a log.")
+    ],
+    roster_: Annotated[
+        list[Path] | None,
+        typer.Option("--roster", help="The organizer's roster: keys in the logs must be its. Repeatable."),
+    ] = None,
+    organizer: Annotated[Path, typer.Option(help="The organizer's public key, with --roster.")] = Path("organizer.pub"),
+) -> None:
+    """Check the audit logs of nodes, say what is in them, and compare each two of one run.
+
+    A node writes its log to `runs`/NAME. The exit status is 1 when a log was changed or is damaged, or when two
+    contradict each other.
+
+    [bold]Examples[/bold]
+
+      coterie net audit runs/north
+      coterie net audit north.log south.log --roster roster.toml --organizer organizer.pub
+    """
+    _need()
+    from itertools import combinations
+
+    from coterie.net import auditor
+    from coterie.net import roster as rosters
+
+    given = [rosters.load(path, organizer) for path in roster_ or ()]
+    reports = [auditor.check(path, given) for path in logs]
+    for report in reports:
+        _audited(report)
+    contradictions = 0
+    for a, b in combinations(reports, 2):
+        if a.run != b.run or a.node == b.node:
+            _wrapped(f"{a.path} and {b.path} are not compared: they are not of two members of one run")
+        elif found := auditor.compare(a, b):
+            contradictions += len(found)
+            for text in found:
+                _wrapped(f"WRONG  {text}")
+        else:
+            lost = auditor.lost(a, b)
+            rest = f"; {lost} messages that one of them sent, the other did not receive" if lost else ""
+            _wrapped(f"ok     {a.node} and {b.node} agree on what they sent each other{rest}")
+    if contradictions or any(report.problems for report in reports):
+        raise typer.Exit(1)
+
+
+def _audited(report: Any) -> None:
+    """Print what was found in a log."""
+    from datetime import UTC, datetime
+
+    from rich.console import Console
+    from rich.table import Table
+
+    def when(seconds: float) -> str:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+    def amount(of: Mapping[Any, Any], size: int) -> str:
+        unit, by = next((u, b) for u, b in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)) if size >= b or b == 1)
+        return f"{len(of)} ({size / by:.3g} {unit})" if of else "0"
+
+    def counts(found: Mapping[str, int]) -> str:
+        return ", ".join(f"{times} {reason}" for reason, times in sorted(found.items())) or "0"
+
+    _wrapped(f"{report.node or '?'} in run {report.run or '?'}: {report.path}")
+    _wrapped(f"{report.lines} lines, {when(report.first)} to {when(report.last)} UTC; {report.heads} signatures", "  ")
+    if report.begins:
+        _wrapped(f"begins with line {report.begins} of its chain; those before are not here", "  ")
+    rest = f", {report.unended} after an end that is not in the log" if report.unended else ""
+    rest += f"; torn lines, removed and noted: {report.repaired}" if report.repaired else ""
+    _wrapped(f"starts: {report.starts}{rest}", "  ")
+    versions, known = (", ".join(map(str, found)) for found in (report.rosters, sorted(report.confirmed)))
+    trust = (
+        f"keys are those of the organizer's version {known}" if known else "keys are on the log's word: see --roster"
+    )
+    _wrapped(f"versions of the roster: {versions or 'none'}; {trust}", "  ")
+    _wrapped(f"met: {', '.join(sorted(report.members)) or 'nobody'}", "  ")
+    _wrapped(f"last line: {report.head[0]}, {report.head[1]}", "  ")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for head in ("  member", "sent", "received", "declined", "missing", "refused"):
+        table.add_column(head, overflow="fold")
+    for name, of in sorted(report.traffic.items()):
+        sent, received = amount(of.sent, of.sent_bytes), amount(of.received, of.received_bytes)
+        table.add_row(
+            f"  {name or 'unknown'}", sent, received, counts(of.declined), counts(of.missing), counts(of.refused)
+        )
+    if report.traffic:
+        Console(width=80, highlight=False).print(table)
+    if report.problems:
+        more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
+        _wrapped(f"WRONG  {report.problems[0]}{more}")
+    else:
+        rest = f"; not signed yet: the last {report.unsigned}" if report.unsigned else ""
+        _wrapped(f"ok     the chain is whole, and signed by {report.node}{rest}")
+
+
+def _wrapped(text: str, indent: str = "") -> None:
+    """Print a text in lines of at most 80 columns, where its words are no longer."""
+    later = indent + "       "
+    typer.echo(
+        textwrap.fill(
+            text, 80, initial_indent=indent, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+        )
+    )
+
+
+@net.command()
 def demo(
     clients: Annotated[int, typer.Option(min=3, max=20, help="The number of nodes.")] = 8,
     rounds: Annotated[int, typer.Option(min=4, help="The number of rounds.")] = 12,
@@ -266,19 +375,24 @@ def doctor(
     outputs: Annotated[int, typer.Option(help="With --model: classes.", min=1)] = 10,
     batch_size: Annotated[int, typer.Option(help="With --model: samples of a step.", min=1)] = 32,
     samples: Annotated[float, typer.Option(help="With --model: training samples in all rounds.", min=0)] = 1e6,
+    on: Annotated[str | None, typer.Option(help="Instead: what differs on the machines of ray:auto, ...")] = None,
 ) -> None:
     """Check a node before its run: identity, roster, data, port, clocks, each member; estimate the time of a round.
 
-    With --model, say which engine trains a model on this machine, and what keeps a faster one from it.
+    With --model, say which engine trains a model on this machine, and what keeps a faster one from it. With --on, look
+    at all machines of a cluster, as `coterie run --on` does before its first run.
 
     [bold]Examples[/bold]
 
       coterie doctor node.toml
       coterie doctor --model cnn-b --features 1,28,28
       coterie doctor --model mypackage.nets:Net --features 6 --outputs 2
+      coterie doctor --on ray:auto
     """
-    if (file is None) == (model is None):
-        raise ConfigError("doctor takes either a node file or --model; see `coterie doctor --help`")
+    if sum(one is not None for one in (file, model, on)) != 1:
+        raise ConfigError("doctor takes one of a node file, --model and --on; see `coterie doctor --help`")
+    if on is not None:
+        raise typer.Exit(_cluster.examine(on))
     if model is not None:
         typer.echo(f"{model}: {_engine(model, features, outputs, batch_size, samples)}")
         return

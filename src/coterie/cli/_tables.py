@@ -16,7 +16,10 @@ __all__ = ["TextTable", "against_paper", "equal_bytes", "latex", "markdown", "of
 
 def against_paper(comparison: Comparison) -> list[TextTable]:
     """Return the numbers beside the paper's, the chain of roles, and the clear pairs."""
-    tables = [_numbers(comparison)]
+    title, chosen = f"{comparison.study} beside the paper", [line for line in comparison.lines if line.chosen]
+    tables = [_numbers(comparison, [line for line in comparison.lines if not line.chosen], title)]
+    if chosen:
+        tables.append(_numbers(comparison, chosen, f"{comparison.study}: rows chosen here, beside the published ones"))
     if comparison.chain:
         tables.append(
             TextTable(
@@ -40,8 +43,8 @@ def against_paper(comparison: Comparison) -> list[TextTable]:
     return tables
 
 
-def _numbers(comparison: Comparison) -> TextTable:
-    names = list(dict.fromkeys(line.metric for line in comparison.lines))
+def _numbers(comparison: Comparison, lines: Sequence[Line], title: str) -> TextTable:
+    names = list(dict.fromkeys(line.metric for line in lines))
     several = len({*names} - {STD_OVER_CLUSTERS.name}) > 1
     rows = [
         (
@@ -52,20 +55,24 @@ def _numbers(comparison: Comparison) -> TextTable:
             str(line.seeds),
             _spread(REGISTRY[line.metric], line.paper, line.paper_std),
             _signed(line),
-            "yes" if line.within else "no",
+            {True: "yes", False: "no", None: "cannot be told"}[line.within],
         )
-        for line in comparison.lines
+        for line in lines
     ]
-    inside = sum(line.within for line in comparison.lines)
-    scaled = "" if comparison.scale == 1 else f" Rounds scaled by {comparison.scale:g}."
+    inside, untold = sum(line.within is True for line in lines), sum(line.within is None for line in lines)
     foot = (
-        f"{inside} of {len(comparison.lines)} numbers are within the rule: apart by at most twice the deviation of the "
-        f"difference, or one point of accuracy; n is the number of seeds.{scaled}"
+        f"{inside} of {len(lines)} numbers are within the rule: apart by at most twice the deviation of the "
+        "difference, or one point of accuracy; n is the number of seeds."
     )
+    if untold:
+        foot += f" {untold} cannot be told: the published deviation is half of the number or more."
+    if any(line.pooled is not None for line in lines):
+        foot += " Where the paper prints no deviation, ours stands for it, pooled over the clusters of the row."
+    if comparison.scale != 1:
+        foot += f" Rounds scaled by {comparison.scale:g}."
     unit = "" if several or not rows else f" ({REGISTRY[REGISTRY.main(names)].heading('test')})"
-    title = f"{comparison.study} beside the paper{unit}"
     head = ("method", *(["metric"] if several else []), "cluster", "here", "n", "paper", "difference", "within")
-    return TextTable(title, head, rows, foot)
+    return TextTable(f"{title}{unit}", head, rows, foot)
 
 
 def _number(metric: Metric, value: float) -> str:

@@ -1,7 +1,8 @@
 """The command line. Heavy libraries are imported inside the commands, so that help is quick.
 
-Exit status: 0; 2 for bad input, with one line on standard error; 130 after Ctrl-C. Results go to standard output,
-progress and messages to standard error.
+Exit status: 0; 2 for bad input, with one line on standard error; 75 when there is no more room to write, with one line,
+too: the same command continues later; 130 after Ctrl-C. Results go to standard output, progress and messages to
+standard error.
 """
 
 import io
@@ -22,9 +23,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from coterie import __version__
-from coterie.cli import _audit, _compare, _export, _report
+from coterie.cli import _audit, _cluster, _compare, _export, _report
 from coterie.cli._net import register
-from coterie.errors import ConfigError, CoterieError, OutOfMemory, unknown
+from coterie.errors import ConfigError, CoterieError, DiskFull, OutOfMemory, unknown
 
 app = typer.Typer(
     name="coterie",
@@ -33,6 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+NO_ROOM = 75
+"""The exit status when there is no more room to write: a temporary failure (EX_TEMPFAIL of sysexits.h)."""
 # Every mistake in how a command was called: click's ClickException, wherever this version of typer keeps it.
 _Usage: type[typer.BadParameter] = typer.BadParameter.__mro__[2]  # type: ignore[assignment]
 
@@ -52,6 +55,10 @@ Set = Annotated[
     typer.Option("--set", "-s", metavar="PATH=VALUE", help="Change a setting, e.g. methods.dac.tau=30. Repeatable."),
 ]
 Seeds = Annotated[str | None, typer.Option(help="The number of seeds (5), or a list (0,3,7).")]
+On = _cluster.On
+Cpus = _cluster.Cpus
+Gpus = _cluster.Gpus
+Blocks = _cluster.Blocks
 
 
 def _version(asked: bool) -> bool:
@@ -90,6 +97,10 @@ def run(
     scale: Annotated[float | None, typer.Option(help="Multiply the rounds, e.g. 0.1 for a quick test.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the study's folder first.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Keep finished runs, continue the others.")] = False,
+    on: On = "local",
+    cpus: Cpus = 1,
+    gpus: Gpus = None,
+    blocks: Blocks = None,
     quiet: Quiet = False,
     json_: AsJson = False,
 ) -> None:
@@ -101,6 +112,8 @@ def run(
       coterie run my-study.toml --seeds 5 --out results
       coterie run rotated-digits --set rounds=60 --set methods.dac.tau=10
       coterie run similarity/cifar10-label-2 --data-dir ~/data --scale 0.1
+      coterie run my-study.toml --on ray:auto
+      coterie run my-study.toml --on ray:auto --blocks 4
     """
     from coterie.studies import config
 
@@ -114,7 +127,8 @@ def run(
     if overwrite and resume:
         raise ConfigError("--overwrite and --resume exclude each other; give one of them")
     chosen = config.load(study, changes)
-    _run(chosen, out, data_dir, workers, overwrite=overwrite, resume=resume, quiet=quiet, as_json=json_)
+    where = _cluster.Where(on, cpus, gpus, blocks)
+    _run(chosen, out, data_dir, workers, where, overwrite=overwrite, resume=resume, quiet=quiet, as_json=json_)
 
 
 @app.command()
@@ -122,6 +136,10 @@ def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a study, or of one of its runs.")],
     data_dir: DataDir = None,
     workers: Workers = None,
+    on: On = "local",
+    cpus: Cpus = 1,
+    gpus: Gpus = None,
+    blocks: Blocks = None,
     quiet: Quiet = False,
     json_: AsJson = False,
 ) -> None:
@@ -134,7 +152,8 @@ def resume(
     from coterie.studies.run import stored
 
     study, out = stored(folder, to_run=True)
-    _run(study, out, data_dir, workers, overwrite=False, resume=True, quiet=quiet, as_json=json_)
+    where = _cluster.Where(on, cpus, gpus, blocks)
+    _run(study, out, data_dir, workers, where, overwrite=False, resume=True, quiet=quiet, as_json=json_)
 
 
 @app.command()
@@ -263,30 +282,35 @@ _report.add(app)
 _compare.add(app)
 _export.add(app)
 _audit.add(app)
+_cluster.add(app)
 
 
 def _run(
-    study: Any, out: Path, data_dir: Path | None, workers: int | None, *, overwrite: bool, resume: bool, quiet: bool,
-    as_json: bool,
+    study: Any, out: Path, data_dir: Path | None, workers: int | None, where: _cluster.Where, *, overwrite: bool,
+    resume: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Run a study with progress, then show it."""
     from coterie.cli import _display
     from coterie.report.page import write_report
-    from coterie.simulation.workers import enough
     from coterie.studies.sweep import expand, run_sweep
 
     console = Console(stderr=True)
     again = ["coterie", "resume", str(out / study.name), *(["--data-dir", str(data_dir)] if data_dir else [])]
-    with _resumable(out / study.name, shlex.join(again)), _display.progress(expand(study), console, quiet) as observer:
+    with (
+        _resumable(out / study.name, shlex.join([*again, *where.words])),
+        where.fan_out(study.settings.device, workers) as (over, crew),
+        _display.progress(expand(study), console, quiet) as observer,
+    ):
         done = run_sweep(
             study,
             out=out,
             data_dir=data_dir,
-            workers=workers or enough(study.settings.device),
+            workers=crew,
             resume=resume,
             overwrite=overwrite,
             observer=observer,
             notes=observer,
+            over=over,
         )
     reports = [write_report(one.folder) for one in done]
     _show(done, as_json)
@@ -325,15 +349,43 @@ def _resumable(folder: Path, command: str) -> Iterator[None]:
         text = f"stopped; continue with: {command}" if there else "stopped before anything was written"
         typer.echo(f"\n{text}", err=True)
         raise
-    except OSError as error:
-        if not (folder / CONFIG).exists() or isinstance(error, CoterieError) or OutOfMemory.is_said_by(error):
+    except Exception as error:
+        full = DiskFull.is_said_by(error)
+        if not full and (not isinstance(error, OSError) or isinstance(error, CoterieError)):
             raise
-        raise ConfigError(f"cannot write: {_reason(error)}; when that is fixed, continue with: {command}") from error
+        if not (folder / CONFIG).exists() or OutOfMemory.is_said_by(error):
+            raise
+        kind = DiskFull if full else ConfigError
+        raise kind(f"cannot write: {_reason(error)}; when that is fixed, continue with: {command}") from error
 
 
-def _reason(error: OSError) -> str:
-    name = f": {error.filename}" if error.filename else ""
-    return f"{error.strerror or error}{name}"
+def _reason(error: Exception) -> str:
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    return error.strerror + (f": {error.filename}" if error.filename else "")
+
+
+def _end(error: Exception) -> NoReturn:
+    """End with one line and the status of an error; an error that nobody expects is raised again."""
+    status, text = 2, str(error)
+    if DiskFull.is_said_by(error):
+        status = NO_ROOM
+        text = (
+            text if isinstance(error, DiskFull) else f"cannot write: {_reason(error)}; when there is room, start again"
+        )
+    elif isinstance(error, CoterieError):
+        pass
+    elif OutOfMemory.is_said_by(error):
+        text = "this machine has no more memory; use fewer --workers, fewer clients, or a smaller model"
+    elif isinstance(error, OSError):
+        text = _reason(error)
+    else:
+        raise error
+    try:
+        typer.echo(f"coterie: {text}".replace("\n", " "), err=True)
+    except OSError:  # standard error is a file on the disk that is full
+        sys.stderr = None
+    sys.exit(status)
 
 
 def _one_line_warning(message: Warning | str, *_: Any, **__: Any) -> str:
@@ -356,16 +408,6 @@ def main() -> NoReturn:
         if text := error.format_message().rstrip("."):  # empty when a group of commands has shown its help
             typer.echo(f"coterie: {text}; see `coterie --help`".replace("\n", " "), err=True)
         sys.exit(2)
-    except CoterieError as error:
-        typer.echo(f"coterie: {error}".replace("\n", " "), err=True)
-        sys.exit(2)
-    except (OSError, MemoryError, RuntimeError) as error:
-        if OutOfMemory.is_said_by(error):
-            text = "this machine has no more memory; use fewer --workers, fewer clients, or a smaller model"
-        elif isinstance(error, OSError):
-            text = _reason(error)
-        else:
-            raise
-        typer.echo(f"coterie: {text}", err=True)
-        sys.exit(2)
+    except Exception as error:
+        _end(error)
     sys.exit(status if isinstance(status, int) else 0)

@@ -13,6 +13,7 @@ import importlib.util
 import logging
 import os
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from coterie.errors import ConfigError
 Kind = Literal["local", "ray", "slurm"]
 PLACES = "local, ray:auto, ray:local, ray:HOST:PORT, ray://HOST:PORT, slurm:PARTITION or slurm:local"
 _HOST = re.compile(r"[^\s/:@]+:\d{1,5}|\[[0-9a-fA-F:]+\]:\d{1,5}")
-_PARTITION = re.compile(r"[\w.,-]+")
+_PARTITION = re.compile(r"[\w.,-]+(:\w+=[^\s,=]+(,\w+=[^\s,=]+)*)?")
+_SECONDS = 10.0  # for a connection
 _MODULES = {"ray": "ray", "slurm": "submitit"}
 
 
@@ -35,7 +37,7 @@ class Place:
     Args:
         kind: "local": this process and its workers; "ray"; or "slurm".
         address: of Ray, as `ray.init` takes it: "auto", "local", "HOST:PORT" or "ray://HOST:PORT"; of Slurm a
-            partition, or "local"; empty for "local".
+            partition, with settings after a colon, or "local"; empty for "local".
     """
 
     kind: Kind = "local"
@@ -104,6 +106,7 @@ def connect(place: Place, **started: Any) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    _reach(place)
     own: dict[str, Any] = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", **started}
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
@@ -120,3 +123,27 @@ def connect(place: Place, **started: Any) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _reach(place: Place) -> None:
+    """Refuse at once where nobody listens: Ray itself waits for minutes.
+
+    Raises:
+        ConfigError: when that is so.
+    """
+    if place.address == "local":
+        return
+    address = place.address.removeprefix("ray://")
+    if address == "auto":
+        from ray._private.utils import read_ray_address
+
+        address = os.environ.get("RAY_ADDRESS") or read_ray_address() or ""
+        if not _HOST.fullmatch(address.removeprefix("ray://")):
+            raise ConfigError(f"--on {place}: no Ray runs on this machine; `ray start` joins a cluster or begins one")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"--on {place}: no Ray answers at {address} ({error}); `ray status` on its machine tells whether it runs"
+        ) from None

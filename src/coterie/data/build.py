@@ -29,6 +29,7 @@ from coterie.errors import ConfigError, DataError, require
 from coterie.rng import EVERYONE, Rng
 
 Part = Annotated[float, Ge(0), Lt(1)]
+Normalize = Literal["half", "standard", "none"]
 
 NUM_CLIENTS = 20
 """How many clients there are when neither the settings nor natural groups say it."""
@@ -47,7 +48,8 @@ class DataConfig(Configurable):
         shift: tables with `kind` (of your own: its import path) and the fields of that kind (or `Shift` objects),
             applied in order; kept as tables with every field.
         normalize: of images: "half" (mean and deviation 0.5), "standard" (the dataset's own; the first one's when
-            there are several) or "none" (only scaled to [0, 1]).
+            there are several) or "none" (only scaled to [0, 1]). A list has one for each dataset, in training and in
+            test; where they differ, images are held normalized, as float16.
         test: "cluster": one test set for each planted cluster, transformed like it; "client": one for each client, as
             also where the dataset has no test set.
         test_samples: samples of each client's test set; with "cluster", the largest size of a test set.
@@ -72,7 +74,7 @@ class DataConfig(Configurable):
     train: PositiveInt | None = None
     validation: NonNegativeInt | None = None
     shift: Sequence[Mapping[str, Any] | Shift] = ()
-    normalize: Literal["half", "standard", "none"] = "half"
+    normalize: Normalize | Annotated[Sequence[Normalize], MinLen(1)] = "half"
     test: Literal["cluster", "client"] = "cluster"
     test_samples: PositiveInt | None = None
     test_source: Literal["train", "test"] = "train"
@@ -285,7 +287,7 @@ def assemble(
     clients: Clients,
     sources: Sequence[Source],
     rng: Rng,
-    normalize: str = "half",
+    normalize: str | Sequence[str] = "half",
     own_tests: Literal["train", "test"] | None = None,
     test_samples: int | None = None,
     test_fraction: float | int = 0.2,
@@ -298,7 +300,7 @@ def assemble(
         clients: what each client is to receive.
         sources: the datasets.
         rng: the streams to draw from.
-        normalize: of images: "half", "standard" or "none".
+        normalize: of images: "half", "standard" or "none"; or one of them for each dataset.
         own_tests: None: a test set for each kind of client; "train": each client's own held-out samples; "test": for
             each client, samples of the dataset's test set in the client's class shares.
         test_samples: size of a client's test set, or the largest size of a shared one.
@@ -347,8 +349,8 @@ def assemble(
         ids=torch.arange(len(clients)),
         population=len(clients),
         classes=max(classes),
-        mean=form.mean if form.dtype == torch.uint8 else (),
-        std=form.std if form.dtype == torch.uint8 else (),
+        mean=form.constants[0][0] if form.dtype == torch.uint8 else (),
+        std=form.constants[0][1] if form.dtype == torch.uint8 else (),
         origin=origin,
         truth=_truth(clients, form),
         name=" + ".join(source.name for source in sources),
@@ -462,19 +464,30 @@ class Form:
 
     dtype: torch.dtype
     features: tuple[int, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    constants: tuple[Constants, ...]
 
     @staticmethod
-    def of(sources: Sequence[Source], clients: Clients, normalize: str) -> "Form":
-        """Choose the layout: float16, normalized, where noise is fixed in images; otherwise the datasets' own."""
+    def of(sources: Sequence[Source], clients: Clients, normalize: str | Sequence[str]) -> "Form":
+        """Choose the layout: float16, normalized, where noise is fixed in images or they do not share constants.
+
+        Otherwise the datasets' own.
+        """
         x = sources[0].train.x
-        constants: Constants = sources[0].constants(normalize)
+        if isinstance(normalize, str):
+            constants: list[Constants] = [sources[0].constants(normalize)] * len(sources)
+        elif len(normalize) == len(sources):
+            constants = [source.constants(own) for source, own in zip(sources, normalize, strict=True)]
+        else:
+            raise ConfigError(
+                f"normalize has {len(normalize)} entries for {len(sources)} datasets; give one for each, or one word "
+                "for all"
+            )
         disturbed = any(client.recipe.noise > 0 and not client.recipe.redrawn for client in clients)
-        dtype = torch.float16 if x.dtype == torch.uint8 and disturbed else x.dtype
+        apart = any(one != constants[0] for one in constants)
+        dtype = torch.float16 if x.dtype == torch.uint8 and (disturbed or apart) else x.dtype
         if sources[0].preparation is not None:
             dtype = torch.int32 if sources[0].preparation.whole else torch.float32
-        return Form(dtype, tuple(x.shape[1:]), *constants)
+        return Form(dtype, tuple(x.shape[1:]), tuple(constants))
 
     def inputs(
         self, samples: Samples, rows: Int[np.ndarray, " samples"], recipe: Recipe, generator: np.random.Generator
@@ -486,9 +499,10 @@ class Form:
         if x.dtype == self.dtype or x.dtype != torch.uint8:
             return x
         x = x.float() / 255
-        if self.mean:
+        mean, std = self.constants[recipe.source]
+        if mean:
             shape = (-1, *[1] * (x.ndim - 2))
-            x = (x - torch.tensor(self.mean).reshape(shape)) / torch.tensor(self.std).reshape(shape)
+            x = (x - torch.tensor(mean).reshape(shape)) / torch.tensor(std).reshape(shape)
         fixed = recipe.noise > 0 and not recipe.redrawn
         return (noisy(x, recipe.noise, generator) if fixed else x).to(self.dtype)
 
@@ -620,12 +634,16 @@ def _truth(clients: Clients, form: Form) -> Truth | None:
     if any(client.group is not None and not client.planted for client in clients):
         return None
     keys = sorted({client.places for client in clients})
-    normalized = f"; normalized with {form.mean} and {form.std}" if form.dtype == torch.float16 else ""
+
+    def normalized(client: Client) -> str:
+        mean, std = form.constants[client.recipe.source]
+        return f"; normalized with {mean} and {std}" if form.dtype == torch.float16 else ""
+
     names = {client.places: client.cluster_name for client in clients}
     return Truth(
         cluster=torch.tensor([keys.index(client.places) for client in clients]),
         names=tuple(names[key] for key in keys),
-        shift=tuple(client.describe() + normalized for client in clients),
+        shift=tuple(client.describe() + normalized(client) for client in clients),
     )
 
 

@@ -90,23 +90,26 @@ class Attacking(Around[Exchange]):
     Args:
         inner: the exchange underneath.
         groups: the attacks, each with the ids of its clients, ascending.
-        first: the shared part of the first model of each client, for "copy".
+        first: the shared part of the first model of each client hosted here, for "copy".
         population: number of clients.
+        ids: the clients hosted here; all when None.
     """
 
     def __init__(
         self,
         inner: Exchange,
         groups: Sequence[tuple[Attack, Int[Tensor, " attackers"]]],
-        first: Float[Tensor, "population params"],
+        first: Float[Tensor, "clients params"],
         population: int,
+        ids: Int[Tensor, " clients"] | None = None,
     ) -> None:
         self.inner, self.groups, self.population = inner, list(groups), population
         self.attackers: Bool[Tensor, " population"] = torch.zeros(population, dtype=torch.bool)
-        for _, ids in self.groups:
-            self.attackers[ids] = True
-        copying = [int(i) for attack, ids in self.groups if attack.kind == COPY for i in ids]
-        self._copied = {client: first[client].clone() for client in copying}
+        for _, members in self.groups:
+            self.attackers[members] = True
+        copying = {int(i) for attack, members in self.groups if attack.kind == COPY for i in members}
+        hosted = torch.arange(population) if ids is None else ids
+        self._copied = {client: first[row].clone() for row, client in enumerate(hosted.tolist()) if client in copying}
         self._rng, self._number, self._active = Rng(0), 0, torch.arange(population)
 
     def begin(self, rng: Rng) -> None:
@@ -191,5 +194,5 @@ class Attacking(Around[Exchange]):
         if (restore := getattr(self.inner, "restore", None)) is not None:
             restore(tensors)
         for name, model in tensors.items():
-            if name.startswith("copied."):
-                self._copied[int(name.split(".")[1])] = model
+            if name.startswith("copied.") and (client := int(name.split(".")[1])) in self._copied:
+                self._copied[client] = model

@@ -333,6 +333,11 @@ class Around(Generic[Inner]):
 
     inner: Inner
 
+    @property
+    def server(self) -> bool:
+        """Whether this process has the server role."""
+        return bool(getattr(self.inner, "server", False))
+
     def begin(self, rng: Rng) -> None:
         """Pass on."""
         self.inner.begin(rng)

@@ -107,12 +107,13 @@ def _gibbs(stream: np.random.Generator, mu: np.ndarray, radius: float, count: in
 def sample_released(
     stream: np.random.Generator, center: Float[Tensor, " topics"], radius: float, count: int
 ) -> Float[Tensor, "count topics"]:
-    """Draw as the public code does: a random positive direction, a uniform length.
+    """Draw as the public code does: a direction from U(-1, 1), divided by its L1 norm, and a uniform length.
 
-    Neither uniform nor on the simplex (sums differ from 1); only for comparison with published runs.
+    Neither uniform nor on the simplex (sums differ from 1, entries may be negative); only for comparison with published
+    runs. No draw is farther than `radius` from the center, in L1.
     """
-    direction = stream.random((count, len(center)))
-    direction /= np.linalg.norm(direction, axis=1, keepdims=True)
+    direction = stream.uniform(-1, 1, (count, len(center)))
+    direction /= np.abs(direction).sum(1, keepdims=True)
     return center.double() + torch.from_numpy(direction * stream.uniform(0, radius, (count, 1)))
 
 

@@ -66,7 +66,7 @@ class FedGwc(WithPresets, ServerMethod):
     Args:
         aggregator: how each cluster averages: "fedavg", "fedavgm", "fedprox" or "fairavg".
         preset: "coterie" (the paper with guards), "paper" (its text) or "released" (the authors' code); a field that
-            is given wins over it.
+            is given wins over it. "paper" splits first and by the least evidence; see docs/explanation.
         beta: width of the affinity ($\beta$); not comparable across `minmax`.
         eps: a cluster has settled when its `mse` is below ($\varepsilon$).
         alpha: $\alpha$, in (0, 1); the paper takes the participation rate.

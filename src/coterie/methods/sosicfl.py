@@ -334,13 +334,15 @@ class PersonalSimplex:
 class SosicFlPlus(SimplexMethod):
     r"""SosicFL with a personal simplex for each client, kept near the global one as in Ditto.
 
-    The personal step adds $\lambda (v - w^t)$ on all parameters; mixtures are drawn from the client's region. A
-    client is served its personal model at its center. See `SimplexMethod` for the other settings.
+    The personal step adds $\lambda (v - w^t)$ on all parameters. A client is served its personal model at the center of
+    the region that it was trained in. See `SimplexMethod` for the other settings.
 
     Args:
         lam: $\lambda$.
         global_rounds: train personal models only from this round on, each from the global model as it is then, which
             no longer changes; None trains both in every round.
+        personal_region: where mixtures of the personal model are drawn: the client's "own" region, or the "whole"
+            simplex, whose center is then served, as in all versions of the authors' code but one.
         personal_epochs: epochs of the personal model; those of the run when None.
         personal_steps: steps of the personal model instead.
     """
@@ -352,6 +354,7 @@ class SosicFlPlus(SimplexMethod):
     references: ClassVar[tuple[str, ...]] = REFERENCES
     lam: NonNegativeFloat = 1.0
     global_rounds: PositiveInt | None = None
+    personal_region: Literal["own", "whole"] = "own"
     personal_epochs: NonNegativeInt | None = None
     personal_steps: NonNegativeInt | None = None
 
@@ -380,7 +383,7 @@ class SosicFlPlus(SimplexMethod):
         if self.global_rounds is not None and not self._posthoc(rnd.index):
             return memory, {}
         local = personal_training(rnd.local, self.personal_epochs, self.personal_steps)
-        inputs = self.mixtures(rnd, offer, "alpha.personal", rnd.task.steps(local))
+        inputs = self.mixtures(rnd, self._personal(offer), "alpha.personal", rnd.task.steps(local))
         own = _own_or(memory, start)
         model, info = rnd.task.train(
             own, rnd.rng, local, anchor=start, prox=self.lam, inputs=inputs, purpose="batches.personal", track=1,
@@ -395,7 +398,15 @@ class SosicFlPlus(SimplexMethod):
         _, offer = self.ask(rnd, self.deliver, self.request(rnd, state), state.shared)
         received = rnd.task.apply_buffer_policy(state.params, first(offer))
         own = _own_or(state.memory, received)
-        return self.placed(rnd, own, offer), {"label": offer.peers[:, 0]}
+        return self.placed(rnd, own, self._personal(offer)), {"label": offer.peers[:, 0]}
+
+    def _personal(self, offer: Inbox) -> Inbox:
+        """Return the offer with the region of the personal model in it."""
+        if self.personal_region == "own":
+            return offer
+        center = torch.full_like(offer.fields["center"], 1 / self.endpoints)
+        whole = {"center": center, "radius": torch.full_like(offer.fields["radius"], 2.0)}
+        return replace(offer, fields={**offer.fields, **whole})
 
 
 def _own_or(memory: PersonalSimplex, received: Float[Tensor, "clients params"]) -> Float[Tensor, "clients params"]:

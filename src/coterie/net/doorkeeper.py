@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
-_MANY, _WITHIN = 5, 2.0  # broken handshakes, in seconds
+_MANY, _WITHIN = 3, 1.0  # broken handshakes, in seconds
 _QUIET = 60.0  # seconds without one, after which everybody may connect again
 _ATTACH, _DETACH = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER, which Python does not name
 _NETWORK = 0xFFF00000  # where a filter finds the network header
@@ -69,6 +69,14 @@ def _listening(port: int) -> Iterator[socket.socket]:
                         yield found
 
 
+def _turn_away(listening: socket.socket) -> None:
+    """Close the connections that wait to be accepted; members among them try again."""
+    listening.setblocking(False)  # as the engine has it
+    with suppress(OSError):
+        while True:
+            listening.accept()[0].close()
+
+
 class Doorkeeper:
     """Lets known addresses in, and others as long as they do not break handshakes in numbers.
 
@@ -116,6 +124,7 @@ class Doorkeeper:
                 with suppress(OSError):
                     found.setsockopt(socket.SOL_SOCKET, _ATTACH, code)
                     self._closed = True
+                    _turn_away(found)
             if self._closed:
                 self._wait(_QUIET)
         if self._closed:

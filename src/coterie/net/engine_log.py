@@ -29,6 +29,7 @@ _RULING = re.compile(
 )
 _UNKNOWN = re.compile(r"([0-9a-f]+) did not match any configured ACL subject.*")
 _LINKS = re.compile(r"New low-pass filter transport unicast (.*)")  # the engine's next line about a link
+_GONE = re.compile(r"Unable to get \w+ (from|for) transport")
 _LINK = re.compile(r"Link \{.*?dst: \w+/(\S+?),.*?auth_identifier: \w+\((?:Some\(\"(\w+)\"\))?")
 _CACHING = re.compile(r"ACL \(\w+\): caching permissions for `(.*)` ...")
 _HINT = ". Hint: increase the system open file limit."  # the engine adds it to every failed handshake
@@ -115,7 +116,7 @@ class EngineLog:
         """Report a link that matches no member, by the engine's next line about it."""
         links = _LINKS.fullmatch(text)
         link = None if links is None else _LINK.search(links[1])
-        if links is not None and link is None:
+        if _GONE.match(text) or (links is not None and link is None):
             return  # it is closed already; whose it was is not known
         self._strangers = True
         who = "" if link is None else f" (from {link[1]}, common name {link[2] or 'unknown'})"

@@ -185,13 +185,15 @@ class RemoteExchange:
         deliveries = [d for d in came if d is not None]
         if not deliveries or own.ids is None:
             return own
-        params = torch.stack([d.tensors["params"] for d in deliveries]).to(own.params.device)
-        fields = {
-            name: torch.cat([value, torch.stack([d.tensors[f"field.{name}"] for d in deliveries]).to(value.device)])
-            for name, value in own.fields.items()
-        }
         ids = torch.cat([own.ids, torch.tensor([d.manifest.client for d in deliveries])])
-        return Message(torch.cat([own.params, params]), fields, ids).rows(torch.argsort(ids))
+        order = torch.argsort(ids)
+
+        def joined(mine: Tensor, name: str) -> Tensor:
+            rows = [*mine, *(d.tensors[name] for d in deliveries)]
+            return torch.stack([rows[place].to(mine.device) for place in order.tolist()])
+
+        fields = {name: joined(value, f"field.{name}") for name, value in own.fields.items()}
+        return Message(joined(own.params, "params"), fields, ids[order])
 
     # ------------------------------------------------------------------ the server role
 

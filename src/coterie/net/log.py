@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from coterie._util.loopback import HOST, ours
+
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 
 
@@ -17,12 +19,15 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 class Log:
     """Writes events as JSON lines. Keys and weights never occur in them.
 
+    A line that cannot be written does not end the run; the next one that can says how many are missing.
+
     Args:
         node: who writes.
         level: the least level that is written.
         stream: where: has `write` and `flush`.
         round: the round that is going on; kept up to date by the node.
         clock: seconds since 1970.
+        also: receives (event, level, details) of every event, those below the least level included.
     """
 
     node: str
@@ -30,17 +35,25 @@ class Log:
     stream: Any = field(default_factory=lambda: sys.stderr)
     round: int = -1
     clock: Callable[[], float] = time.time
+    also: Callable[[str, str, dict[str, Any]], None] = lambda event, level, details: None
+    _lost: int = 0
     _lock: Any = field(default_factory=threading.Lock)
 
     def __call__(self, event: str, *, level: str = "info", **details: Any) -> None:
         """Write one event."""
+        self.also(event, level, details)
         if LEVELS[level] < LEVELS[self.level]:
             return
         line = {"time": round(self.clock(), 3), "level": level, "node": self.node, "round": self.round, "event": event}
-        text = json.dumps({**line, **details}, default=str)
         with self._lock:
-            self.stream.write(text + "\n")
-            self.stream.flush()
+            lost = {"lines_lost": self._lost} if self._lost else {}
+            try:
+                self.stream.write(json.dumps({**line, **details, **lost}, default=str) + "\n")
+                self.stream.flush()
+            except OSError:  # nobody reads on, or the log is a file on a disk that is full
+                self._lost += 1
+            else:
+                self._lost = 0
 
 
 class Rarely:
@@ -85,7 +98,9 @@ def exposition(samples: Iterable[Sample]) -> str:
 
 
 class MetricsServer:
-    """Answers http://127.0.0.1:PORT/metrics; on loopback only.
+    """Answers http://127.0.0.1:PORT/metrics; on loopback only, and only under this machine's own name.
+
+    A page of another site, whose name was bound to 127.0.0.1 after it was loaded, is refused by its Host header.
 
     Args:
         port: where; 0 for any free one.
@@ -95,10 +110,15 @@ class MetricsServer:
     def __init__(self, port: int, collect: Callable[[], Iterable[Sample]]) -> None:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                found = self.path == "/metrics"
-                body = exposition(collect()).encode() if found else b"see /metrics\n"
-                self.send_response(200 if found else 404)
+                found, body = 404, b"see /metrics\n"
+                if not ours(self.headers.get("Host", ""), self.connection.getsockname()[1]):
+                    found, body = 403, b"ask by the name 127.0.0.1 or localhost\n"
+                elif self.path == "/metrics":
+                    found, body = 200, exposition(collect()).encode()
+                self.send_response(found)
                 self.send_header("Content-Type", "text/plain; version=0.0.4")
+                self.send_header("X-Content-Type-Options", "nosniff")
+                self.send_header("Cross-Origin-Resource-Policy", "same-origin")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -106,7 +126,7 @@ class MetricsServer:
             def log_message(self, format: str, *args: Any) -> None:
                 """Write nothing: the log is for the run."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self._server = ThreadingHTTPServer((HOST, port), Handler)
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="coterie-metrics")
         self._thread.start()

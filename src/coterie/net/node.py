@@ -23,15 +23,18 @@ import torch
 from torch import Tensor
 
 from coterie._util.files import write_atomically
+from coterie._util.lines import Lines
 from coterie.data.federation import Federation, Truth
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, TransportError
+from coterie.exchange.accepting import Reputation
 from coterie.methods.base import Method, Round
 from coterie.methods.server import ServerMethod
 from coterie.models.layout import ModelSource, own_name
 from coterie.net import catchup, latecomers
 from coterie.net import head as heads
 from coterie.net import identity as identities
+from coterie.net.audit import Audit
 from coterie.net.exchange import RemoteExchange
 from coterie.net.head import Head
 from coterie.net.keeper import Keeper, changes, check_same_run
@@ -127,6 +130,7 @@ class Node:
         patience: how long it waits for others.
         log: receives events.
         keeper: knows of newer rosters; without one, the roster stays as it is.
+        audit: receives who joins, what is received and what is refused, if that is to be kept.
     """
 
     def __init__(
@@ -142,10 +146,11 @@ class Node:
         patience: Patience | None = None,
         log: Log | None = None,
         keeper: Keeper | None = None,
+        audit: Audit | None = None,
     ) -> None:
         self.plan, self.roster, self.transport, self.folder = plan, roster, transport, folder
         self.patience, self.log = patience or Patience(), log or Log(transport.name)
-        self.keeper, self._scout = keeper, ThreadPoolExecutor(1, "coterie-scout")
+        self.keeper, self.audit, self._scout = keeper, audit, ThreadPoolExecutor(1, "coterie-scout")
         self._scouted: Future[tuple[str, bytes] | None] | None = None
         self._sign, self._stop, self._state = sign, threading.Event(), "starting"
         self._met: frozenset[str] = frozenset()
@@ -165,12 +170,16 @@ class Node:
         self.settings = heads.with_frozen(plan.agreed(roster.population), self.task.layout)
         folder.mkdir(parents=True, exist_ok=True)
         self.incarnation = self._new_incarnation()
-        self._journal_file = (folder / ARRIVALS).open("a")
+        self._journal_file = Lines(folder / ARRIVALS)
+        if torn := self._journal_file.cut():
+            self.log("journal_repaired", level="warning", text=f"{len(torn)} bytes of an unfinished line are removed")
         self.post = Post(
             transport, replace(seen, schema=self.schema), sign, incarnation=self.incarnation,
             terms=terms or Terms(), deadline=self.deadline, journal=self._journal,
         )  # fmt: skip
         self.post.between, self.post.believes = self.renew, self._server_signs
+        if audit is not None:
+            self.post.arrived = audit.received
         door = latecomers.LateExchange if self.late else RemoteExchange
         self.exchange = door(self.post, self.task.part.shared.count)
         record = Record(clusters, names, None if self.sides is None else self.sides.ids)
@@ -214,8 +223,7 @@ class Node:
 
     def _journal(self, event: Mapping[str, Any]) -> None:
         """Record what arrived in the journal, for replay, and log it."""
-        self._journal_file.write(json.dumps(event) + "\n")
-        self._journal_file.flush()
+        self._journal_file.append(json.dumps(event).encode())
         details = {k: v for k, v in event.items() if k not in ("event", "round")}
         grave = details.get("missing") or event["event"] == "refused"
         self.log(str(event["event"]), level="warning" if grave else "debug", **details)
@@ -280,6 +288,10 @@ class Node:
 
     def _open(self) -> None:
         """Answer those who ask how this node is, which roster it has, and how good the link is."""
+        if self.audit is not None:
+            study = heads.study_hash(self.settings)
+            resumes = self.loop.next_round
+            self.audit.start(self.roster, inc=self.incarnation, resumes=resumes, study=study, schema=self.schema)
         self.transport.serve_head(self._head)
         if (keeper := self.keeper) is not None:
             keeper.keep()
@@ -307,12 +319,26 @@ class Node:
         absent = sorted(set(self.others) - set(met))
         self.log("met", peers=sorted(met), absent=absent, resumes=self.loop.next_round)
         self._journal({"event": "start", "round": self.loop.next_round, "incarnation": self.incarnation})
-        self._met, self._state = frozenset(met), "running"
+        self._welcome(met)
+        self._state = "running"
         late = any(h.state == "running" and self.transport.name not in h.met for h in met.values())
         return late or self.loop.next_round >= 0
 
+    def _welcome(self, met: Mapping[str, Head]) -> None:
+        """Note the members that were met, by their signed heads."""
+        self._met = frozenset(met)
+        if self.audit is not None:
+            for name, head in met.items():
+                about = {"inc": head.inc, "version": head.roster, "state": head.state, "round": head.round}
+                self.audit.joined(name, self.roster, **about)
+
     def _catch_up(self) -> None:
-        """Jump to the round of the others, which do not wait for a node that has fallen behind: see `catchup`."""
+        """Jump to the round of the others, which do not wait for a node that has fallen behind: see `catchup`.
+
+        They do wait for the server, and keep what they sent it: it repeats the round that it did not store.
+        """
+        if self.exchange.server:
+            return
         heads, here = self.ask_heads(self.others), self.loop.next_round
         hint, self.post.ahead = self.post.ahead, None
         claimed = catchup.backed((h.round for h in heads.values()), len(self.others))
@@ -385,7 +411,10 @@ class Node:
     def _adopt(self, new: Roster) -> None:
         """Go on under a newer roster: its members, their keys, and links that it allows."""
         check_same_run(self.roster, new, self.transport.name)
-        self.log("roster", **changes(self.roster, new))
+        different = changes(self.roster, new)
+        self.log("roster", **different)
+        if self.audit is not None:
+            self.audit.roster(new, removed=different["removed"], rekeyed=different["rekeyed"])
         self.roster = seen = new
         if self.sides is not None:
             self.sides = self.sides.renewed(new)
@@ -430,7 +459,7 @@ class Node:
     def _step(self) -> None:
         index, exchanging, began = self.loop.next_round, self.post.traffic.seconds, time.perf_counter()
         received = self.post.traffic.received
-        self.log.round = index
+        self.log.round, before = index, self.loop.state.reputation
         self.renew()
         try:
             self.loop.step()
@@ -444,6 +473,7 @@ class Node:
             self.loop.skip(index + 1)
         if self.post.traffic.received > received:
             self.clock.in_step(index)
+        self._write_down(index, before)
         seconds = time.perf_counter() - began
         exchanging = self.post.traffic.seconds - exchanging
         self._local = [*self._local[-20:], seconds - exchanging]
@@ -453,6 +483,23 @@ class Node:
         self.log("round", seconds=seconds, exchanging=exchanging, **values)
         if self.post.ahead is not None and self.post.ahead > self.loop.next_round > self._deaf_until:
             self._catch_up()
+
+    def _write_down(self, index: int, before: Reputation | None) -> None:
+        """End a round in the audit log, with the models that were refused.
+
+        Raises:
+            OSError: when it cannot be written.
+        """
+        if self.audit is None:
+            return
+        now, refused, own = self.loop.state.reputation, list[tuple[int, int, str, int | None]](), self.exchange.ids
+        found = [(reader, read, None) for reader, read in self.loop.record.refused(index)]
+        if now is not None and before is not None and bool((new := now.until != before.until).any()):
+            found = [(int(own[row]), read, int(now.until[row, read])) for row, read in new.nonzero().tolist()]
+        for reader, read, until in found:
+            refused.append((reader, read, self.post.host_of.get(read, ""), until))
+        self.audit.judged(index, refused)
+        self.audit.mark(index)
 
     def _timing(self) -> dict[str, float]:
         return {
@@ -563,7 +610,7 @@ class Node:
                 "answers new clients for `linger` seconds, and again when its `coterie node` is started again"
             )
         self.exchange.away([n for n in names if n not in met], for_good=odd)
-        self._met = frozenset(met)
+        self._welcome(met)
         return met
 
     def _linger(self) -> None:

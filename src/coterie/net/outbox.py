@@ -54,6 +54,10 @@ class Outbox:
     Args:
         per_asker: questions that one member may have open at once, those being sent included.
         clock: a monotonic clock in seconds.
+
+    Attributes:
+        permit: called with (asker, address, answer) before each answer is given; a message that it does not permit is
+            not sent. It must not wait.
     """
 
     PER_ASKER: ClassVar = 8
@@ -66,6 +70,7 @@ class Outbox:
         self._waiting: dict[tuple[str, Address], _Waiting] = {}
         self._sending: dict[str, int] = {}
         self._newest = -2
+        self.permit: Callable[[str, Address, Parcel | Missing], bool] = lambda asker, address, what: True
         self._closed = False
         self._change = threading.Condition()
         self._sweeper = threading.Thread(target=self._sweep, name="coterie-outbox", daemon=True)
@@ -118,7 +123,9 @@ class Outbox:
             if self._closed:
                 answers.append((answer, self._missing("closing")))
             elif self._open(asker) >= self.per_asker:
-                answers.append((answer, self._missing("busy")))
+                busy = self._missing("busy")
+                self.permit(asker, address, busy)
+                answers.append((answer, busy))
             else:
                 self._waiting[asker, address] = waiting
                 answers += self._due()
@@ -194,6 +201,8 @@ class Outbox:
             found = self._find(waiting)
             if found is not None:
                 del self._waiting[key]
+                if not self.permit(waiting.asker, waiting.address, found):
+                    found = self._missing("closing")
                 if isinstance(found, Parcel):
                     self._sending[waiting.asker] = self._sending.get(waiting.asker, 0) + 1
                 out.append((waiting.answer, found))

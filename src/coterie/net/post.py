@@ -108,6 +108,7 @@ class Post:
     Attributes:
         ahead: the latest round of a peer that says, without a signature, that it has passed this node's round: a reason
             to ask for signed heads.
+        arrived: called with (member, address, message or reason) for every question of this node that has ended.
         between: called between two questions to a server that does not answer.
         believes: whether the server has signed that it is in a round or past it; asked when it says, without a
             signature, that it went on without this node.
@@ -129,6 +130,7 @@ class Post:
         self.deadline = deadline or (lambda: self.terms.deadline)
         self.traffic = Traffic()
         self.ahead: int | None = None
+        self.arrived: Callable[[str, Address, Delivery | Missing], None] = lambda peer, address, found: None
         self.between: Callable[[], None] = lambda: None
         self.believes: Callable[[int], bool] = lambda round: True
         self._sign, self._newest, self._counting = sign, dict[str, int](), threading.Lock()
@@ -197,6 +199,7 @@ class Post:
             self._verify[peer], self._newest.get(peer, 0),
         )  # fmt: skip
         found = self.transport.fetch(peer, expect, seconds)
+        self.arrived(peer, address, found)
         if isinstance(found, Delivery):
             with self._counting:
                 self._newest[peer] = max(self._newest.get(peer, 0), found.manifest.inc)

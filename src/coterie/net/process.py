@@ -12,12 +12,13 @@ from types import FrameType
 
 from coterie._util import manifest
 from coterie._util.claims import claimed
-from coterie.errors import ConfigError, TransportError
+from coterie.errors import ConfigError, DiskFull, TransportError
 from coterie.net import latecomers, nodefile
 from coterie.net import roster as rosters
+from coterie.net.audit import Audit
 from coterie.net.doorkeeper import Doorkeeper
 from coterie.net.engine_log import listening
-from coterie.net.identity import Identity, split_address
+from coterie.net.identity import Identity, public_text, split_address
 from coterie.net.keeper import Keeper
 from coterie.net.log import Log, MetricsServer
 from coterie.net.node import Node
@@ -67,6 +68,8 @@ def run_folder(file: NodeFile, name: str) -> Path:
 def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
     """Create a node from a file, ready to run, and close all its parts at the end.
 
+    What happens to it is written to the audit log in the member's folder, which outlives the run's own.
+
     Args:
         file: node.toml.
         insecure: without TLS, on loopback only.
@@ -81,7 +84,12 @@ def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
     federation = nodefile.own_rows(file, study, clients, roster.population)
     folder = run_folder(file, own.name)
     with ExitStack() as stack:
+        own_folder = file.path(file.runs) / own.name
         stack.enter_context(claimed(folder))
+        stack.enter_context(claimed(own_folder))
+        key = public_text(own.key.public_key())
+        audit = stack.enter_context(Audit(own_folder, own.name, roster.run, key, own.sign))
+        log.also = audit.heard
         _prepare(folder, config.dumps(study), json.dumps(describe(federation)))
         if insecure:
             log("insecure", level="warning", text=_GIVEN_UP)
@@ -103,9 +111,10 @@ def opened(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
                 )
             )
         engine.name_of = transport.name_of
+        transport.outbox.permit = audit.answered
         node = Node(
             nodefile.plan_of(study), federation, roster, transport, own.sign, folder,
-            terms=file.network.terms, patience=file.network.patience, log=log, keeper=keeper,
+            terms=file.network.terms, patience=file.network.patience, log=log, keeper=keeper, audit=audit,
         )  # fmt: skip
         stack.callback(node.close)
         if file.metrics_port:
@@ -162,12 +171,19 @@ def run(path: Path, *, role: str | None = None, insecure: bool = False) -> int:
     try:
         with opened(file, insecure=insecure) as node:
             node.run()
+        summary.write_summary(folder.parent.parent)
     except (KeyboardInterrupt, SystemExit):
         Log(name, level=file.log)(
             "stopped", level="warning", text="stopped by a signal; when started again, it continues from here"
         )
         raise
-    summary.write_summary(folder.parent.parent)
+    except Exception as error:
+        if DiskFull.is_said_by(error):
+            Log(name, level=file.log)(
+                "disk_full", level="error",
+                text=f"{error}; nothing is lost: when started again with more room, it continues from its checkpoint",
+            )  # fmt: skip
+        raise
     return 0
 
 

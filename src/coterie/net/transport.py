@@ -3,6 +3,7 @@
 The exchange does not depend on zenoh, and another network engine can implement the interface.
 """
 
+import builtins
 import queue
 import threading
 import time
@@ -27,12 +28,14 @@ class Delivery:
         tensors: by name.
         bytes: length on the wire, manifest included.
         seconds: time from the question to the last chunk.
+        sealed: the sender's signature and the manifest as it came.
     """
 
     manifest: Manifest
     tensors: dict[str, Tensor]
     bytes: int
     seconds: float
+    sealed: builtins.bytes = b""
 
 
 Head = Callable[[str], bytes]
@@ -100,7 +103,8 @@ def assemble(expect: Expectation, parts: list[tuple[bytes, bytes]], seconds: flo
     except Refused as error:
         return Missing(f"refused:{error.code}", None, str(error))
     assert assembler.manifest is not None
-    return Delivery(assembler.manifest, tensors, sum(len(a) + len(c) for a, c in parts), seconds)
+    size = sum(len(a) + len(c) for a, c in parts)
+    return Delivery(assembler.manifest, tensors, size, seconds, assembler.sealed)
 
 
 class Hub:

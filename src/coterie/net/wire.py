@@ -182,7 +182,12 @@ def seal(
         CODECS[1] if half else CODECS[0], len(payload), chunk, hashlib.sha256(payload).hexdigest(), schema,
     )  # fmt: skip
     text = canonical(asdict(manifest))
-    return Parcel(text, sign(_DOMAIN + text), payload, chunk)
+    return Parcel(text, sign(signed(text)), payload, chunk)
+
+
+def signed(text: bytes) -> bytes:
+    """Return the bytes that a sender signs for a manifest."""
+    return _DOMAIN + text
 
 
 def canonical(document: Any) -> bytes:
@@ -236,7 +241,9 @@ class Assembler:
     def __init__(self, expect: Expectation) -> None:
         self.expect = expect
         self.manifest: Manifest | None = None
-        self._payload, self._next = bytearray(), 0
+        self.sealed = b""
+        self._payload, self._got, self._next = bytearray(), 0, 0
+        self._digest = hashlib.sha256()
 
     def feed(self, attachment: bytes, chunk: bytes) -> None:
         """Take the next chunk.
@@ -254,17 +261,21 @@ class Assembler:
         elif len(attachment) != 4:
             raise Refused("chunk", "only the first chunk carries a manifest")
         assert self.manifest is not None
-        left = self.manifest.bytes - len(self._payload)
+        left = self.manifest.bytes - self._got
         if len(chunk) != min(left, self.manifest.chunk) or (number > 0 and left == 0):
             raise Refused("chunk", f"chunk {number} has {len(chunk)} bytes; expected {min(left, self.manifest.chunk)}")
-        self._payload += chunk
+        if number == 0:
+            self._payload = bytearray(self.manifest.bytes)
+        self._payload[self._got : self._got + len(chunk)] = chunk
+        self._digest.update(chunk)
+        self._got += len(chunk)
         self._next += 1
 
     def _open(self, envelope: bytes) -> None:
         expect, signature, text = self.expect, envelope[:SIGNATURE], envelope[SIGNATURE:]
         if len(text) > MAX_MANIFEST:
             raise Refused("manifest", f"{len(text)} bytes; expected at most {MAX_MANIFEST}")
-        if not expect.verify(signature, _DOMAIN + text):
+        if not expect.verify(signature, signed(text)):
             raise Refused("signature", f"the manifest is not signed by {expect.peer}'s key of the roster")
         m = read_manifest(text)
         for name, found, wanted in (("run", m.run, expect.run), ("sender", m.peer, expect.peer)):
@@ -280,12 +291,12 @@ class Assembler:
             raise Refused("schema", f"model schema {m.schema[:16]}; expected {expect.schema[:16]}")
         if m.bytes > expect.template.max_bytes:
             raise Refused("size", f"{m.bytes} bytes announced; expected at most {expect.template.max_bytes}")
-        self.manifest = m
+        self.manifest, self.sealed = m, envelope
 
     @property
     def complete(self) -> bool:
         """Whether all chunks have arrived."""
-        return self.manifest is not None and len(self._payload) == self.manifest.bytes
+        return self.manifest is not None and self._got == self.manifest.bytes
 
     def finish(self) -> dict[str, Tensor]:
         """Return the tensors, in the types of the template.
@@ -294,7 +305,7 @@ class Assembler:
             Refused: when chunks are missing or the payload does not match the template.
         """
         if self.manifest is None or not self.complete:
-            raise Refused("truncated", f"{len(self._payload)} bytes came of those announced")
-        if hashlib.sha256(self._payload).hexdigest() != self.manifest.sha256:
+            raise Refused("truncated", f"{self._got} bytes came of those announced")
+        if self._digest.hexdigest() != self.manifest.sha256:
             raise Refused("digest", "the payload does not hash to what its sender signed")
         return decode(self._payload, self.expect.template, half=self.manifest.codec == CODECS[1])

@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import zenoh
 
 from coterie.errors import TransportError
+from coterie.net.desks import Desks
 from coterie.net.identity import Identity, split_address
 from coterie.net.log import Rarely
 from coterie.net.outbox import REASONS, Missing, Outbox
@@ -32,6 +34,7 @@ MAX_REPLY = 1024 * 1024
 _SETTLE = 10.0  # seconds in which links come up after they were made anew
 _REOPEN = 20.0  # seconds to wait for the own address after the session was closed
 _SENDERS = 256  # threads at most: a member that reads slowly holds those of its own questions alone
+_SURPLUS = 4096  # questions of those who ask too much, to be told so
 _PENDING = 1000  # links that may be coming up; those beyond it are closed at once
 _CHANGES, _WITHIN = 20, 200.0  # how often a member's coming and going is logged, in how many seconds
 _LOOPBACK = ("127.", "::1", "localhost")
@@ -216,6 +219,7 @@ class ZenohTransport:
         self._session = self._open()
         self.outbox = Outbox()
         self._senders = ThreadPoolExecutor(min(_SENDERS, Outbox.PER_ASKER * len(roster.members)), "coterie-send")
+        self._desks = Desks()
         self._begin()
 
     def _open(self, patience: float = 0.0) -> Any:
@@ -327,7 +331,8 @@ class ZenohTransport:
                 wrong = refused
             else:
                 assert assembler.manifest is not None
-                return Delivery(assembler.manifest, tensors, size, time.monotonic() - started)
+                seconds = time.monotonic() - started
+                return Delivery(assembler.manifest, tensors, size, seconds, assembler.sealed)
         self._log("refused", level="warning", peer=peer, code=wrong.code, text=str(wrong), about=str(at))
         return Missing(f"refused:{wrong.code}", None, str(wrong))
 
@@ -411,13 +416,19 @@ class ZenohTransport:
             chunks = key.removeprefix(f"{self._base}/").split("/")
             asker = chunks[2] if len(chunks) == 3 else ""
             if chunks[0] != self.name or asker not in self._names:
-                _say(query, Missing("forbidden"))
+                self._in_turn("", query, partial(_say, query, Missing("forbidden")))
             elif chunks[1] == "head":
-                self._answer_head(query, key)
+                self._in_turn(asker, query, partial(self._answer_head, query, key))
             elif chunks[1] == "roster":
-                self._answer_roster(query, key)
+                self._in_turn(asker, query, partial(self._answer_roster, query, key))
             else:
-                self._take(query, key, chunks[1], asker)
+                self._in_turn(asker, query, partial(self._take, query, key, chunks[1], asker))
+
+    def _in_turn(self, asker: str, query: Any, job: Callable[[], None]) -> None:
+        """Answer at the asker's own desk: an answer to somebody who does not read waits for seconds."""
+        refuse = partial(_say, query, Missing("closing" if self._closed else "busy"))
+        if not self._desks.put(asker, job) and not self._desks.put("", refuse, _SURPLUS):
+            refuse()
 
     def _answer_head(self, query: Any, key: str) -> None:
         nonce = str(query.parameters).removeprefix("n=")
@@ -448,7 +459,7 @@ class ZenohTransport:
 
         def answer(what: Parcel | Missing) -> None:
             if isinstance(what, Missing):
-                _say(query, what)
+                self._in_turn(asker, query, partial(_say, query, what))
             else:
                 try:
                     self._senders.submit(self._send, query, key, what, asker)
@@ -477,6 +488,7 @@ class ZenohTransport:
         self._leaving.cancel()
         self.outbox.close()
         self._senders.shutdown(wait=True)
+        self._desks.close()
         self._end()
 
 

@@ -6,7 +6,7 @@ Only stored files are read: config.toml and the tables of the runs; summary.json
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from coterie.studies.sweep import SUMMARY, expand, joined, read_sweep
 UNTOLD = "How many settings were tried in tuning each method is not known; --tuned FILE compares that."
 POINT = 0.01
 """The smallest difference of accuracies that counts."""
+SIGNED = (metrics.WAS.name,)
+"""Metrics that may be negative, for which zero is no end of the scale."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,11 @@ class Line:
         paper: the published mean.
         paper_std: its deviation; None when not given.
         difference: ours - paper.
-        within: whether the difference is within the rule; see `allowed`.
+        within: whether the difference is within the rule, see `allowed`; None where the published deviation is so
+            large that nothing can be told, see `useless`.
+        pooled: what stood for the deviation that the paper does not print: ours, pooled; see `with_paper`.
+        chosen: whether the row was chosen here (tuned, say) and stands beside a published row that the study repeats
+            already.
     """
 
     label: str
@@ -124,7 +130,9 @@ class Line:
     paper: float
     paper_std: float | None
     difference: float
-    within: bool
+    within: bool | None
+    pooled: float | None = None
+    chosen: bool = False
 
 
 @dataclass(frozen=True)
@@ -350,7 +358,7 @@ def ranked(lines: Sequence[Line]) -> str | None:
 def allowed(metric: str, std: float | None, paper_std: float | None) -> float:
     """Return the allowed difference of two means: twice its standard deviation, at least one point of accuracy.
 
-    A deviation that is not known counts as zero.
+    A deviation that is not known counts as zero; `with_paper` puts ours in the place of the paper's.
 
     Example:
         >>> round(allowed("accuracy", 0.006, 0.008), 3), allowed("accuracy", 0.0, None), allowed("mse", 3.0, 4.0)
@@ -360,8 +368,25 @@ def allowed(metric: str, std: float | None, paper_std: float | None) -> float:
     return max(spread, POINT) if REGISTRY[metric].unit == "%" else spread
 
 
+def useless(metric: str, mean: float, std: float | None) -> bool:
+    """Whether a published deviation is too large to judge by: of an error or a share, at least half of the number.
+
+    Twice that deviation reaches zero, so that any small number would be within the rule. The clusters of a row, for
+    which no deviation is printed, share what is said of its mean.
+
+    Example:
+        >>> useless("mse", 1494.84, 1973.0), useless("mse", 30.26, 1.73), useless("accuracy", 0.5, None)
+        (True, False, False)
+    """
+    return std is not None and metric not in SIGNED and 0 < abs(mean) <= 2 * std
+
+
 def with_paper(result: Result) -> Comparison:
     """Compare a study with the published numbers.
+
+    The first method of the study that repeats a published row stands for it; others that name the same row were
+    chosen here and are marked so. Where the paper prints no deviation, ours of the same row stands for it: the root
+    mean square over the clusters that are compared (nothing where there is one seed).
 
     Raises:
         ConfigError: when it repeats no published experiment.
@@ -376,10 +401,14 @@ def with_paper(result: Result) -> Comparison:
     by_row: dict[str, list[PublishedNumber]] = {}
     for one in published:
         by_row.setdefault(one.row, []).append(one)
-    found = [
-        _line(result, entry.label, one) for entry in result.study.methods for one in by_row.get(entry.paper or "", [])
-    ]
-    lines = [line for line in found if line is not None]
+    lines: list[Line] = []
+    standing: dict[str, str] = {}
+    for entry in result.study.methods:
+        row = entry.paper or ""
+        found = [line for one in by_row.get(row, []) if (line := _line(result, entry.label, one)) is not None]
+        if found:
+            chosen = standing.setdefault(row, entry.label) != entry.label
+            lines += [_judged(line, found, chosen=chosen) for line in found]
     chain, pairs = _orderings(lines)
     reference = numbers.SOURCES[experiment.partition("/")[0]]
     notes = numbers.notes(experiment)
@@ -387,6 +416,70 @@ def with_paper(result: Result) -> Comparison:
         result.study.name, experiment, reference, result.study.scale, lines, chain, pairs, notes, result.seeds,
         result.left_out, result.notes(),
     )  # fmt: skip
+
+
+def full_size(study: StudyConfig) -> bool:
+    """Whether a study has the sizes of the built-in one of its name: clients, samples, model, steps and rounds.
+
+    Seeds and the settings of methods may differ. A study whose name is not built in is not of full size.
+    """
+    if study.name not in numbers.EXPERIMENTS:
+        return False
+    return _sizes(study) == _sizes(config.load(study.name))
+
+
+def _sizes(study: StudyConfig) -> tuple[Any, ...]:
+    local, data = study.settings.local, study.data
+    return (
+        study.scale * study.settings.rounds, study.settings.participation, local.epochs, local.steps, local.batch_size,
+        data.dataset, data.num_clients, data.train, study.model.kind,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Covered:
+    """How many of a paper's numbers stand beside one of ours.
+
+    Args:
+        source: the paper, a name of `numbers.SOURCES`.
+        published: its numbers.
+        full: those beside a result of full size; see `full_size`.
+        reduced: those beside a result of a smaller size only.
+        none: those beside nothing.
+        within: of the numbers beside something, those within the rule.
+        untold: those of which that cannot be told.
+    """
+
+    source: str
+    published: int
+    full: int
+    reduced: int
+    none: int
+    within: int
+    untold: int
+
+
+def covered(results: Sequence[Result]) -> list[Covered]:
+    """Count, paper by paper, the published numbers that stored studies stand beside; rows chosen here do not count."""
+    beside: dict[str, dict[tuple[str, ...], tuple[bool, bool | None]]] = {source: {} for source in numbers.SOURCES}
+    for result in results:
+        if result.experiment is None:
+            continue
+        full, own = full_size(result.study), beside[result.experiment.partition("/")[0]]
+        for line in with_paper(result).lines:
+            key = (result.experiment, line.row, line.cluster, line.metric)
+            if not line.chosen and (full or key not in own):
+                own[key] = full, line.within
+    out = []
+    for source, own in beside.items():
+        published, full = len(numbers.table(source)), sum(one for one, _ in own.values())
+        within = [one for _, one in own.values()]
+        out.append(
+            Covered(
+                source, published, full, len(own) - full, published - len(own), within.count(True), within.count(None)
+            )
+        )
+    return out
 
 
 def _line(result: Result, label: str, one: PublishedNumber) -> Line | None:
@@ -404,10 +497,25 @@ def _line(result: Result, label: str, one: PublishedNumber) -> Line | None:
         mean, seeds = float(row["mean"]), int(row["seeds"])
         std = float(row["std"]) if seeds > 1 else None
     difference = mean - one.mean
-    within = abs(difference) <= allowed(one.metric, std, one.std)
-    return Line(
-        label, one.row, one.cluster, one.metric, mean, std, seeds, one.mean, one.std, difference, within
-    )  # fmt: skip
+    return Line(label, one.row, one.cluster, one.metric, mean, std, seeds, one.mean, one.std, difference, None)
+
+
+def _judged(line: Line, row: Sequence[Line], *, chosen: bool) -> Line:
+    """Say whether a number is within the rule, among those of its row."""
+    pooled = None
+    if line.paper_std is None:
+        apart = line.cluster in summary.MEANS  # a mean over all clients varies less than that of a cluster
+        own = [
+            one.std for one in row
+            if one.metric == line.metric and (one.cluster in summary.MEANS) == apart and one.std is not None
+        ]  # fmt: skip
+        pooled = math.sqrt(sum(std**2 for std in own) / len(own)) if own else None
+    within = abs(line.difference) <= allowed(
+        line.metric, line.std, pooled if line.paper_std is None else line.paper_std
+    )
+    printed = [line] if line.paper_std is not None else [one for one in row if one.metric == line.metric]
+    told = None if any(useless(one.metric, one.paper, one.paper_std) for one in printed) else within
+    return replace(line, within=told, pooled=pooled, chosen=chosen)
 
 
 def _cluster_means(result: Result, label: str) -> list[float]:

@@ -189,7 +189,7 @@ PUBLISHED.update(
         ),
         "fedgwc-4": _of("change", "fedgwc/cifar10-hom-het"),
         "fedgwc-5": _of("interaction", "fedgwc/cifar10-hom-het"),
-        "fedgwc-6": _of("interaction", "fedgwc/cifar10-hom-xhet"),
+        "fedgwc-6": _of("interaction", "fedgwc/cifar10-hom"),
         "fedgwc-7": _of("classes", "fedgwc/cifar100-dirichlet"),
         "fedgwc-8": _of("labels", "fedgwc/cifar100-clean-noise-blur"),
     }

@@ -16,12 +16,12 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from coterie._util.loopback import HOST, ours
 from coterie.errors import ConfigError, DataError
 from coterie.report.data import blank, payload
 from coterie.report.page import embed, overview, render, subtitle
 from coterie.results.summary import CONFIG, EDGES, FEDERATION, METRICS, PROVENANCE, find_runs
 
-HOST = "127.0.0.1"
 WATCHED = (CONFIG, METRICS, EDGES, PROVENANCE, FEDERATION)
 
 
@@ -156,11 +156,8 @@ def _handler(follower: Follower, token: str) -> type[BaseHTTPRequestHandler]:
         def _is_ours(self, given: dict[str, list[str]]) -> bool:
             """Whether the request names this host (a name rebound to it would not) and carries the token."""
             port = self.connection.getsockname()[1]
-            host = self.headers.get("Host", "")
             secret = given.get("token", [""])[0]
-            return host in (f"{HOST}:{port}", f"localhost:{port}") and hmac.compare_digest(
-                secret.encode(), token.encode()
-            )
+            return ours(self.headers.get("Host", ""), port) and hmac.compare_digest(secret.encode(), token.encode())
 
         def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
             body = text.encode()

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from coterie.data.federation import SPLITS, Federation
@@ -84,9 +84,19 @@ def flipped(federation: Federation, groups: Groups) -> Federation:
     return replace(federation, y=torch.where(flips, federation.classes - 1 - federation.y, federation.y))
 
 
+def members(groups: Groups, population: int) -> Bool[Tensor, " population"] | None:
+    """Return who attacks; None where nobody does."""
+    if not groups:
+        return None
+    found = torch.zeros(population, dtype=torch.bool)
+    for _, ids in groups:
+        found[ids] = True
+    return found
+
+
 def door(inner: Exchange, groups: Groups, task: Task, seed: int) -> Exchange:
     """Return the exchange in which these clients attack: the exchange itself where nobody does."""
     if not groups:
         return inner
     part, first = task.part, task.origin(Rng(seed))
-    return Attacking(inner, groups, first if part.whole else part.shared.of(first), task.population)
+    return Attacking(inner, groups, first if part.whole else part.shared.of(first), task.population, task.ids)

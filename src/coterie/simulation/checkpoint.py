@@ -87,6 +87,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
         timing: seconds so far; kept in provenance.json, outside the checkpoint, since they differ between runs.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    loop.gather()
     tensors, compact = {"state.params": loop.state.params}, {}
     for part, owner in (("memory", loop.state.memory), ("shared", loop.state.shared)):
         for k, v in _fields(owner).items():
@@ -187,6 +188,7 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
         restore(part("exchange."))
     loop.next_round, loop.train_samples = found["round"], found["samples"]
     loop.skipped = [(first, last) for first, last in found.get("skipped", ())]
+    loop.scatter()
     return earlier
 
 

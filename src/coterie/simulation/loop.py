@@ -19,7 +19,7 @@ from coterie.exchange.accepting import Accepting, Reputation, own_losses
 from coterie.exchange.base import Exchange, Message
 from coterie.exchange.narrowed import narrowed
 from coterie.functional import metrics
-from coterie.methods.base import NOTES, Info, Method, Order, PeerMethod, Round, returned_round, returned_state
+from coterie.methods.base import NOTES, Info, Method, Order, PeerMethod, Round, State, returned_round, returned_state
 from coterie.rng import Rng
 from coterie.simulation import final_metrics
 from coterie.simulation._sequential import sequential_round
@@ -112,10 +112,8 @@ class Loop:
         self.task, self.rng = task.at(rng), rng
         self.method, self.exchange, self.settings, self.record = method, exchange, settings, record
         self.order: Order = settings.order or method.order
-        self.state = returned_state(method, "init", method.init(task, self.rng), task)
-        if settings.local.persistent_client_optimizer:
-            moments = task.fresh_moments(settings.local, method.tracks)
-            self.state = dataclasses.replace(self.state, moments=moments)
+        self.rules = settings.rules_of(method)
+        self.state = self._first(task)
         self.tracker = Tracker.start(self.state.params, settings.keeps_best(method.server))
         self.evaluated: Tensor | None = None  # the models of the final evaluation
         self.next_round = -1  # the warm-up
@@ -127,10 +125,7 @@ class Loop:
         self.attackers: Tensor | None = getattr(exchange, "attackers", None)  # of the population
         hosted = torch.ones(len(task), dtype=torch.bool)
         self.honest = hosted if self.attackers is None else ~self.attackers[task.ids]
-        self.rules = settings.rules_of(method)
         if self.rules is not None:
-            first = own_losses(self._then(-1), self.state.params)
-            self.state = dataclasses.replace(self.state, reputation=Reputation.start(first, task.population))
             self.recorded[metrics.REFUSED.name] = metrics.REFUSED
         if self.attackers is not None and isinstance(method, PeerMethod):
             self.recorded |= {one.name: one for one in _OF_ATTACKERS}
@@ -152,6 +147,33 @@ class Loop:
                 f"schedule = {settings.schedule!r} allows one exchange a round; {method.kind} makes {method.exchanges} "
                 "with these settings: use 'synchronous'"
             )
+
+    def _first(self, task: Task) -> State:
+        """Return the state before the first round of the clients of a task."""
+        state = returned_state(self.method, "init", self.method.init(task.at(self.rng), self.rng), task)
+        if self.settings.local.persistent_client_optimizer:
+            moments = task.fresh_moments(self.settings.local, self.method.tracks)
+            state = dataclasses.replace(state, moments=moments)
+        if self.rules is not None:
+            losses = own_losses(task.at(self.rng.at(-1)), state.params)
+            state = dataclasses.replace(state, reputation=Reputation.start(losses, task.population))
+        return state
+
+    @property
+    def concludes(self) -> bool:
+        """Whether metrics of the whole run are computed here: of all clients."""
+        return len(self.task) == self.task.population
+
+    @property
+    def train_seconds(self) -> float:
+        """Seconds spent in training so far."""
+        return self.task.train_seconds
+
+    def gather(self) -> None:
+        """Bring here what is hosted elsewhere, before it is written: nothing where all clients are hosted here."""
+
+    def scatter(self) -> None:
+        """Pass on what was read of a checkpoint to where it is hosted: nothing where all clients are hosted here."""
 
     @property
     def finished(self) -> bool:
@@ -384,7 +406,7 @@ class Loop:
                 self.undefined[name] = f"{entry.title} is undefined: {entry.undefined} ({who})"
 
     def _outcome(self, label: Tensor | None, tested: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what the settings ask of the whole run and its final test; needs all clients here."""
+        """Return what the settings ask of the whole run and its final test, from what is known of all clients."""
         wanted, values, seen = self.settings.extra_metrics, {}, self.honest
         label, tested = None if label is None else label.cpu()[seen], {n: v.cpu()[seen] for n, v in tested.items()}
         if "reductions" in wanted and (name := metrics.ACCURACY.name) in tested:
@@ -406,8 +428,7 @@ class Loop:
         """Evaluate each client's chosen model on its test set, once, and return the models."""
         last = self.next_round - 1
         model = "best" if self.settings.evaluate == "best_val" else "current"
-        whole = len(self.task) == self.task.population
-        labeled = whole and bool({"reductions", "clusters"} & set(self.settings.extra_metrics))
+        labeled = self.concludes and bool({"reductions", "clusters"} & set(self.settings.extra_metrics))
         served, known = self._served(last) if model == "current" or labeled else (self.state.params, {})
         params = self.tracker.best if model == "best" else served.contiguous()
         task = self._then(last)
@@ -416,7 +437,7 @@ class Loop:
             self.record.drop_metrics(last, split, model)  # the round may have measured its current models already
             self.record.add_metrics(last, self.task.ids, split, model, values)
         self.record.add_metrics(last, self.task.ids, "test", model, self._spent())
-        if whole:
+        if self.concludes:
             found = self._outcome(known.get(metrics.LABEL.name), measured["test"])
             self.record.add_metrics(last, self.task.ids[self.honest], "test", model, found)
         self.evaluated = params

@@ -111,6 +111,14 @@ class Record:
         """Return the ids in the tables of clients of the run."""
         return ids.numpy() if self.ids is None else self.ids[ids.numpy()]
 
+    def refused(self, round: int) -> list[tuple[int, int]]:
+        """Return (reader, read) of each model that its reader refused in a round."""
+        out = list[tuple[int, int]]()
+        for chunk in self._edges.chunks if "refused" in self.names else []:
+            found = (chunk["round"] == round) & (chunk["purpose"] == self._name("refused"))
+            out += zip(chunk["reader"][found].tolist(), chunk["read"][found].tolist(), strict=True)
+        return out
+
     def drop_metrics(self, round: int, split: str, model: str) -> None:
         """Remove the values of a split and a model in a round, which are measured again."""
         wanted = {"round": round, "split": self._name(split), "model": self._name(model)}

@@ -81,7 +81,39 @@ class Note:
     text: str
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What a run of a study says when it has written its files: a checkpoint, or its end."""
+
+    folder: Path
+
+
 Observer = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run consists of, for whoever hosts its clients elsewhere.
+
+    Args:
+        federation: of the clients that take part in the rounds, with their planted clusters.
+        method: of the run.
+        model: what they train.
+        settings: of the run, with the engine and the block that the whole population calls for.
+        seed: of the run.
+        attacked: who attacks, and how.
+    """
+
+    federation: Federation
+    method: Method
+    model: ModelSource
+    settings: Settings
+    seed: int
+    attacked: attackers.Groups
+
+
+Host = Callable[[Plan, Task, Record], Loop]
+"""Returns the rounds of a run whose clients are hosted elsewhere: see `cluster.blocks`."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -174,6 +206,8 @@ def simulate(
     observer: Observer | None = None,
     exchange: Exchange | None = None,
     notes: Callable[[Note], None] | None = None,
+    saved: Callable[[], None] | None = None,
+    host: Host | None = None,
 ) -> Run:
     """Run a method over a whole federation in this process.
 
@@ -189,6 +223,8 @@ def simulate(
         observer: called after each round.
         exchange: an exchange other than `InMemory`, for example `Faulty`.
         notes: called when the run begins something that takes seconds, before its first round.
+        saved: called after the files in `folder` were written: with each checkpoint, and at the end.
+        host: hosts the clients elsewhere; results do not depend on it.
 
     Raises:
         ConfigError: when the run cannot fit into memory.
@@ -213,9 +249,14 @@ def simulate(
         taking = federation if parts is None else parts.taking
         with nullcontext() if notes is None else heard(lambda text: notes(Note(label or method.kind, seed, text))):
             task = make_task(taking, method, model, dataclasses.replace(settings, **began))
-        wanted = _forecast(task, taking, method, settings, stored=folder is not None)
-        _memory.check(wanted, settings.device, _memory.available(settings.device))
-        loop = _loop(task, federation, method, settings, seed, exchange, parts, attacked)
+        if host is None:
+            wanted = _forecast(task, taking, method, settings, stored=folder is not None)
+            _memory.check(wanted, settings.device, _memory.available(settings.device))
+            loop = _loop(task, federation, method, settings, seed, exchange, parts, attacked)
+        else:
+            fixed = dataclasses.replace(settings, engine=task.engine.name, block=task.block)
+            plan = Plan(taking, method, model, fixed, seed, attacked)
+            loop = host(plan, task, _record(federation, parts, attackers.members(attacked, task.population)))
         identity = checkpoint.identity(method, settings, seed, taking, task, own_name(model))
         earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
         written, pause = time.perf_counter(), settings.checkpoint_seconds
@@ -227,11 +268,15 @@ def simulate(
                 if folder is not None and time.perf_counter() - written >= pause and not loop.finished:
                     begun = time.perf_counter()
                     checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
+                    if saved is not None:
+                        saved()
                     written = time.perf_counter()
                     if pause:  # a large population, or a slow disk: writing takes a twentieth of the time at most
                         pause = max(settings.checkpoint_seconds, 20 * (written - begun))
             if folder is not None:  # before the final evaluation, so that more rounds can follow
                 checkpoint.save(folder, loop, identity, _timing(loop, started, earlier))
+                if saved is not None:
+                    saved()
             params = loop.final()
             if parts is not None:
                 engine = {"engine": task.engine.name, "block": task.block}  # as compared with the others
@@ -240,6 +285,8 @@ def simulate(
         models = models_of(loop, model, label or method.kind, folder)
         if folder is not None:
             checkpoint.finish(folder, loop, identity, timing, models.files())
+            if saved is not None:
+                saved()
     metrics = loop.record.metrics
     lost = set(metrics.loc[metrics["metric"] == DIVERGED.name, "client"].tolist())
     return Run(
@@ -286,15 +333,23 @@ def _loop(
     parts: Parted | None,
     attacked: attackers.Groups,
 ) -> Loop:
-    truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
     door = attackers.door(exchange or InMemory(task.ids, task.population), attacked, task, seed)
-    hidden = getattr(door, "attackers", None)
-    record = Record(truth, federation.names, None if parts is None else parts.ids, hidden)
+    record = _record(federation, parts, attackers.members(attacked, task.population))
     return Loop(task, method, door, settings, Rng(seed), record)
 
 
+def _record(federation: Federation, parts: Parted | None, hidden: Tensor | None) -> Record:
+    truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
+    return Record(truth, federation.names, None if parts is None else parts.ids, hidden)
+
+
 def make_task(
-    federation: Federation, method: Method, model: ModelSource, settings: Settings, secret: int | None = None
+    federation: Federation,
+    method: Method,
+    model: ModelSource,
+    settings: Settings,
+    secret: int | None = None,
+    pool: Federation | None = None,
 ) -> Task:
     """Return the task of a run that hosts a whole federation, after checking everything that the run needs.
 
@@ -304,6 +359,7 @@ def make_task(
         model: a name of `models.NETS`, an import path, an nn.Module, or a factory of modules.
         settings: the settings of the run.
         secret: seed of the draws of private training, see `Task`.
+        pool: the samples of all clients as those of one, for methods that need them; made of `federation` when None.
 
     Raises:
         ConfigError: when the method needs planted clusters and there are none, or a name is unknown.
@@ -345,7 +401,7 @@ def make_task(
     task = build(
         federation.host(federation.ids),
         clusters=federation.truth.cluster if knows and federation.truth is not None else None,
-        pool=build(federation.pooled()) if "pool" in method.needs else None,
+        pool=build(federation.pooled() if pool is None else pool) if "pool" in method.needs else None,
     )
     task.check_batches(local)
     task.check_private(local)
@@ -416,7 +472,7 @@ def _reads(method: Method, task: Task) -> float:
 def _timing(loop: Loop, started: float, earlier: dict[str, float]) -> dict[str, float]:
     return {
         "wall_s": time.perf_counter() - started + earlier.get("wall_s", 0.0),
-        "train_s": loop.task.train_seconds + earlier.get("train_s", 0.0),
+        "train_s": loop.train_seconds + earlier.get("train_s", 0.0),
         "train_samples": loop.train_samples,
     }
 

@@ -16,18 +16,30 @@ from itertools import chain, islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.multiprocessing  # tensors are sent through shared memory
 
 from coterie.engine import use_threads
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, DiskFull
 
 J = TypeVar("J")
 R = TypeVar("R")
 Emit = Callable[[object], None]
 Work = Callable[[J, Emit], R]
+
+
+@runtime_checkable
+class FanOut(Protocol):
+    """What does jobs in place of `fan_out`, on a cluster (`coterie.cluster`)."""
+
+    far: bool
+    """Whether workers see no files of this machine: each job then brings its data."""
+
+    def __call__(self, work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> Iterator[tuple[J, R]]:
+        """Do every job and yield (job, result) as they finish; see `fan_out`."""
+        ...
 
 
 class WorkerDied(CoterieError, RuntimeError):
@@ -169,6 +181,10 @@ def _serve(connection: Connection, work: Work[J, Any], threads: int) -> None:
                 answer = ("done", work(job, emit))
             except (CoterieError, OSError, MemoryError) as error:
                 answer = ("failed", error)
+            except Exception as error:  # of a library
+                if not DiskFull.is_said_by(error):
+                    raise
+                answer = ("failed", DiskFull(str(error)))
             connection.send(answer)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return

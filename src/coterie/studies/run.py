@@ -14,7 +14,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,20 +28,21 @@ from coterie._util.facts import Described
 from coterie.data.build import build_federation
 from coterie.data.federation import Federation
 from coterie.engine import ENGINES
-from coterie.errors import CheckpointError, ConfigError, FolderInUse, RunExistsError, require, unknown
+from coterie.errors import CheckpointError, ConfigError, CoterieError, FolderInUse, RunExistsError, require, unknown
 from coterie.functional.metrics import DIVERGED
 from coterie.models.layout import ModelSource
 from coterie.results import summary
 from coterie.results.coverage import Standing
 from coterie.simulation import checkpoint, models
 from coterie.simulation.loop import Loop
-from coterie.simulation.run import Note, Observer, Progress, check, reopen, simulate
-from coterie.simulation.workers import fan_out
+from coterie.simulation.run import Note, Observer, Progress, Saved, check, reopen, simulate
+from coterie.simulation.workers import FanOut, fan_out
 from coterie.studies import config
 from coterie.studies.definition import LABEL, OWN, StudyConfig, is_label
 from coterie.studies.describe import describe
 
 CONFIG = "config.toml"
+FAILURE = ".failure.txt"
 SHARED = Path("/dev/shm")
 FederationSource = Federation | Callable[[int], Federation]
 
@@ -121,6 +122,7 @@ class _Jobs:
     data_dir: Path | None
     federation: FederationSource | None
     model: ModelSource | None
+    run: Callable[..., object] = simulate
 
     def __call__(self, given: _Given, emit: Callable[[object], None]) -> bool:
         """Do a job, if no other process has it; return whether that is so."""
@@ -130,10 +132,12 @@ class _Jobs:
             with claimed(folder):
                 if _whole(folder):  # another process has done it since it was listed
                     return False
+                (folder / FAILURE).unlink(missing_ok=True)
                 own = self.config.only(job.label, job.seed)
                 _check_same(own, self.folder)
                 manifest.replace_files(folder, {CONFIG: config.dumps(own).encode()})
-                simulate(
+                emit(Saved(folder))
+                self.run(
                     given.federation or self.data(job.seed),
                     entry.method,
                     model=self.network,
@@ -144,10 +148,22 @@ class _Jobs:
                     resume=True,
                     observer=emit,
                     notes=emit,
+                    saved=lambda: emit(Saved(folder)),
                 )
         except FolderInUse:
             return False
+        except (CoterieError, OSError, MemoryError) as error:
+            note_failure(folder, error)
+            raise
         return True
+
+    def folder_of(self, given: _Given) -> Path:
+        """The folder of a job."""
+        return run_folder(self.folder, given.job)
+
+    def moved(self, folder: Path) -> "_Jobs":
+        """The same jobs in another folder, on another machine: each brings its data."""
+        return replace(self, folder=folder, federation=None, data_dir=None)
 
     @property
     def network(self) -> ModelSource:
@@ -164,6 +180,12 @@ class _Jobs:
                 raise ConfigError(unknown("engine", engine, ("auto", *ENGINES)))
             quick = replace(entry.settings, engine="loop")
             check(federation, entry.method, self.network, quick)
+
+    def shared(self, seed: int, over: FanOut | None, crew: int) -> Federation | None:
+        """The federation of a seed if a job shall bring it: None where its worker makes it, or it is too large."""
+        if over is None:
+            return _shared(self.data(seed)) if crew > 1 else None
+        return self.data(seed) if over.far else None
 
     def data(self, seed: int) -> Federation:
         """The federation of a seed."""
@@ -200,6 +222,7 @@ def run_study(
     model: ModelSource | None = None,
     observer: Observer | None = None,
     notes: Callable[[Note], None] | None = None,
+    over: FanOut | None = None,
 ) -> Study:
     """Run every method of a study with every seed.
 
@@ -215,6 +238,8 @@ def run_study(
         model: your own module, or a factory of modules, instead of the study's [model].
         observer: is called after each round of any run.
         notes: is called when a run begins something that takes seconds, before its first round.
+        over: what does the runs instead of processes of this machine, such as `coterie.cluster.runs.runs_on` gives;
+            `workers` is then how many are under way at most.
 
     Raises:
         RunExistsError: when the study's folder is there and neither `resume` nor `overwrite` is set.
@@ -243,12 +268,8 @@ def run_study(
     left = [job for job in jobs_of(study) if not _whole(run_folder(folder, job))]
     while waiting := [job for job in left if not in_use(run_folder(folder, job))]:
         crew = min(workers, len(waiting))
-        given = (
-            _Given(job, _shared(plan.data(job.seed)) if crew > 1 else None)
-            for job in waiting
-            if _open(run_folder(folder, job))
-        )
-        mine = {one.job for one, did in fan_out(plan, given, crew, emit) if did}
+        given = (_Given(job, plan.shared(job.seed, over, crew)) for job in waiting if _open(run_folder(folder, job)))
+        mine = {one.job for one, did in (over or fan_out)(plan, given, crew, emit) if did}
         left = [job for job in left if job not in mine and not _whole(run_folder(folder, job))]
     elsewhere = {job: who for job in jobs_of(study) if (who := in_use(run_folder(folder, job)))}
     done = _read(study, folder)
@@ -275,6 +296,7 @@ def resume_study(
     federation: FederationSource | None = None,
     model: ModelSource | None = None,
     observer: Observer | None = None,
+    over: FanOut | None = None,
 ) -> Study:
     """Go on with the study in a folder (that of a study, or of one of its runs).
 
@@ -287,7 +309,7 @@ def resume_study(
     study, out = stored(folder, to_run=True)
     return run_study(
         study, out=out, data_dir=data_dir, workers=workers, resume=True, federation=federation, model=model,
-        observer=observer,
+        observer=observer, over=over,
     )  # fmt: skip
 
 
@@ -384,6 +406,20 @@ def jobs_of(study: StudyConfig) -> list[Job]:
 def run_folder(folder: Path, job: Job) -> Path:
     """Return the folder of one run."""
     return folder / job.label / f"seed-{job.seed}"
+
+
+def note_failure(folder: Path, error: BaseException) -> None:
+    """Keep the error of a run beside its files, for `coterie status`; its next start forgets it."""
+    with suppress(OSError):  # the disk may be what failed
+        (folder / FAILURE).write_text(" ".join(str(error).split()) or type(error).__name__, encoding="utf-8")
+
+
+def failure(folder: Path) -> str:
+    """Return the error with which the last start of a run ended; "" where it had none."""
+    try:
+        return (folder / FAILURE).read_text(encoding="utf-8", errors="replace")[:300]
+    except OSError:
+        return ""
 
 
 def _read(study: StudyConfig, folder: Path) -> Study:

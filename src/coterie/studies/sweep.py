@@ -21,6 +21,7 @@ from coterie.models.layout import ModelSource
 from coterie.results.coverage import Standing, as_json, common
 from coterie.results.summary import SUMMARY, holds_runs, json_ready, summarize, write_files
 from coterie.simulation.run import Note, Observer
+from coterie.simulation.workers import FanOut
 from coterie.studies import config
 from coterie.studies.config import keys, put
 from coterie.studies.definition import StudyConfig, folded
@@ -93,6 +94,7 @@ def run_sweep(
     model: ModelSource | None = None,
     observer: Observer | None = None,
     notes: Callable[[Note], None] | None = None,
+    over: FanOut | None = None,
 ) -> tuple[Study, ...]:
     """Run a study for each point of its sweep; a study without one is run as it is.
 
@@ -110,7 +112,7 @@ def run_sweep(
     def run(one: StudyConfig) -> Study:
         return run_study(
             one, out=out, data_dir=data_dir, workers=workers, resume=resume, overwrite=overwrite,
-            federation=federation, model=model, observer=observer, notes=notes,
+            federation=federation, model=model, observer=observer, notes=notes, over=over,
         )  # fmt: skip
 
     if [one.name for one in studies] == [study.name]:

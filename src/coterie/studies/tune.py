@@ -9,6 +9,7 @@ import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from coterie.functional.metrics import REGISTRY
 from coterie.models.layout import ModelSource
 from coterie.simulation.run import simulate
 from coterie.simulation.settings import Settings
-from coterie.simulation.workers import fan_out
+from coterie.simulation.workers import FanOut, fan_out
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
 from coterie.studies.definition import OWN, MethodConfig, folded
@@ -33,6 +34,10 @@ from coterie.studies.definition import OWN, MethodConfig, folded
 Point = tuple[tuple[str, Any], ...]
 """One choice: (setting, value) for each axis of the grid."""
 
+_OWN_PIECES = (
+    "this study has data or a module of your own; give them from Python: tune(..., federation=..., model=...), or name "
+    "them by import path in the study file"
+)
 FederationSource = Federation | Callable[[int], Federation]
 
 
@@ -127,6 +132,7 @@ def tune(
     federation: FederationSource | None = None,
     model: ModelSource | None = None,
     observer: Callable[[Trial], None] | None = None,
+    over: FanOut | None = None,
 ) -> Tuned:
     """Choose settings of every method by the clients' own validation data.
 
@@ -145,6 +151,7 @@ def tune(
         federation: your own data instead of the study's, or a function from seed to data.
         model: your own module, or a factory of modules, instead of the study's [model].
         observer: hears each trial.
+        over: what does the trials instead of processes of this machine; see `run_study`.
 
     Raises:
         ConfigError: when a setting fits no method, or the clients have no validation data.
@@ -157,18 +164,21 @@ def tune(
         if not any(_setting(path, entry) in grids[entry.label] for entry in study.methods):
             raise ConfigError(f"--grid: no method of the study has a setting {path!r}; coterie methods lists them")
     work = _Work(config.dumps(replace(study, sweep={}, tune={}), decided=False), data_dir, federation, model)
+    data = lru_cache(maxsize=1)(work.data)  # one object for the trials of a seed
     trials: list[Trial] = []
     choices: list[Choice] = []
     for _ in range(widenings + 1):
         done = {(trial.label, trial.point) for trial in trials}
-        jobs = [
-            (label, point, seed)
+        jobs = (
+            _Asked(label, point, seed, data(seed) if over is not None and over.far else None)
             for seed in tried
             for label, axes in grids.items()
             for point in _points(axes)
             if (label, point) not in done
-        ]
-        for _, trial in fan_out(work, jobs, workers, lambda _: None):
+        )
+        for _, trial in (over or fan_out)(
+            work.moved() if over is not None and over.far else work, jobs, workers, lambda _: None
+        ):
             trials.append(trial)
             if observer is not None:
                 observer(trial)
@@ -212,6 +222,19 @@ def blind(federation: Federation) -> Federation:
 
 
 @dataclass(frozen=True)
+class _Asked:
+    """A trial to be made, with its data where the worker cannot have them."""
+
+    label: str
+    point: Point
+    seed: int
+    federation: Federation | None = None
+
+    def __str__(self) -> str:
+        return ", ".join([self.label, f"seed {self.seed}", *(f"{key} = {value}" for key, value in self.point)])
+
+
+@dataclass(frozen=True)
 class _Work:
     """What a worker needs to do any trial."""
 
@@ -220,19 +243,12 @@ class _Work:
     federation: FederationSource | None
     model: ModelSource | None
 
-    def __call__(self, job: tuple[str, Point, int], emit: Callable[[object], None]) -> Trial:
-        label, point, seed = job
+    def __call__(self, job: _Asked, emit: Callable[[object], None]) -> Trial:
+        label, point, seed = job.label, job.point, job.seed
         study = config.loads(self.study)
-        missing = (self.federation is None and study.data.dataset, self.model is None and study.model.kind)
-        if OWN in missing:
-            raise ConfigError(
-                "this study has data or a module of your own; give them from Python: tune(..., federation=..., "
-                "model=...), or name them by import path in the study file"
-            )
-        if self.federation is None:
-            federation = build_federation(study.data, seed, self.data_dir)
-        else:
-            federation = self.federation if isinstance(self.federation, Federation) else self.federation(seed)
+        federation = self.data(seed) if job.federation is None else job.federation
+        if self.model is None and study.model.kind == OWN:
+            raise ConfigError(_OWN_PIECES)
         without = (federation.counts("validation") == 0).nonzero().flatten().tolist()
         if without:
             raise ConfigError(
@@ -245,6 +261,19 @@ class _Work:
         run = simulate(blind(federation), entry.method, model=model, settings=settings, seed=seed)
         metric, values = _validation(run.metrics, "best" if settings.evaluate == "best_val" else "current")
         return Trial(label, point, seed, metric, float(values.mean(skipna=False)))
+
+    def data(self, seed: int) -> Federation:
+        """The federation of a seed."""
+        study = config.loads(self.study)
+        if OWN in (self.federation is None and study.data.dataset, self.model is None and study.model.kind):
+            raise ConfigError(_OWN_PIECES)
+        if self.federation is None:
+            return build_federation(study.data, seed, self.data_dir)
+        return self.federation if isinstance(self.federation, Federation) else self.federation(seed)
+
+    def moved(self) -> "_Work":
+        """The same work on another machine: each trial brings its data."""
+        return replace(self, federation=None, data_dir=None)
 
 
 def _validation(metrics: pd.DataFrame, model: str) -> tuple[str, pd.Series]:

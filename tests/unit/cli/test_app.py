@@ -202,7 +202,7 @@ def test_a_full_disk_is_one_line_that_says_how_to_go_on(coterie, monkeypatch):
 
     monkeypatch.setattr(manifest, "replace_files", full)
     status, _, err = run(coterie, "--quiet")
-    assert status == 2
+    assert status == 75
     assert err == (
         "coterie: cannot write: No space left on device: runs/tiny/Gossip/seed-0/metrics.parquet; "
         "when that is fixed, continue with: coterie resume runs/tiny\n"

@@ -1,6 +1,7 @@
 """The values of `--on`."""
 
 import importlib.util
+import socket
 
 import pytest
 
@@ -20,6 +21,7 @@ from coterie.errors import ConfigError
         ("ray://head.lab:10001", Place("ray", "ray://head.lab:10001")),
         ("slurm:cpu,long", Place("slurm", "cpu,long")),
         ("slurm:local", Place("slurm", "local")),
+        ("slurm:gpu:time=600,mem=16GB", Place("slurm", "gpu:time=600,mem=16GB")),
     ],
 )
 def test_a_place_is_read_and_written_as_it_was_given(text, expected):
@@ -30,7 +32,20 @@ def test_a_place_is_read_and_written_as_it_was_given(text, expected):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "ray", "ray:", "ray:head", "ray://head", "ray://head:x", "ray:a b:1", "slurm", "slurm:", "slurm:a b", "k8s:x"],
+    [
+        "",
+        "ray",
+        "ray:",
+        "ray:head",
+        "ray://head",
+        "ray://head:x",
+        "ray:a b:1",
+        "slurm",
+        "slurm:",
+        "slurm:a b",
+        "slurm:a:b",
+        "k8s:x",
+    ],
 )
 def test_what_is_no_place_is_refused_with_those_that_are(text):
     with pytest.raises(ConfigError, match=r"^--on is .*; expected local, ray:auto, ") as told:
@@ -50,6 +65,27 @@ def test_without_the_extra_one_line_says_what_to_install(text, package, monkeypa
 def test_only_ray_is_connected_to():
     with pytest.raises(ConfigError, match="--on is slurm:cpu; expected a place of Ray"), connect(Place("slurm", "cpu")):
         pass
+
+
+@pytest.mark.parametrize("text", ["ray:127.0.0.1:{}", "ray://127.0.0.1:{}"])
+def test_where_nobody_listens_one_line_says_so_at_once(text):
+    """Ray itself would wait for minutes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        with (
+            pytest.raises(ConfigError, match=f"no Ray answers at .*127.0.0.1:{port} .*refused") as told,
+            connect(read(text.format(port))),
+        ):
+            pass
+    assert "\n" not in str(told.value)
+
+
+def test_without_a_ray_on_this_machine_auto_says_what_starts_one(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: None)
+    with pytest.raises(ConfigError, match="--on ray:auto: no Ray runs on this machine; `ray start`"):
+        place._reach(read("ray:auto"))
 
 
 def test_the_places_of_the_message_are_those_of_the_page_of_the_module():

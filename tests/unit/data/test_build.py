@@ -350,3 +350,32 @@ def test_folds_of_digits_are_those_of_its_pool():
     data = build_federation(DataConfig("digits", 5, test="client", folds=3), 1)
     assert [len(test.x) for test in data.tests] == [100] * 5
     assert int((data.split >= 0).sum()) == 1000
+
+
+def test_each_dataset_is_normalized_its_own_way():
+    """All pixels are 51, so 0.2: with 0.1 and 0.5 it is 0.2; with halves -0.6. Two clients of each, and their tests."""
+    pixels, classes = torch.full((8, 1, 2, 2), 51, dtype=torch.uint8), torch.tensor([0, 1] * 4)
+    sources = [
+        Source(name, Samples(pixels, classes), Samples(pixels, classes), 2, standard=((0.1,), (0.5,)))
+        for name in ("one", "other")
+    ]
+    shift = [{"kind": "domain", "sizes": [2, 2], "offset_labels": True}]
+    data = {"dataset": ["one", "other"], "num_clients": 4, "train": 2, "validation": 1, "shift": shift}
+    made = build_from_sources(parse(DataConfig, data | {"normalize": ["standard", "half"]}, "data"), sources, Rng(0))
+    assert made.x.dtype == torch.float16
+    assert made.mean == (), "images are held normalized"
+    wanted = torch.tensor([0.2, 0.2, -0.6, -0.6], dtype=torch.float16)
+    assert torch.equal(made.x[:, :3], wanted.reshape(4, 1, 1, 1, 1).expand(4, 3, 1, 2, 2))
+    assert [round(float(made.tests[int(place)].x.float().mean()), 3) for place in made.test_of] == [
+        0.2,
+        0.2,
+        -0.6,
+        -0.6,
+    ]
+    same = build_from_sources(parse(DataConfig, data | {"normalize": ["half", "half"]}, "data"), sources, Rng(0))
+    plain = build_from_sources(parse(DataConfig, data | {"normalize": "half"}, "data"), sources, Rng(0))
+    assert same.fingerprint() == plain.fingerprint(), "where constants agree, images stay bytes"
+    with pytest.raises(ConfigError, match="normalize has 1 entries for 2 datasets; give one for each"):
+        build_from_sources(parse(DataConfig, data | {"normalize": ["half"]}, "data"), sources, Rng(0))
+    with pytest.raises(ConfigError, match="normalize"):
+        parse(DataConfig, data | {"normalize": ["half", "own"]}, "data")

@@ -70,8 +70,13 @@ def test_one_corner_has_one_point():
 
 def test_the_released_sampler_leaves_the_simplex():
     """Its draws do not sum to 1: kept only to compare with published runs."""
-    points = simplex.sample_released(stream(), torch.tensor(CENTERS[3]), 0.5, 100)
-    assert float((points.sum(1) - 1).abs().mean()) > 0.1
+    center = torch.tensor(CENTERS[3], dtype=torch.float64)
+    steps = simplex.sample_released(stream(), center, 0.5, 1000) - center
+    assert float(steps.sum(1).abs().mean()) > 0.05
+    length = steps.abs().sum(1)
+    assert float(length.max()) <= 0.5, "the radius bounds the L1 length"
+    assert float(length.mean()) == pytest.approx(0.25, abs=0.03), "lengths are uniform"
+    assert float((steps < 0).double().mean()) == pytest.approx(0.5, abs=0.05), "directions are of both signs"
 
 
 @pytest.mark.parametrize("center", [*CENTERS.values(), [0.25] * 4])

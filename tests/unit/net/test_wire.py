@@ -283,3 +283,27 @@ def test_damaged_messages_are_refused_and_nothing_else_happens():
         assert {n: (t.dtype, t.shape) for n, t in out.items()} == {n: (t.dtype, t.shape) for n, t in TENSORS.items()}
     assert refused.total() > 0.8 * number
     assert {"signature", "digest", "manifest", "chunk", "header"} <= set(refused)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_payloads_have_the_bytes_that_the_safetensors_library_writes(seed):
+    """Of every type on the wire, of no, one and several axes, some empty, in any order of names."""
+    draw = random.Random(seed)
+    types = (torch.float16, torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+    names = draw.sample(["params", "a.b", "field.x", "Z", "z", "m-1", "q", "field.samples", "0", "_"], 8)
+    tensors = {
+        name: torch.full(draw.choice([(), (0, 4), (3,), (2, 5)]), draw.randrange(2)).to(draw.choice(types))
+        for name in names
+    }
+    assert encode(tensors) == save(tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_single_value_that_is_not_finite_is_found_wherever_it_lies(dtype, bad):
+    for place in (0, 500, 999):
+        tensor = torch.linspace(-1, 1, 1000).to(dtype)
+        encode({"params": tensor})
+        tensor[place] = bad
+        with pytest.raises(Refused, match="params holds NaN"):
+            encode({"params": tensor})

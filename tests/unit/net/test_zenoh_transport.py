@@ -1,10 +1,16 @@
 """The engine's configuration: what the access list lets in and out, and for whom."""
 
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import SimpleNamespace
 
 import pytest
 
-from coterie.net.zenoh_transport import access
+from coterie.net.desks import Desks
+from coterie.net.outbox import Outbox
+from coterie.net.zenoh_transport import ZenohTransport, access
 
 NAMES = {name: f"cn-of-{name}" for name in ("n0", "n1", "n2")}
 BASE = "coterie/1/r"
@@ -45,3 +51,43 @@ def test_a_member_asks_answers_and_announces_under_its_own_name_only():
         ("put", f"{BASE}/n1/head", False),
     ):
         assert allowed("n1", "ingress", message, key) is fine, (message, key)
+
+
+@dataclass
+class Question:
+    """A question as the engine hands it over; its answer is an action."""
+
+    key_expr: str
+    parameters: str
+    answered: Callable[[], object]
+
+    def __enter__(self) -> "Question":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def reply(self, key: str, payload: bytes) -> None:
+        self.answered()
+
+
+def test_an_asker_that_does_not_read_keeps_nobody_else_waiting():
+    """The engine blocks for seconds when an answer is for a link whose other end reads nothing."""
+    node = ZenohTransport.__new__(ZenohTransport)
+    node.name, node._names, node._base, node._closed = "n0", frozenset(NAMES), BASE, False
+    node._head, node._desks, node.outbox = (lambda nonce: b"here"), Desks(), Outbox()
+    free, served = threading.Event(), threading.Event()
+    asked = [
+        Question(f"{BASE}/n0/head/n1", "n=1", lambda: free.wait(120)),
+        Question(f"{BASE}/n0/head/n2", "n=1", served.set),
+    ]
+    node._questions = SimpleNamespace(handler=asked)
+    listening = threading.Thread(target=node._listen)
+    listening.start()
+    try:
+        assert served.wait(60)
+    finally:
+        free.set()
+        listening.join()
+        node._desks.close()
+        node.outbox.close()

@@ -107,3 +107,32 @@ def test_an_attack_that_ends_a_node_is_shown(shown):
     assert "with dac; where it has the server role, fedavg, 9 rounds" in page
     assert "| done | 9, 8 | 0, 1 | 7, 6 | 90.0, 80.5 | 70.0, 71.0 | redraw: gone (3) |" in page
     assert "| exit status 0, 2 | – | – | – | – | – | redraw: gone (3) |" in page
+
+
+def test_what_accuses_somebody_in_an_honest_run_is_shown(shown):
+    row = {"nodes": 32, "rounds": 6, "rounds_finished": [5, 6], "alarms": {}, "missing": {"timeout": 2}, "statuses": [0],
+           "deadline_s": 60.0, "longest_exchange_s": 2.8, "seconds": 1.0}  # fmt: skip
+    page = shown("network/alarms", row)
+    assert "or roster): none. Messages that did not come: timeout: 2. Every node finished 5 to 6 rounds" in page
+    assert "or roster): refused replay: 3." in shown("network/alarms", {**row, "alarms": {"refused replay": 3}})
+
+
+def test_what_honest_members_notice_of_a_flood_is_shown(shown):
+    row = {"attack": "", "exchanges": 300, "missed": 0, "median_ms": 12.7, "longest_s": 0.03, "deadline_s": 10.0,
+           "joined_s": 0.53, "memory_mb": [389, 395, 395], "log_lines": 1, "statuses": [0, 0]}  # fmt: skip
+    held = {**row, "attack": "idle_connections", "missed": 1, "joined_s": 60.01}
+    page = shown("network/floods", row, held)
+    assert "| none | 300 | 0 | 12.7 | 0.03 | 0.53 | 6 | 1 |" in page
+    assert "| idle connections | 300 | 1 | 12.7 | 0.03 | over 60 | 6 | 1 |" in page
+
+
+def test_what_a_renewal_of_the_roster_cost_is_shown(shown):
+    page = shown("network/renewals", {
+        "nodes": 8, "rounds": 120, "deadline_s": 30.0, "rekeyed_at": 20, "removed_at": 50,
+        "statuses": {"node-00": 0, "node-07": 2}, "rounds_finished": {"node-00": 120, "node-07": 51},
+        "seconds_to_take": {"rekeyed": [0.1, 0.4], "removed": [0.2]}, "longest_exchange_s": 1.5,
+        "missing": {"removed, of the two": 3}, "refused": 0, "turned_away": {},
+    })  # fmt: skip
+    assert "| seconds until the others had the new key | 0.1 to 0.4 |" in page
+    assert "| messages that did not come | removed, of the two: 3 |" in page
+    assert "| connections and messages turned away | none |" in page

@@ -52,13 +52,13 @@ regions = 5
 
 
 def test_there_is_a_study_for_every_table():
-    """A1 to A8 of FedGWC (three triples for levels and domains) and beta; B1 to B4 of SosicFL (three splits), the grid
-    of clusters and radii, and the late start."""
-    assert len([name for name in NAMES if name.startswith("fedgwc/")]) == 4 + 3 * 4 + 1
-    assert len([name for name in NAMES if name.startswith("sosicfl/")]) == 4 * 3 + 2
+    """A1 to A8 of FedGWC (three triples for levels and domains), beta, the homogeneous case, and equal participation;
+    B1 to B4 of SosicFL (three splits), the grid of clusters and radii, the late start, and the calibration."""
+    assert len([name for name in NAMES if name.startswith("fedgwc/")]) == 4 + 3 * 4 + 1 + 2
+    assert len([name for name in NAMES if name.startswith("sosicfl/")]) == 4 * 3 + 3
 
 
-SWEEPS = {"fedgwc/beta": 5, "sosicfl/regions": 1 + 16, "sosicfl/late-start": 1 + 3}
+SWEEPS = {"fedgwc/beta": 5, "sosicfl/regions": 1 + 16, "sosicfl/late-start": 1 + 3, "sosicfl/calibration": 1 + 8}
 
 
 @pytest.mark.parametrize("name", SWEEPS)

@@ -1,0 +1,292 @@
+"""Blocks as actors of Ray: one process each, on whichever of its machines has room.
+
+What a block tells another one is an argument of a call, which Ray carries: small ones with the call itself, larger ones
+through the object stores of the two machines. Nobody stands in between.
+"""
+
+import dataclasses
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from coterie._util import pages
+from coterie.cluster import doctor, packing, place
+from coterie.cluster.blocks import Block, BlockDied, Given, Start, simulate_in_blocks
+from coterie.cluster.exchange import Address, Interrupted, Links, Part, Postbox
+from coterie.cluster.packing import Packed
+from coterie.cluster.place import Place, connect
+from coterie.engine import use_threads
+from coterie.errors import CoterieError, require
+from coterie.exchange.base import Message
+from coterie.simulation.run import Plan
+from coterie.simulation.workers import Emit, FanOut, one_thread
+
+_TURN = 2.0
+"""Seconds after which a wait for blocks looks whether all machines are there."""
+
+
+def packed(part: Part) -> Any:
+    """Return what a block tells as arrays, which Ray carries without a copy."""
+    if part is None:
+        return None
+    if isinstance(part, Tensor):
+        return part.cpu().numpy()
+    assert part.ids is not None
+    return part.params.cpu().numpy(), {k: v.cpu().numpy() for k, v in part.fields.items()}, part.ids.numpy()
+
+
+def unpacked(part: Any) -> Part:
+    """Invert `packed`; what was carried cannot be written to."""
+    if part is None:
+        return None
+    if isinstance(part, np.ndarray):
+        return torch.from_numpy(part)
+    params, fields, ids = part
+    return Message(torch.from_numpy(params), {k: torch.from_numpy(v) for k, v in fields.items()}, torch.from_numpy(ids))
+
+
+class Host:
+    """A block in a process of its own; the class of the actors.
+
+    Args:
+        given: what the block is made of, packed.
+        carried: the user's modules that are not installed.
+        threads: of the compiled engine.
+    """
+
+    def __init__(self, given: Packed, carried: Mapping[str, bytes], threads: int) -> None:
+        torch.set_num_threads(1)  # sums are added in the same order everywhere
+        use_threads(threads)
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        self._modules = tempfile.TemporaryDirectory(prefix="coterie-modules-")
+        packing.unfold(carried, Path(self._modules.name))
+        self._given: Given = packing.unpack(given)
+        self._block: Block | None = None
+        self._postbox = Postbox(int(self._given.owner.max()) + 1)
+        self._store = pages.kept()
+        self._store.__enter__()
+
+    def receive(self, address: Address, sender: int, part: Any) -> None:
+        """Take what another block says."""
+        self._postbox.put(address, sender, unpacked(part))
+
+    def process(self) -> int:
+        """Return the number of this process on its machine."""
+        return os.getpid()
+
+    def meet(self, hosts: Sequence[Any]) -> tuple[Any, list[Warning | str]]:
+        """Make the block, which tells these others."""
+        sends = [partial(_send, host) for host in hosts]
+
+        def make() -> None:
+            self._block = Block(self._given, Links(self._given.number, sends, self._postbox))
+            del self._given
+
+        return _told(make)
+
+    def call(self, name: str, *arguments: Any) -> tuple[Any, list[Warning | str]]:
+        """Call a function of the block."""
+        return _told(partial(getattr(self._block, name), *arguments))
+
+
+def _send(host: Any, address: Address, sender: int, part: Part) -> None:
+    host.receive.options(concurrency_group="post", num_returns=0).remote(address, sender, packed(part))
+
+
+def _told(work: Any) -> tuple[Any, list[Warning | str]]:
+    """Return what a function returns or what it raises that is expected, and its warnings."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        try:
+            found = work()
+        except (CoterieError, OSError, MemoryError) as error:
+            found = error
+    return found, [one.message for one in said]
+
+
+class Actors:
+    """Blocks that have been started as actors.
+
+    Args:
+        hosts: their handles.
+        fewer: whether machines have gone since room for the blocks was counted: some might wait for ever.
+    """
+
+    def __init__(self, hosts: Sequence[Any], fewer: Callable[[], bool]) -> None:
+        self.hosts, self._fewer, self._said = hosts, fewer, set[str]()
+        self.wait([host.meet.remote(list(hosts)) for host in hosts], show=False)  # the driver has warned already
+        self._fewer = lambda: False  # all have a place: Ray says when one dies
+
+    def each(self, name: str, *arguments: Sequence[Any]) -> list[Any]:
+        """Call a function of every block; see `blocks.Crew`."""
+        calls = [host.call.remote(name, *(one[row] for one in arguments)) for row, host in enumerate(self.hosts)]
+        return self.wait(calls)
+
+    def wait(self, calls: Sequence[Any], *, show: bool = True) -> list[Any]:
+        """Return what calls of all blocks return.
+
+        Raises:
+            BlockDied: as soon as one has ended.
+            CoterieError, OSError, MemoryError: that of a block.
+        """
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        found, left = dict[Any, Any](), list(calls)
+        while left:
+            ready, left = ray.wait(left, num_returns=1, timeout=_TURN)
+            if not ready:
+                if self._fewer():
+                    raise BlockDied("a machine has gone")
+                continue
+            try:
+                result, said = ray.get(ready[0])
+            except RayTaskError:
+                raise
+            except RayError as error:
+                first = " ".join(str(error).split())[:160]
+                raise BlockDied(f"block {calls.index(ready[0])} of {len(calls)} has died ({first})") from None
+            if isinstance(result, Exception) and not isinstance(result, Interrupted):
+                raise result
+            found[ready[0]] = result
+            for text in said if show else ():
+                if str(text) not in self._said:
+                    self._said.add(str(text))
+                    warnings.warn(text, stacklevel=3)
+        return [found[call] for call in calls]
+
+
+def share(machines: Sequence[float], blocks: int, most: float) -> float:
+    """Return how much of a resource each block can have, so that all find a place at the same time.
+
+    Args:
+        machines: how much of it each machine has.
+        blocks: how many blocks.
+        most: what each would like.
+
+    Returns:
+        As much as possible up to `most`; 0 where no machine has any.
+
+    Example:
+        >>> share([2, 2], 4, 1), share([2], 4, 1), share([3, 1], 3, 2)
+        (1, 0.5, 1.0)
+    """
+    sizes = {most, *(size / count for size in machines for count in range(1, blocks + 1))}
+    fits = [one for one in sizes if 0 < one <= most and sum(int(size / one + 1e-9) for size in machines) >= blocks]
+    return max(fits, default=0)
+
+
+@contextmanager
+def start(given: Iterable[Given], *, cpus: int = 1, gpus: float | None = None) -> Iterator[Actors]:
+    """Start blocks as actors of the Ray to which this process is connected; see `blocks.Start`.
+
+    Args:
+        given: what each is made of.
+        cpus: processors of each, which are threads of the compiled engine; less where the machines have fewer in all.
+        gpus: GPUs of each; all are shared evenly when None and the run is on one.
+    """
+    import ray
+
+    refs, device, carried = list[Any](), "cpu", dict[str, bytes]()
+    for one in given:
+        device = one.plan.settings.device
+        carried = carried or packing.modules(_modules_of(one.plan))
+        refs.append(ray.put(packing.pack(one)))
+
+    def machines() -> list[Mapping[str, float]]:
+        return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+    alive = machines()
+    options: dict[str, Any] = {"num_cpus": _rounded(share([one.get("CPU", 0) for one in alive], len(refs), cpus))}
+    if device.startswith("cuda"):
+        options["num_gpus"] = gpus or _rounded(share([one.get("GPU", 0) for one in alive], len(refs), 1))
+    options |= {"concurrency_groups": {"post": 1}, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
+    actor: Any = ray.remote(**options)(Host)
+    hosts = [actor.remote(ref, carried, cpus) for ref in refs]
+    del refs
+    try:
+        yield Actors(hosts, lambda: len(machines()) < len(alive))
+    finally:
+        if ray.is_initialized():
+            for host in hosts:
+                ray.kill(host)
+
+
+def _modules_of(plan: Plan) -> set[str]:
+    """The modules that the method, the model and the settings of a run come from."""
+    parts = [dataclasses.asdict(plan.method), dataclasses.asdict(plan.settings), {"model": plan.model}]
+    names = set[str]().union(*map(packing.named_in, parts))
+    return names | {
+        type(plan.method).__module__,
+        getattr(plan.model, "__module__", None) or type(plan.model).__module__,
+    }
+
+
+@contextmanager
+def blocks_on(
+    where: Place | str, blocks: int, *, cpus: int = 1, gpus: float | None = None, **started: Any
+) -> Iterator["BlockRuns"]:
+    """Be connected to a Ray cluster for the block; give what does a study's runs there, each in blocks.
+
+        with blocks_on("ray:auto", 4) as over:
+            run_study("study.toml", over=over)
+
+    Args:
+        where: a place of Ray, or a value of `--on`.
+        blocks: of each run.
+        cpus: processors of a block.
+        gpus: GPUs of a block; see `start`.
+        started: further arguments of `ray.init` for "ray:local".
+
+    Raises:
+        ConfigError: when nobody answers, or a machine has another Coterie or torch.
+    """
+    require(blocks >= 1, "blocks", blocks, "1 or more")
+    with connect(place.read(where) if isinstance(where, str) else where, **started):
+        doctor.require_equal(doctor.look_at_all())
+        yield BlockRuns(blocks, partial(start, cpus=cpus, gpus=gpus))
+
+
+@dataclass(frozen=True)
+class BlockRuns(FanOut):
+    """What does the runs of a study one after another, each in blocks.
+
+    Args:
+        blocks: of each run.
+        start: starts them.
+        far: that workers see no files of this machine: this process reads and writes them all.
+    """
+
+    blocks: int
+    start: Start
+    far: bool = False
+
+    def __call__(self, work: Any, jobs: Iterable[Any], workers: int, emit: Emit) -> Iterator[tuple[Any, Any]]:
+        """Do every job and yield (job, result).
+
+        Args:
+            work: does the runs of a study; its `run` is what `simulate` is elsewhere.
+            jobs: the jobs.
+            workers: not used: the blocks of a run share the machines.
+            emit: receives what jobs emit.
+        """
+        hosted = replace(work, run=partial(simulate_in_blocks, blocks=self.blocks, start=self.start))
+        with one_thread():
+            for job in jobs:
+                yield job, hosted(job, emit)
+
+
+def _rounded(amount: float) -> float:
+    """Return what Ray can count: whole numbers, and parts of one by ten thousandths."""
+    return int(amount) if amount >= 1 else int(amount * 10_000) / 10_000

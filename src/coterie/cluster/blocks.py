@@ -1,0 +1,565 @@
+"""One population in blocks: each block hosts some clients and runs their rounds; here is who drives them.
+
+`simulate_in_blocks` ends with the parameters, tables and checkpoints of `simulate`, to the byte, however many blocks
+there are: the loop of a block is that of every run (`simulation.loop`), and only its exchange differs. The driver is a
+`Loop` too, of the whole population: it steps the blocks, puts together what they report, and is what is written to
+checkpoints and read from them. So a run in three blocks can be continued by one process, and the reverse.
+
+What ends a block ends them all. They are started anew from the last checkpoint, which is one round of the whole
+population and of which two generations are kept; without a folder, from the beginning.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from coterie.cluster.exchange import BlockExchange, Interrupted, Links, Postbox, merged_snapshots
+from coterie.cluster.told import Entry, Told, merged
+from coterie.data.federation import Federation, Truth
+from coterie.engine.task import Task
+from coterie.errors import ConfigError, CoterieError, require
+from coterie.exchange.attacking import COPY, LABEL_FLIP, STRENGTHS
+from coterie.exchange.base import Message
+from coterie.exchange.in_memory import InMemory
+from coterie.functional import metrics
+from coterie.methods.base import Method, State, map_tensors
+from coterie.models.layout import ModelSource
+from coterie.rng import Rng
+from coterie.simulation import attackers, checkpoint
+from coterie.simulation.loop import Loop, Tracker
+from coterie.simulation.record import Record
+from coterie.simulation.run import Note, Observer, Plan, Run, make_task, simulate
+from coterie.simulation.settings import Settings
+
+_ALONE = ("a-little-is-enough",)  # attacks that look at the honest models of everybody
+_OF_COHORT = (metrics.GRADIENT_VARIANCE, metrics.COMPOSED_GRADIENT_VARIANCE, metrics.INTERACTION_CHANGE)
+_TRIES = 3
+"""How often blocks are started again without a new checkpoint in between."""
+
+
+class BlockDied(CoterieError, RuntimeError):
+    """A block, or the machine that it was on, ended in the middle of a run."""
+
+
+# ---------------------------------------------------------------- one block
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a block is made of.
+
+    Args:
+        number: of the block.
+        plan: of the run, with the data of this block's clients alone.
+        owner: the block that hosts each member of the population.
+        pool: the samples of all clients, for methods that need them in one place.
+    """
+
+    number: int
+    plan: Plan
+    owner: Int[Tensor, " population"]
+    pool: Federation | None = None
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What a block reports of a round.
+
+    Args:
+        entries: of the tables.
+        samples: trained in it.
+        seconds: spent in training.
+        stopped: whether all of its clients have stopped.
+        sent: bytes told to other blocks.
+    """
+
+    entries: list[Entry]
+    samples: int
+    seconds: float
+    stopped: bool
+    sent: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a block reports of the final evaluation: that of a round, its models, and what metrics of the run need."""
+
+    last: Stepped
+    params: Tensor
+    label: Tensor | None
+    tested: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Everything that a later round of a block's clients depends on."""
+
+    state: State
+    tracker: Tracker
+    validation: Mapping[str, Tensor]
+    spent: Mapping[str, Tensor]
+    exchange: Mapping[str, Tensor]
+
+
+class BlockLoop(Loop):
+    """The run's loop for the clients of a block."""
+
+    told: Told
+
+    def __init__(self, given: Given, links: Links) -> None:
+        plan, self._final = given.plan, (None, {})
+        task = make_task(plan.federation, plan.method, plan.model, plan.settings, pool=given.pool)
+        inner = BlockExchange(links, task.ids, given.owner, server=plan.method.server)
+        door = attackers.door(inner, plan.attacked, task, plan.seed)
+        self.told = Told(task.population)
+        super().__init__(task, plan.method, door, plan.settings, Rng(plan.seed), self.told)
+
+    @property
+    def concludes(self) -> bool:
+        """Metrics of the whole run are computed by the driver, from what is known of all blocks."""
+        return True
+
+    def _outcome(self, label: Tensor | None, tested: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self._final = label, tested
+        return {}
+
+    def _explain(self, values: Mapping[str, Tensor]) -> None:
+        self.told.add_undefined(self.task.ids, values)
+
+    def outcome(self) -> tuple[Tensor | None, Mapping[str, Tensor]]:
+        """Return the found clusters, where they are known, and the metrics of the final test."""
+        label, tested = self._final
+        return None if label is None else label.cpu(), {name: value.cpu() for name, value in tested.items()}
+
+
+class Block:
+    """Some of the clients of a run, wherever they are hosted.
+
+    Args:
+        given: what it is made of.
+        links: to the other blocks.
+    """
+
+    def __init__(self, given: Given, links: Links) -> None:
+        self.loop, self.links = BlockLoop(given, links), links
+        self._told = (0, 0.0, 0)
+
+    def step(self, index: int) -> Stepped:
+        """Do the warm-up or a round."""
+        self.loop.next_round = index
+        self.loop.step()
+        return self._stepped()
+
+    def _stepped(self) -> Stepped:
+        loop, before = self.loop, self._told
+        self._told = now = loop.train_samples, loop.task.train_seconds, self.links.sent
+        samples, seconds, sent = now[0] - before[0], now[1] - before[1], now[2] - before[2]
+        return Stepped(loop.told.taken(), samples, seconds, bool(loop.tracker.stopped.all()), sent)
+
+    def kept(self) -> Kept:
+        """Return what a checkpoint needs."""
+        loop = self.loop
+        snapshot = getattr(loop.exchange, "snapshot")()  # noqa: B009
+        tracker = map_tensors(loop.tracker, lambda t: t.cpu())
+        return Kept(_moved(loop.state, "cpu"), tracker, loop.validation, loop.task.spent.snapshot(), snapshot)
+
+    def restore(self, kept: Kept) -> None:
+        """Go on from the state of a checkpoint."""
+        loop = self.loop
+        loop.state, loop.tracker = _moved(kept.state, loop.task.device), kept.tracker
+        if len(kept.tracker.best):
+            loop.tracker = replace(kept.tracker, best=kept.tracker.best.to(loop.task.device))
+        loop.validation = dict(kept.validation)
+        loop.task.spent.restore(kept.spent)
+        getattr(loop.exchange, "restore")(kept.exchange)  # noqa: B009
+
+    def final(self, last: int) -> Ended:
+        """Do the final evaluation after a round."""
+        self.loop.next_round = last + 1
+        params = self.loop.final()
+        return Ended(self._stepped(), params, *self.loop.outcome())
+
+
+def _moved(state: State, device: str) -> State:
+    memory, shared, moments = (
+        map_tensors(part, lambda t: t.to(device)) for part in (state.memory, state.shared, state.moments)
+    )
+    return State(state.params.to(device), memory, shared, moments, state.reputation)
+
+
+# ---------------------------------------------------------------- where blocks are
+
+
+@runtime_checkable
+class Crew(Protocol):
+    """Blocks that have been started, wherever they are."""
+
+    def each(self, name: str, *arguments: Sequence[Any]) -> list[Any]:
+        """Call a function of every block at the same time, and return the results in the order of the blocks.
+
+        Args:
+            name: of the function.
+            arguments: of each argument, that of every block.
+
+        Raises:
+            BlockDied: when a block has ended.
+        """
+        ...
+
+
+Start = Callable[[Iterable[Given]], AbstractContextManager[Crew]]
+"""Starts blocks, for as long as the context lasts."""
+
+
+class Threads:
+    """Blocks in threads of this process: the same program without a cluster, for tests.
+
+    Args:
+        given: what each is made of.
+    """
+
+    def __init__(self, given: Iterable[Given]) -> None:
+        given = list(given)
+        self.boxes = [Postbox(len(given)) for _ in given]
+        self._pool = ThreadPoolExecutor(len(given), "coterie-block")
+        with warnings.catch_warnings():  # the driver has said it already
+            warnings.simplefilter("ignore")
+            sends = [partial(_copied_into, box) for box in self.boxes]
+            self.blocks = [Block(one, Links(one.number, sends, self.boxes[one.number])) for one in given]
+
+    def each(self, name: str, *arguments: Sequence[Any]) -> list[Any]:
+        """Call a function of every block; see `Crew`."""
+
+        def call(number: int) -> Any:
+            try:
+                return getattr(self.blocks[number], name)(*(one[number] for one in arguments))
+            except BaseException:
+                self.close()
+                raise
+
+        futures = [self._pool.submit(call, number) for number in range(len(self.blocks))]
+        errors = [error for one in futures if (error := one.exception()) is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, Interrupted)), errors[0])
+        return [one.result() for one in futures]
+
+    def close(self) -> None:
+        """Release blocks that wait for one another."""
+        for box in self.boxes:
+            box.close()
+
+    @staticmethod
+    @contextmanager
+    def start(given: Iterable[Given]) -> Iterator["Threads"]:
+        """Start blocks in threads; see `Start`."""
+        crew = Threads(given)
+        try:
+            yield crew
+        finally:
+            crew.close()
+            crew._pool.shutdown()
+
+
+def _copied_into(box: Postbox, address: Any, sender: int, part: Any) -> None:
+    """Tell a block of this process something that its sender may change later."""
+    if isinstance(part, Message):
+        fields = {name: value.clone() for name, value in part.fields.items()}
+        part = replace(part, params=part.params.clone(), fields=fields)
+    box.put(address, sender, part)
+
+
+# ---------------------------------------------------------------- the whole population
+
+
+class _Held(InMemory):
+    """The exchange of the driver: nothing passes; it keeps what is stored of the blocks' exchanges."""
+
+    def __init__(self, task: Task, attackers: Bool[Tensor, " population"] | None) -> None:
+        super().__init__(task.ids, task.population)
+        self.attackers, self.tensors = attackers, dict[str, Tensor]()
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return what was read of a checkpoint, or gathered."""
+        return self.tensors
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep it."""
+        self.tensors = dict(tensors)
+
+
+class Whole(Loop):
+    """The rounds of a population that is hosted in blocks.
+
+    Its state is that of one client until it is gathered, so that the driver holds all models only while they are
+    written.
+
+    Args:
+        plan: of the run.
+        task: of all clients.
+        record: where results go.
+        crew: the blocks.
+        rows: the clients of each block.
+    """
+
+    def __init__(self, plan: Plan, task: Task, record: Record, crew: Crew, rows: Sequence[Tensor]) -> None:
+        self.crew, self.blocks = crew, rows
+        self._gathered, self._all_stopped, self._train_seconds = False, False, 0.0
+        self.sent = 0
+        """Bytes that blocks told each other so far."""
+        self.held = _Held(task, attackers.members(plan.attacked, task.population))
+        super().__init__(task, plan.method, self.held, plan.settings, Rng(plan.seed), record)
+
+    def _first(self, task: Task) -> State:
+        return super()._first(task.rows(torch.arange(1)))
+
+    @property
+    def finished(self) -> bool:
+        """Whether all rounds are done, or every client has stopped."""
+        return self.next_round >= self.settings.rounds or (self.next_round >= 0 and self._all_stopped)
+
+    def step(self) -> None:
+        """Let every block do the warm-up or one round."""
+        if self._gathered:
+            self._gathered, one = False, torch.arange(1)
+            self.state, self.tracker = self.state.take(one), map_tensors(self.tracker, lambda t: t[:1])
+        self._take(self.crew.each("step", [self.next_round] * len(self.blocks)))
+        self.next_round += 1
+
+    def _take(self, found: Sequence[Stepped]) -> None:
+        """Put together what the blocks report."""
+        for entry in merged([one.entries for one in found]):
+            if entry.kind == "metrics":
+                self.record.add_metrics(entry.round, entry.ids, entry.split, entry.model, entry.values)
+                if (entry.split, entry.model) == ("validation", "current"):
+                    self.validation = dict(entry.values)
+                if entry.split == "train":
+                    seen = torch.ones(len(entry.ids), dtype=torch.bool)
+                    seen = seen if self.attackers is None else ~self.attackers[entry.ids]
+                    kept = {name: value[seen] for name, value in entry.values.items() if name in self.recorded}
+                    self.reported |= {name: float(value.double().nanmean()) for name, value in kept.items()}
+            elif entry.kind == "drop":
+                self.record.drop_metrics(entry.round, entry.split, entry.model)
+            elif entry.kind == "edges":
+                self.record.add_edges(entry.round, entry.ids, entry.values)
+            else:
+                number = len(self.task)
+                gaps = {name: torch.isin(self.task.ids, entry.ids[lost]) for name, lost in entry.values.items()}
+                self._explain({n: torch.zeros(number).masked_fill(lost, torch.nan) for n, lost in gaps.items()})
+        self.train_samples += sum(one.samples for one in found)
+        self._train_seconds += max(one.seconds for one in found)
+        self._all_stopped = all(one.stopped for one in found)
+        self.sent += sum(one.sent for one in found)
+
+    @property
+    def train_seconds(self) -> float:
+        """Seconds that the slowest block of each round spent in training, in all."""
+        return self._train_seconds
+
+    def gather(self) -> None:
+        """Bring the state of all blocks here."""
+        if self._gathered:
+            return
+        found: list[Kept] = self.crew.each("kept")
+        states = [one.state for one in found]
+        self.state = State(
+            torch.cat([one.params for one in states]),
+            _stacked([one.memory for one in states]),
+            states[0].shared,
+            _stacked([one.moments for one in states]),
+            _stacked([one.reputation for one in states]),
+        )
+        self.tracker = _stacked([one.tracker for one in found])
+        self.validation = {name: torch.cat([one.validation[name] for one in found]) for name in found[0].validation}
+        spent = [one.spent for one in found if one.spent]
+        self.task.spent.restore({n: torch.cat([one[n] for one in spent]) for n in spent[0]} if spent else {})
+        self.held.restore(merged_snapshots([one.exchange for one in found]))
+        self._gathered = True
+
+    def scatter(self) -> None:
+        """Pass the state on to the blocks."""
+        spent, kept = self.task.spent.snapshot(), list[Kept]()
+        for rows in self.blocks:
+            of_rows = partial(_rows_of, rows)
+            mine = torch.isin(spent["client"], self.task.ids[rows]) if spent else rows
+            kept.append(
+                Kept(
+                    self.state.take(rows),
+                    map_tensors(self.tracker, of_rows),
+                    {name: of_rows(value) for name, value in self.validation.items()},
+                    {name: value[mine] for name, value in spent.items()},
+                    self.held.snapshot(),
+                )
+            )
+        self._gathered, self._all_stopped = True, bool(self.tracker.stopped.all())
+        self.crew.each("restore", kept)
+
+    def final(self) -> Float[Tensor, "clients params"]:
+        """Let every block evaluate its clients' chosen models, and return the models."""
+        self.gather()
+        last = self.next_round - 1
+        found: list[Ended] = self.crew.each("final", [last] * len(self.blocks))
+        self._take([one.last for one in found])
+        labels = [one.label for one in found if one.label is not None]
+        tested = {name: torch.cat([one.tested[name] for one in found]) for name in found[0].tested}
+        outcome = self._outcome(torch.cat(labels) if labels else None, tested)
+        model = "best" if self.settings.evaluate == "best_val" else "current"
+        self.record.add_metrics(last, self.task.ids[self.honest], "test", model, outcome)
+        self.evaluated = torch.cat([one.params for one in found]).to(self.task.device)
+        return self.evaluated
+
+
+def _rows_of(rows: Tensor, value: Tensor) -> Tensor:
+    """Return some clients' rows; nothing of what is kept for nobody."""
+    return value[rows] if len(value) else value
+
+
+def _stacked(parts: Sequence[Any]) -> Any:
+    """Return the dataclasses of several blocks as one; None where they have none."""
+    if parts[0] is None:
+        return None
+    names = [one.name for one in dataclasses.fields(parts[0])]
+    return replace(parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+
+
+# ---------------------------------------------------------------- the run
+
+
+def split(clients: int, blocks: int | Sequence[int]) -> list[Int[Tensor, " _"]]:
+    """Return the rows of each block: ranges of clients.
+
+    Args:
+        clients: how many there are.
+        blocks: how many blocks, whose sizes then differ by one at most; or the size of each.
+
+    Raises:
+        ConfigError: when a block would have no client, or the sizes are not those of all clients.
+
+    Example:
+        >>> [len(rows) for rows in split(7, 3)], [len(rows) for rows in split(7, [1, 6])]
+        ([3, 2, 2], [1, 6])
+    """
+    if isinstance(blocks, int):
+        require(1 <= blocks <= clients, "blocks", blocks, f"1 to {clients}, the number of clients")
+        return list(torch.arange(clients).tensor_split(blocks))
+    fits = all(size >= 1 for size in blocks) and sum(blocks) == clients
+    require(fits, "blocks", list(blocks), f"sizes of 1 or more that are {clients} together")
+    return list(torch.arange(clients).split(list(blocks)))
+
+
+def check(method: Method, settings: Settings) -> None:
+    """Refuse what needs all clients in one process.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    if settings.schedule != "synchronous":
+        raise ConfigError(
+            f"schedule is {settings.schedule!r}: clients act one after another, which blocks cannot; use 'synchronous'"
+        )
+    for attack in settings.attacking:
+        kind = str(attack.kind)
+        if kind not in (LABEL_FLIP, COPY, *STRENGTHS) or kind in _ALONE:
+            raise ConfigError(f"attack {kind!r} looks at the honest models of all clients; leave out --blocks")
+    needs = [one.name for one in _OF_COHORT if one.name in settings.extra_metrics]
+    if method.server and needs:
+        raise ConfigError(f"extra_metrics has {needs[0]!r}, which compares the cohort's models; leave out --blocks")
+
+
+def given_of(plan: Plan, rows: Sequence[Int[Tensor, " _"]]) -> Iterator[Given]:
+    """Yield what each block is made of, one after another: together they are as large as the federation."""
+    federation = plan.federation
+    owner = torch.empty(federation.population, dtype=torch.int32)
+    for number, mine in enumerate(rows):
+        owner[federation.ids[mine]] = number
+    pool = federation.pooled() if "pool" in plan.method.needs else None
+    every_test = metrics.GLOBAL_ACCURACY.name in plan.settings.extra_metrics
+    for number, mine in enumerate(rows):
+        part = federation.host(federation.ids[mine])
+        if not every_test:
+            kept, test_of = part.test_of.unique(return_inverse=True)
+            part = replace(part, tests=tuple(part.tests[one] for one in kept.tolist()), test_of=test_of)
+        if federation.truth is not None and "truth" in plan.method.needs:
+            part = replace(part, truth=Truth(federation.truth.cluster[mine], (), ()))
+        yield Given(number, replace(plan, federation=part), owner, pool)
+
+
+def simulate_in_blocks(
+    federation: Federation,
+    method: Method,
+    *,
+    model: ModelSource,
+    blocks: int | Sequence[int],
+    start: Start,
+    settings: Settings | None = None,
+    seed: int = 0,
+    label: str | None = None,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    observer: Observer | None = None,
+    notes: Callable[[Note], None] | None = None,
+    saved: Callable[[], None] | None = None,
+) -> Run:
+    """Run a method over a federation that is hosted in blocks; `simulate` ends with the same bytes.
+
+    A block that dies costs the rounds since the last checkpoint: all blocks are started again from it, at most three
+    times in a row without a new one.
+
+    Args:
+        federation: the data.
+        method: the method.
+        model: what clients train.
+        blocks: how many blocks, or the number of clients of each.
+        start: starts them: `Threads.start`, or `actors.start` on Ray.
+        settings: the settings of the run.
+        seed: of the run.
+        label: name of the method in results.
+        folder: folder for results and checkpoints; without one, what dies is begun again.
+        resume: continue from the checkpoint in `folder`, if there is one, whoever wrote it.
+        observer: called after each round.
+        notes: called when something takes seconds, and when blocks are started again.
+        saved: called after the files in `folder` were written.
+
+    Raises:
+        ConfigError: when something of the run needs all clients in one process.
+        BlockDied: when blocks die again and again.
+    """
+    settings = settings or Settings()
+    check(method, settings)
+    where, failed = None if folder is None else Path(folder), list[int | None]()
+    while True:
+        try:
+            with _hosting(blocks, start) as host:
+                return simulate(
+                    federation, method, model=model, settings=settings, seed=seed, label=label, folder=where,
+                    resume=resume, observer=observer, notes=notes, saved=saved, host=host,
+                )  # fmt: skip
+        except BlockDied as died:
+            failed.append(None if where is None else checkpoint.rounds_done(where))
+            if failed[-_TRIES:].count(failed[-1]) == _TRIES:
+                raise
+            resume = where is not None
+            if notes is not None:
+                begin = "the beginning" if failed[-1] is None else f"round {failed[-1]}"
+                notes(Note(label or method.kind, seed, f"{died}; all blocks go on from {begin}"))
+
+
+@contextmanager
+def _hosting(blocks: int | Sequence[int], start: Start) -> Iterator[Callable[[Plan, Task, Record], Whole]]:
+    """Yield what hosts a run in blocks, which end with the context."""
+    with ExitStack() as stack:
+
+        def host(plan: Plan, task: Task, record: Record) -> Whole:
+            rows = split(len(task), blocks)
+            return Whole(plan, task, record, stack.enter_context(start(given_of(plan, rows))), rows)
+
+        yield host

@@ -1,0 +1,257 @@
+"""BlockExchange: the exchange between the blocks of one population.
+
+Each block hosts some of the clients. In a pull it tells every other block which of that one's clients it reads, and
+gets their messages alone; so a block holds its own rows and what its clients read. In an exchange with a server every
+block gathers the messages of the cohort and applies the method's pure rule itself: all end with the same bytes, and
+nobody has the server role. All blocks take part in every exchange, also those of which no client does.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from threading import Condition
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coterie.errors import CoterieError
+from coterie.exchange.base import Inbox, Message, Rule, check_peers, check_reply, from_tensors, read, to_tensors
+from coterie.exchange.in_memory import InMemory
+from coterie.rng import Rng
+
+Address = tuple[int, int, str]
+"""Round, number of the exchange in it, and which part of the exchange."""
+Part = Message | Tensor | None
+"""What a block tells another one: messages with ids, or the ids of clients."""
+Send = Callable[[Address, int, Any], None]
+"""Tells a block something: the address, who says it, and what."""
+
+
+class Interrupted(CoterieError, RuntimeError):
+    """Raised in a block that waits for another one which has ended."""
+
+
+class Postbox:
+    """What the blocks told one of them.
+
+    Args:
+        blocks: how many there are.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self._parts: dict[Address, dict[int, Any]] = {}
+        self._change = Condition()
+        self._closed = False
+
+    def put(self, address: Address, sender: int, part: Any) -> None:
+        """Take what a block says."""
+        with self._change:
+            self._parts.setdefault(address, {})[sender] = part
+            self._change.notify_all()
+
+    def collect(self, address: Address) -> list[Any]:
+        """Wait for what all blocks say, and return it in their order.
+
+        Raises:
+            Interrupted: when the postbox was closed.
+        """
+        with self._change:
+            self._change.wait_for(lambda: self._closed or len(self._parts.get(address, ())) == self.blocks)
+            if self._closed:
+                raise Interrupted("another block of the population has ended")
+            found = self._parts.pop(address)
+        return [found[number] for number in range(self.blocks)]
+
+    def close(self) -> None:
+        """Release who waits."""
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+
+
+class Links:
+    """A block's ways to all others.
+
+    Args:
+        number: of this block.
+        sends: how each block is told something; its own entry is not used.
+        postbox: of this block.
+    """
+
+    def __init__(self, number: int, sends: Sequence[Send], postbox: Postbox) -> None:
+        self.number, self.sends, self.postbox = number, sends, postbox
+        self.sent = 0
+        """Bytes told to other blocks so far."""
+
+    def __len__(self) -> int:
+        return len(self.sends)
+
+    def swap(self, address: Address, parts: Sequence[Part]) -> list[Part]:
+        """Tell each block its part, and return what each tells this one."""
+        for number, (send, part) in enumerate(zip(self.sends, parts, strict=True)):
+            if number != self.number:
+                self.sent += nbytes(part)
+                send(address, self.number, part)
+        self.postbox.put(address, self.number, parts[self.number])
+        return self.postbox.collect(address)
+
+
+def nbytes(part: Part) -> int:
+    """Return the size of what a block tells another one, in bytes."""
+    if part is None:
+        return 0
+    each = [part] if isinstance(part, Tensor) else [part.params, *part.fields.values()]
+    return sum(one.numel() * one.element_size() for one in each)
+
+
+def chosen(board: Message | None, ids: Int[Tensor, " wanted"]) -> Message | None:
+    """Return the messages of some clients that are on a board, as copies; None where there are none.
+
+    Args:
+        board: messages with ids, or none.
+        ids: of the clients, not all of which need to be there.
+    """
+    if board is None or not len(ids):
+        return None
+    assert board.ids is not None
+    order = torch.argsort(board.ids)
+    known = board.ids[order]
+    at = torch.searchsorted(known, ids).clamp(max=max(0, len(known) - 1))
+    rows = order[at][known[at] == ids] if len(known) else at[:0]
+    if not len(rows):
+        return None
+    fields = {name: value[rows.to(value.device)] for name, value in board.fields.items()}
+    return Message(board.params[rows.to(board.params.device)], fields, board.ids[rows])
+
+
+def joined(parts: Sequence[Part], like: Message) -> Message | None:
+    """Return the messages of several blocks as one, where the tensors of another message are; None where none came."""
+    found = [part for part in parts if isinstance(part, Message)]
+    if not found:
+        return None
+    ids = torch.cat([part.ids for part in found if part.ids is not None])
+    fields = {
+        name: torch.cat([part.fields[name].to(value.device) for part in found]) for name, value in like.fields.items()
+    }
+    return Message(torch.cat([part.params.to(like.params.device) for part in found]), fields, ids)
+
+
+class BlockExchange:
+    """One block's exchange with all others.
+
+    Args:
+        links: to the others.
+        ids: the clients hosted here.
+        owner: the block that hosts each member of the population.
+        server: whether the method has a server: then every block does what a server does.
+    """
+
+    def __init__(
+        self, links: Links, ids: Int[Tensor, " clients"], owner: Int[Tensor, " population"], *, server: bool
+    ) -> None:
+        self.links, self.owner, self.server = links, owner, server
+        self.population = len(owner)
+        self.own = InMemory(ids, self.population)
+        self._round, self._number = -1, 0
+        self._taking: dict[int, int] = {}  # by exchange: how many rows of the last board are no stopped clients
+
+    def begin(self, rng: Rng) -> None:
+        """Start a round."""
+        self._round, self._number = rng.round, 0
+        self.own.begin(rng)
+
+    def enter(self, ids: Int[Tensor, " active"]) -> None:
+        """Set the clients that take part from now on."""
+        self.own.enter(ids)
+
+    def cohort(self, compute: Callable[[], Int[Tensor, " active"]]) -> Int[Tensor, " active"]:
+        """Compute the cohort: every block knows what a server knows."""
+        return compute()
+
+    def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
+        """Make stopped clients keep publishing."""
+        self.own.retire(ids, params)
+
+    def idle(self, exchanges: int) -> None:
+        """Let the other blocks read the clients that have stopped, in a round in which nobody here takes part."""
+        empty = torch.zeros(0, dtype=torch.int64)
+        self.own.enter(empty)
+        for number in range(exchanges):
+            last = self.own.last.get(number)
+            self._swapped(None if last is None else self._board(last.rows(empty)), empty)
+
+    def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
+        """Publish, and read the chosen peers wherever they are: see `Exchange.pull`."""
+        active = self.own.active
+        check_peers(active, peers, self.population)
+        came = self._swapped(self._board(message), peers[peers >= 0].unique())
+        board = joined(came, message)
+        if board is None:
+            board = replace(message, ids=torch.full((len(message),), self.population))
+        return read(board, active, peers, self.population)
+
+    def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+        """Gather the messages of the cohort, and apply the rule to them as every block does: see `Exchange.serve`."""
+        message = replace(message, ids=self.own.active)
+        whole = joined(self.links.swap(self._address("cohort"), [message] * len(self.links)), message)
+        self._number += 1
+        assert whole is not None
+        assert whole.ids is not None
+        order = torch.argsort(whole.ids)
+        shared, reply = rule(shared, whole.rows(order))
+        check_reply(reply, message.expects)
+        return shared, reply.inbox(torch.searchsorted(whole.ids[order], self.own.active))
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return what a later round depends on: see `merged_snapshots`."""
+        taking = {f"taking.{number}": torch.tensor(count) for number, count in self._taking.items()}
+        return self.own.snapshot() | to_tensors("last", self.own.last) | taking
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore this block's part of what `InMemory.snapshot` returned for the whole population."""
+        here = self.owner == self.links.number
+        self.own.restore({k: v for k, v in tensors.items() if k.startswith("stopped.") and here[int(k.split(".")[1])]})
+        for number, board in from_tensors("last", tensors).items():
+            assert board.ids is not None
+            falls = (board.ids[1:] < board.ids[:-1]).nonzero().flatten()
+            taking = int(falls[0]) + 1 if len(falls) else len(board)
+            mine = here[board.ids]
+            self._taking[number] = int(mine[:taking].sum())
+            self.own.last[number] = board.rows(mine.nonzero().flatten())
+
+    def _address(self, part: str) -> Address:
+        return self._round, self._number, part
+
+    def _board(self, message: Message) -> Message:
+        self._taking[self._number] = len(message)
+        return self.own.board(message)
+
+    def _swapped(self, board: Message | None, wanted: Int[Tensor, " wanted"]) -> list[Part]:
+        """Tell all blocks whose messages are wanted here, and swap the messages that are wanted anywhere."""
+        owner = self.owner[wanted]
+        asked = self.links.swap(self._address("wanted"), [wanted[owner == one] for one in range(len(self.links))])
+        parts = [chosen(board, ids) if isinstance(ids, Tensor) else None for ids in asked]
+        came = self.links.swap(self._address("messages"), parts)
+        self._number += 1
+        return came
+
+
+def merged_snapshots(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return what `InMemory.snapshot` returns of the whole population, from the snapshots of the blocks in order."""
+    out = {name: value for part in parts for name, value in part.items() if not name.startswith(("last.", "taking."))}
+    if not any(name.startswith("stopped.") for name in out):
+        return out
+    boards = [from_tensors("last", part) for part in parts]
+    for number in sorted({number for one in boards for number in one}):
+        taking, gone = list[Message](), list[Message]()
+        for part, own in zip(parts, boards, strict=True):
+            if number in own:
+                split, rows = int(part[f"taking.{number}"]), torch.arange(len(own[number]))
+                taking.append(own[number].rows(rows[:split]))
+                gone.append(own[number].rows(rows[split:]))
+        whole = joined([*taking, *gone], taking[0])
+        assert whole is not None
+        out |= to_tensors("last", {number: whole})
+    return out

@@ -1,0 +1,63 @@
+"""A run's folder on two machines: what is new in it, by the digests of its manifest, and how it comes home."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from coterie._util import manifest
+from coterie.results.summary import CONFIG, EDGES, METRICS, PROVENANCE
+from coterie.simulation import checkpoint
+
+_FIRST, _LAST = (CONFIG, checkpoint.FILE), (METRICS, EDGES, PROVENANCE)
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What is new in a folder.
+
+    Args:
+        files: the bytes of new files, by name, in the order in which they are put into place.
+        kept: other names under which files that the receiver has are kept: the checkpoint before the new one.
+    """
+
+    files: Mapping[str, bytes]
+    kept: Mapping[str, str]
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    """Return the files of a run's folder as they are, with the manifest; without what belongs to this machine alone."""
+    if not folder.exists():
+        return {}
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def lay_out(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write files into a new folder."""
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+def news(folder: Path, known: Mapping[str, str]) -> tuple[Parcel, dict[str, str]]:
+    """Return what is new in a folder whose files were just written, and the digests of all that is there now.
+
+    Args:
+        folder: of a run.
+        known: the digests that the receiver has, by name.
+    """
+    now = manifest.digests(folder)
+    changed = [name for name, digest in now.items() if known.get(name) != digest]
+    before, newest = checkpoint.BEFORE, checkpoint.FILE
+    rotated = before in changed and now[before] == known.get(newest) and newest in changed
+    order = [name for name in changed if not (rotated and name == before)]
+    order.sort(
+        key=lambda name: (name not in _FIRST, name in _LAST, (_FIRST + _LAST).index(name) if name in _LAST else 0)
+    )
+    return Parcel({name: (folder / name).read_bytes() for name in order}, {newest: before} if rotated else {}), now
+
+
+def put_away(parcel: Parcel, folder: Path) -> None:
+    """Write what is new into the folder of the same run here, atomically; see `manifest.replace_files`."""
+    if parcel.files:
+        manifest.replace_files(folder, parcel.files, parcel.kept)

@@ -1,0 +1,171 @@
+"""What goes to a worker: objects as bytes and arrays, and the user's own modules.
+
+Arrays and tensors are kept apart from the other bytes (pickle's protocol 5), so that Ray holds each once a machine and
+every worker there reads it where it lies. Everything here is sent between processes of one user's own cluster, over
+connections that Ray makes; nothing is unpickled that a stranger could have sent.
+"""
+
+import ast
+import importlib
+import io
+import os
+import pickle
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from coterie._util.origin import PACKAGE
+from coterie.errors import ConfigError
+
+LARGEST = 64 * 2**20
+"""Bytes of a user's own modules that are sent along at most."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """An object as bytes.
+
+    Args:
+        head: the pickled object without its arrays.
+        arrays: the bytes of its arrays and tensors, which nobody may change.
+    """
+
+    head: bytes
+    arrays: tuple[np.ndarray, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return len(self.head) + sum(array.nbytes for array in self.arrays)
+
+
+def pack(value: Any) -> Packed:
+    """Return an object as bytes; its arrays are not copied.
+
+    Functions and classes of a script or a notebook go along; those of a module are found by its name.
+    """
+    from ray import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if type(obj) is torch.Tensor and _plain(obj):
+                return _tensor, (obj.numpy(),)
+            return super().reducer_override(obj)
+
+    arrays: list[pickle.PickleBuffer] = []
+    file = io.BytesIO()
+    Pickler(file, protocol=5, buffer_callback=arrays.append).dump(value)
+    return Packed(file.getvalue(), tuple(np.frombuffer(array.raw(), np.uint8) for array in arrays))
+
+
+def unpack(packed: Packed) -> Any:
+    """Return the object; its arrays and tensors lie where those of `packed` do, and must not be changed."""
+    return pickle.loads(packed.head, buffers=packed.arrays)
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether numpy can hold a tensor where it is."""
+    known = tensor.dtype not in (torch.bfloat16,) and not (tensor.is_conj() or tensor.is_neg())
+    return known and tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.requires_grad
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it cannot be written to: nobody does
+        return torch.from_numpy(array)
+
+
+def named_in(settings: Any) -> set[str]:
+    """Return the modules that the import paths in a table of settings name.
+
+    Example:
+        >>> sorted(named_in({"methods": [{"kind": "lab.rules:Mine"}], "loss": "lab.losses:focal", "name": "a: b"}))
+        ['lab.losses', 'lab.rules']
+    """
+    if isinstance(settings, Mapping):
+        return set().union(*map(named_in, settings.values()))
+    if isinstance(settings, list | tuple):
+        return set().union(*map(named_in, settings))
+    if not isinstance(settings, str):
+        return set()
+    module, colon, name = settings.partition(":")
+    return {module} if colon and all(part.isidentifier() for part in f"{module}.{name}".split(".")) else set()
+
+
+def modules(names: Iterable[str]) -> dict[str, bytes]:
+    """Return the files of modules that are not installed, and of those that they import, by their path from the root.
+
+    What lies in the folders of installed packages must be installed on every machine; what lies elsewhere, such as a
+    method file beside a study, is sent.
+
+    Args:
+        names: modules that this process has imported.
+
+    Raises:
+        ConfigError: when they are more than `LARGEST` bytes.
+    """
+    files: dict[str, bytes] = {}
+    waiting, seen = [name.partition(".")[0] for name in names], set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        module = sys.modules.get(name)
+        place = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", [])), None)
+        if place is None or _installed(Path(place)):
+            continue
+        path = Path(place)
+        package = hasattr(module, "__path__")
+        root = path.parent if package and path.suffix else path
+        own = sorted(root.rglob("*.py")) if package else [root]
+        for file in own:
+            files[str(file.relative_to(root.parent))] = content = file.read_bytes()
+            waiting += _imports(content)
+        total = sum(map(len, files.values()))
+        if total > LARGEST:
+            raise ConfigError(
+                f"the modules beside the study are {total} bytes with those they import; expected at most {LARGEST}: "
+                "install them on the machines of the cluster"
+            )
+    return files
+
+
+def unfold(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write modules into a folder from which this process imports from now on; nothing happens where there are none."""
+    if not files:
+        return
+    for name, content in files.items():
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(f"a module is called {name!r}; expected a path inside its folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+
+
+def _installed(path: Path) -> bool:
+    """Whether a file belongs to Python, to an installed package, or to Coterie."""
+    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    places |= {place for place in sys.path if place.endswith(("site-packages", "dist-packages"))}
+    real = Path(os.path.realpath(path))
+    return real.is_relative_to(PACKAGE) or any(real.is_relative_to(os.path.realpath(place)) for place in places)
+
+
+def _imports(source: bytes) -> set[str]:
+    """The roots of the modules that a file imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found

@@ -1,0 +1,507 @@
+"""Whole runs on Ray: the jobs of a study or of tuning as Ray tasks, with the files they would leave on this machine.
+
+    with runs_on("ray:auto") as over:
+        run_study("study.toml", over=over)
+
+Each run is one task. Ray decides where it goes, by the processors and GPUs that it asks for. Its folder stays claimed
+by this process, which sends what is there, and writes what comes back with each checkpoint: no folder is shared. When a
+worker dies, its run starts again from the last checkpoint that came home. The data of a seed are held once a machine.
+"""
+
+import math
+import os
+import queue
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from coterie._util import manifest
+from coterie._util.claims import claimed, in_use
+from coterie.cluster import doctor, folders, packing, place
+from coterie.cluster.packing import Packed
+from coterie.cluster.place import Place, connect
+from coterie.data.federation import Federation
+from coterie.errors import CoterieError, FolderInUse, require
+from coterie.simulation.run import Saved
+from coterie.simulation.workers import Emit, FanOut, WorkerDied
+from coterie.studies.run import FAILURE, note_failure
+
+RETRIES = 3
+_TOGETHER = 0.2  # seconds for which messages of a worker are collected
+_TURN = 1.0  # seconds after which this process looks up from waiting
+_TEMPORARY = "coterie-run-"
+_YOUNG = 60.0  # seconds in which a folder may not be claimed yet
+
+
+@runtime_checkable
+class Foldered(Protocol):
+    """Work whose jobs write folders."""
+
+    folder: Path
+
+    def folder_of(self, job: Any, /) -> Path:
+        """The folder of a job, below `folder`."""
+        ...
+
+    def moved(self, folder: Path, /) -> "Foldered":
+        """The same work in another folder, on another machine."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Numbers of a fan-out, for measurements.
+
+    Args:
+        data: bytes put into Ray's store: of work, data and what is there of runs.
+        home: bytes of files that came back.
+        lost: workers that died.
+    """
+
+    data: int = 0
+    home: int = 0
+    lost: int = 0
+
+
+@contextmanager
+def runs_on(
+    where: Place | str,
+    *,
+    cpus: float = 1,
+    gpus: float = 0,
+    retries: int = RETRIES,
+    check: bool | None = None,
+    **started: Any,
+) -> Iterator["RayRuns"]:
+    """Be connected to a Ray cluster for the block, after a look at its machines; give what does runs there.
+
+    Args:
+        where: a place of Ray, or a value of `--on`.
+        cpus: processors of a run, which are its threads.
+        gpus: GPUs of a run; below 1, several runs share one.
+        retries: how often a run starts again after its worker died.
+        check: whether the machines are compared with this one first; None where they are not this machine.
+        started: further arguments of `ray.init` for "ray:local".
+
+    Raises:
+        ConfigError: when nobody answers, or a machine has another Coterie or torch.
+    """
+    require(cpus > 0, "cpus", cpus, "more than 0")
+    require(gpus >= 0 and (gpus < 1 or gpus == int(gpus)), "gpus", gpus, "a share of one below 1, or a whole number")
+    require(retries >= 0, "retries", retries, "0 or more")
+    where = place.read(where) if isinstance(where, str) else where
+    with connect(where, **started):
+        if where.address != "local" if check is None else check:
+            doctor.require_equal(doctor.look_at_all())
+        yield RayRuns(cpus, gpus, retries)
+
+
+@dataclass
+class _Run:
+    """A job that is under way."""
+
+    job: Any
+    payload: Any
+    claim: ExitStack
+    folder: Path | None
+    tries: int = 1
+
+
+@dataclass
+class RayRuns(FanOut):
+    """`fan_out` over the Ray that this process is connected to; `runs_on` makes it.
+
+    Args:
+        cpus: processors of a run.
+        gpus: GPUs of a run.
+        retries: how often a run starts again after its worker died.
+        far: that no file of this machine is seen by workers.
+        sent: numbers, for measurements.
+    """
+
+    cpus: float = 1
+    gpus: float = 0
+    retries: int = RETRIES
+    far: bool = True
+    sent: Sent = field(default_factory=Sent)
+
+    def __call__(self, work: Any, jobs: Iterable[Any], workers: int, emit: Emit) -> Iterator[tuple[Any, Any]]:
+        """Do every job and yield (job, result) as they finish.
+
+        Args:
+            work: as that of `fan_out`; with `folder`, `folder_of` and `moved` its jobs write folders, which come home.
+            jobs: the jobs. One whose folder another process has claimed gives False.
+            workers: runs under way at most; there are also no more than the cluster has room for, and two that wait.
+            emit: receives the values that jobs emit.
+
+        Raises:
+            CoterieError, OSError, MemoryError: the error of a job.
+            WorkerDied: when a worker died more often than `retries`, or failed by an error that is none of these.
+        """
+        import ray
+
+        keeper = work if isinstance(work, Foldered) else None
+        packed = packing.pack(work if keeper is None else keeper.moved(keeper.folder))
+        self._count(data=packed.nbytes)
+        carried = packing.modules(_modules_of(work))
+        common = ray.put((packed, carried, list(sys.argv), self.cpus))
+        store = _Store(self)
+        tasks = _tasks(ray, self.cpus, self.gpus)
+        waiting, under_way = iter(jobs), dict[int, _Run]()
+        number, more, last_room = 0, True, (0.0, 0)
+        try:
+            while True:
+                if time.monotonic() - last_room[0] > _TURN:
+                    last_room = time.monotonic(), self._room(ray)
+                while more and len(under_way) < min(workers, last_room[1] + 2):
+                    job = next(waiting, _NOTHING)
+                    if job is _NOTHING:
+                        more = False
+                        break
+                    run = self._claim(job, keeper)
+                    if run is None:
+                        yield job, False
+                        continue
+                    run.payload = store.payload(job, [one.payload for one in under_way.values()])
+                    under_way[(number := number + 1)] = run
+                    self._start(tasks, number, run, common)
+                if not under_way:
+                    return
+                for key, kind, value in tasks.wait(_TURN):
+                    run = under_way[key]
+                    if kind == "files":
+                        self._count(home=sum(map(len, value.files.values())))
+                        if run.folder is not None:
+                            folders.put_away(value, run.folder)
+                    elif kind == "progress":
+                        emit(value)
+                    elif kind == "warning":
+                        warnings.warn(value, stacklevel=2)
+                    elif kind == "done":
+                        del under_way[key]
+                        run.claim.close()
+                        yield run.job, value
+                    elif kind == "lost" or (kind == "failed" and isinstance(value, MemoryError)):
+                        self._count(lost=1)
+                        if run.tries > self.retries:
+                            raise self._given_up(run, value)
+                        run.tries += 1
+                        why = value if kind == "lost" else "its machine has no more memory"
+                        warnings.warn(f"{run.job}: {why}; try {run.tries} goes on where it was", stacklevel=2)
+                        del under_way[key]
+                        under_way[(number := number + 1)] = run
+                        self._start(tasks, number, run, common)
+                    else:
+                        if run.folder is not None:
+                            note_failure(run.folder, value)
+                        raise value
+        finally:
+            tasks.stop()
+            for run in under_way.values():
+                run.claim.close()
+
+    def _given_up(self, run: _Run, value: Any) -> Exception:
+        """The error of a run whose worker died too often."""
+        if not isinstance(value, MemoryError):
+            value = WorkerDied(f"{run.job}: {value}, {run.tries} times; resume goes on")
+        if run.folder is not None:
+            note_failure(run.folder, value)
+        return value
+
+    def _claim(self, job: Any, keeper: Foldered | None) -> _Run | None:
+        """A job with its folder claimed; None when another process has it."""
+        claim = ExitStack()
+        if keeper is None:
+            return _Run(job, None, claim, None)
+        folder = keeper.folder_of(job)
+        try:
+            claim.enter_context(claimed(folder))
+        except FolderInUse:
+            return None
+        (folder / FAILURE).unlink(missing_ok=True)
+        return _Run(job, None, claim, folder)
+
+    def _start(self, tasks: Any, number: int, run: _Run, common: Any) -> None:
+        """Start a run, or start it again, from what is in its folder."""
+        there = {} if run.folder is None else folders.everything(run.folder)
+        self._count(data=sum(map(len, there.values())))
+        tasks.start(number, common, run.payload, there, "" if run.folder is None else str(run.folder))
+
+    def _room(self, ray: Any) -> int:
+        """How many runs the cluster has room for now."""
+        have = ray.cluster_resources()
+        room = have.get("CPU", 0.0) / self.cpus
+        if self.gpus:
+            cards = have.get("GPU", 0.0)
+            room = min(room, cards * math.floor(1 / self.gpus) if self.gpus < 1 else cards / self.gpus)
+        return max(1, int(room))
+
+    def _count(self, *, data: int = 0, home: int = 0, lost: int = 0) -> None:
+        now = self.sent
+        self.sent = Sent(now.data + data, now.home + home, now.lost + lost)
+
+
+_NOTHING = object()
+
+
+def _modules_of(work: Any) -> set[str]:
+    """The modules that a work's settings name, and those of its functions and classes."""
+    from coterie.studies import config
+
+    names: set[str] = set()
+    for value in vars(work).values():
+        if isinstance(value, config.StudyConfig):
+            names |= packing.named_in(config.table(value))
+        elif callable(value):
+            names.add(getattr(value, "__module__", None) or type(value).__module__)
+            names.add(type(value).__module__)
+    study = getattr(work, "study", None)
+    if isinstance(study, str):
+        names |= packing.named_in(config.table(config.loads(study)))
+    return names
+
+
+class _Store:
+    """Federations in Ray's store, each once while a job that is under way has it."""
+
+    def __init__(self, owner: RayRuns) -> None:
+        self._owner = owner
+        self._held: dict[int, tuple[Federation, Any]] = {}
+
+    def payload(self, job: Any, others: list[Any]) -> tuple[Packed, list[Any]]:
+        """Return a job in which its federation is a reference.
+
+        Args:
+            job: with or without a `federation`.
+            others: the payloads of the jobs under way; what none of them refers to is let go.
+        """
+        import ray
+
+        data = getattr(job, "federation", None)
+        used = {id(ref) for _, refs in others for ref in refs}
+        self._held = {key: (value, ref) for key, (value, ref) in self._held.items() if id(ref) in used or value is data}
+        if not isinstance(data, Federation):
+            return packing.pack(job), []
+        if id(data) not in self._held:
+            packed = packing.pack(data)
+            self._owner._count(data=packed.nbytes)
+            self._held[id(data)] = data, ray.put(packed)
+        return packing.pack(replace(job, federation=None)), [self._held[id(data)][1]]
+
+
+def _tasks(ray: Any, cpus: float, gpus: float) -> Any:
+    """What starts tasks and hears them: in this process, or, where it is no part of the cluster, in an actor there."""
+    if not ray.util.client.ray.is_connected():
+        return Tasks(cpus, gpus)
+    return _Relay(ray, cpus, gpus)
+
+
+class Tasks:
+    """Ray tasks by number: started, heard, stopped.
+
+    Args:
+        cpus: processors of each.
+        gpus: GPUs of each.
+    """
+
+    def __init__(self, cpus: float, gpus: float) -> None:
+        import ray
+
+        self._ray: Any = ray
+        options = {"num_cpus": cpus, "num_gpus": gpus, "max_retries": 0, "num_returns": "streaming"}
+        self._task = ray.remote(**options)(_serve)
+        self._numbers: dict[Any, int] = {}
+
+    def start(self, number: int, *arguments: Any) -> None:
+        """Start a task under a number that was not used before."""
+        self._numbers[self._task.remote(*arguments)] = number
+
+    def wait(self, seconds: float) -> list[tuple[int, str, Any]]:
+        """Return what tasks said, as (number, kind, value); nothing when none has spoken after so many seconds.
+
+        Kinds are "progress", "warning", "files", "failed" and "done"; "lost" where the worker died, with the reason.
+        After the last three, nothing comes from that task.
+        """
+        ready, _ = self._ray.wait([*self._numbers], num_returns=1, timeout=seconds, fetch_local=False)
+        heard: list[tuple[int, str, Any]] = []
+        for stream in ready:
+            number = self._numbers[stream]
+            try:
+                batch = self._ray.get(next(stream))
+            except StopIteration:
+                batch = [("lost", "its worker ended without a result")]
+            except self._ray.exceptions.RayTaskError as error:
+                batch = [("failed", WorkerDied(f"a worker failed: {' '.join(str(error.cause).split())}"))]
+            except self._ray.exceptions.RayError as error:
+                batch = [("lost", _reason(error))]
+            heard += [(number, kind, value) for kind, value in batch]
+            if batch and batch[-1][0] in ("failed", "done", "lost"):
+                del self._numbers[stream]
+        return heard
+
+    def stop(self) -> None:
+        """End all tasks that are under way, at once."""
+        for stream in self._numbers:
+            with suppress(Exception):  # the connection may be gone, and the task with it
+                self._ray.cancel(stream, force=True)
+        self._numbers.clear()
+
+
+class _Relay:
+    """`Tasks` in an actor of the cluster, for a process outside of it: what a task yields is only heard within."""
+
+    def __init__(self, ray: Any, cpus: float, gpus: float) -> None:
+        self._ray = ray
+        self._actor = ray.remote(num_cpus=0)(Tasks).remote(cpus, gpus)
+
+    def start(self, number: int, *arguments: Any) -> None:
+        # references inside a list are passed on as they are
+        self._ray.get(self._actor.start.remote(number, *([one] if _is_reference(one) else one for one in arguments)))
+
+    def wait(self, seconds: float) -> list[tuple[int, str, Any]]:
+        return self._ray.get(self._actor.wait.remote(seconds))
+
+    def stop(self) -> None:
+        with suppress(Exception):
+            self._ray.get(self._actor.stop.remote(), timeout=10)
+            self._ray.kill(self._actor)
+
+
+def _is_reference(value: Any) -> bool:
+    return type(value).__name__ in ("ObjectRef", "ClientObjectRef")
+
+
+def _reason(error: Exception) -> str:
+    """Why a worker is gone, in a few words."""
+    words = {
+        "OutOfMemoryError": "its worker was ended, because the machine had no more memory",
+        "NodeDiedError": "its machine is gone",
+        "WorkerCrashedError": "its worker died",
+        "ObjectLostError": "its machine is gone, and what it said with it",
+        "OwnerDiedError": "its machine is gone, and what it said with it",
+    }
+    return words.get(type(error).__name__, f"its worker is gone ({type(error).__name__})")
+
+
+def _serve(common, payload, there, home):  # Ray asks for a plain generator
+    yield from work_on(common, payload, there, home)
+
+
+def work_on(
+    common: Any, payload: tuple[Packed, list[Any]], there: Mapping[str, bytes], home: str
+) -> Iterator[list[tuple[str, Any]]]:
+    """Do one job in a worker of Ray, and yield what it says; see `Tasks.wait`.
+
+    Args:
+        common: the work and the user's modules, or a list with a reference to them.
+        payload: the job, and references to its data.
+        there: the files of its folder.
+        home: the folder on the machine that sent it, as messages shall name it; empty where the job has none.
+    """
+    import ray
+
+    packed, carried, argv, cpus = ray.get(common[0]) if isinstance(common, list) else common
+    heard: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    with _folder() as root:
+        arguments = (packed, carried, argv, cpus, payload, there, home, root, heard)
+        threading.Thread(target=_do, args=arguments, name="coterie-run", daemon=True).start()
+        ended = False
+        while not ended:
+            batch = [heard.get()]
+            until = time.monotonic() + _TOGETHER
+            while batch[-1][0] not in ("done", "failed", "files") and (left := until - time.monotonic()) > 0:
+                with suppress(queue.Empty):
+                    batch.append(heard.get(timeout=left))
+            ended = batch[-1][0] in ("done", "failed")
+            yield batch
+
+
+def _do(
+    packed: Packed, carried: Mapping[str, bytes], argv: list[str], cpus: float, payload: tuple[Packed, list[Any]],
+    there: Mapping[str, bytes], home: str, root: Path, heard: "queue.SimpleQueue[tuple[str, Any]]",
+) -> None:  # fmt: skip
+    """Do one job in a thread, whose threads of arithmetic are its own, and say everything into a queue."""
+    import ray
+    import torch
+
+    from coterie.engine import use_threads
+
+    abroad = ""
+
+    def told(error: Any) -> Any:
+        """A message in which the folder is called as at home."""
+        if not abroad or not all(isinstance(part, str) for part in error.args):
+            return error
+        return type(error)(*(part.replace(abroad, home) for part in error.args))
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        heard.put(("warning", told(message) if isinstance(message, Warning) else message))
+
+    try:
+        sys.argv = argv  # what provenance says is the command that the user gave
+        torch.set_num_threads(1)
+        use_threads(max(1, int(cpus)))
+        warnings.showwarning = show
+        _import_from(carried, root)
+        work, job = packing.unpack(packed), packing.unpack(payload[0])
+        if payload[1]:
+            job = replace(job, federation=packing.unpack(ray.get(payload[1][0])))
+        known: dict[str, str] = {}
+        folder = root
+        if home:
+            work = work.moved(root / "study")
+            folder = work.folder_of(job)
+            abroad = str(folder)
+            folders.lay_out(there, folder)
+            known = manifest.digests(folder)
+
+        def emit(message: object) -> None:
+            nonlocal known
+            if isinstance(message, Saved):
+                parcel, known = folders.news(folder, known)
+                heard.put(("files", parcel))
+            else:
+                heard.put(("progress", message))
+
+        heard.put(("done", work(job, emit)))
+    except (CoterieError, OSError, MemoryError) as error:
+        heard.put(("failed", told(error)))
+    except BaseException as error:
+        traceback.print_exc()
+        heard.put(("failed", WorkerDied(f"a worker failed: {''.join(traceback.format_exception(error))}")))
+
+
+_imported: set[str] = set()
+
+
+def _import_from(carried: Mapping[str, bytes], root: Path) -> None:
+    """Make the user's modules importable, once in a process: those of one command do not change."""
+    if carried and not _imported:
+        folder = Path(tempfile.mkdtemp(prefix="coterie-modules-"))
+        packing.unfold(carried, folder)
+        _imported.update(carried)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder of this machine for the block; those of workers that were killed are removed first."""
+    base = Path(tempfile.gettempdir())
+    for old in base.glob(f"{_TEMPORARY}*"):
+        with suppress(OSError):
+            if old.stat().st_uid == os.getuid() and time.time() - old.stat().st_mtime > _YOUNG and not in_use(old):
+                shutil.rmtree(old)
+    made = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
+    try:
+        with claimed(made):
+            yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)

@@ -1,0 +1,318 @@
+"""Runs as jobs of Slurm, through submitit: an array of them, into a folder that all its machines see.
+
+submitit writes and hands in the jobs, hears of their states, and hands a job in again that ran out of its time. What it
+keeps lies in the study's folder `.jobs`, with what was asked for (`asked.json`), by which `coterie status` finds it.
+A run goes on from its checkpoint, whoever made that.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coterie._util import origin
+from coterie._util.claims import claimed
+from coterie._util.files import write_atomically
+from coterie.cluster import doctor, turns
+from coterie.cluster.place import Place
+from coterie.engine import use_threads
+from coterie.errors import ConfigError, CoterieError, FolderInUse
+from coterie.simulation import checkpoint
+from coterie.simulation.run import Progress
+from coterie.simulation.workers import Emit, FanOut, WorkerDied, cores, one_thread
+
+FOLDER, ASKED = ".jobs", "asked.json"
+MINUTES = 24 * 60
+"""The time limit of a job, where the place says none."""
+_TURN = 5.0  # seconds between two looks at the jobs
+_ENDED = re.compile(r"COMPLETED|FAILED|CANCELLED.*|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|FINISHED|.*NO .*")
+
+
+@dataclass
+class SlurmRuns(FanOut):
+    """`fan_out` over jobs of Slurm; what the jobs write lies in the study's folder, which all machines see.
+
+    Args:
+        place: a partition, or "local" for processes of this machine.
+        cpus: processors of a job.
+        gpus: GPUs of a job.
+        far: that workers see the files of this machine.
+    """
+
+    place: Place
+    cpus: int = 1
+    gpus: float = 0
+    far: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gpus != int(self.gpus):
+            raise ConfigError(f"--gpus is {self.gpus:g}; expected a whole number: Slurm gives a job whole GPUs")
+
+    def __call__(self, work: Any, jobs: Iterable[Any], workers: int, emit: Emit) -> Iterator[tuple[Any, Any]]:
+        """Hand in all jobs, and yield (job, result) as they end.
+
+        A job that fails does not stop the others; the first error is raised when all have ended.
+
+        Args:
+            work: as that of `fan_out`, with `folder` and `folder_of`.
+            jobs: the jobs.
+            workers: how many may run at once.
+            emit: receives the progress of runs, as their checkpoints tell it.
+
+        Raises:
+            CoterieError, OSError, MemoryError: the error of a job.
+            WorkerDied: when a job ended without a result: killed, out of time, or by an error that its log has.
+        """
+        if not hasattr(work, "folder_of"):
+            raise ConfigError(f"--on {self.place}: Slurm does the runs of a study; tune on this machine, or on Ray")
+        asked, failed = list(jobs), list[BaseException]()
+        batch, place = uuid.uuid4().hex, work.folder / FOLDER
+        with _executor(self.place, place, self.cpus, int(self.gpus), min(workers, len(asked)), work.folder) as executor:
+            turns_of = [_Turn(work, job, batch, list(sys.argv), self._wanted(), self.cpus) for job in asked]
+            _note(place, batch, self.place, {})
+            local, handed_in = self.place.address == "local", dict[int, Any]()
+            waiting, rounds = list(enumerate(turns_of)), dict[int, int]()
+            while waiting or handed_in:
+                room = min(workers, cores()) - len(handed_in) if local else len(waiting)
+                now, waiting = waiting[: max(0, room)], waiting[max(0, room) :]
+                if now:
+                    with _quiet():
+                        if local:
+                            new = [executor.submit(one) for _, one in now]
+                        else:
+                            with executor.batch():
+                                new = [executor.submit(one) for _, one in now]
+                    handed_in |= {number: job for (number, _), job in zip(now, new, strict=True)}
+                    ids = {_key(work, asked[number]): job.job_id for number, job in handed_in.items()}
+                    _note(place, batch, self.place, _asked(place).get("jobs", {}) | ids)
+                for number, job in [*handed_in.items()]:
+                    _follow(work.folder_of(asked[number]), asked[number], rounds, number, emit)
+                    if not job.done():
+                        continue
+                    del handed_in[number]
+                    try:
+                        yield asked[number], _result(job)
+                    except (CoterieError, OSError, MemoryError) as error:
+                        failed.append(error)
+                        if waiting or handed_in:
+                            warnings.warn(f"{asked[number]} failed: {error}; the others go on", stacklevel=2)
+                if handed_in:
+                    time.sleep(0.2 if local else _TURN)
+        if failed:
+            raise failed[0]
+
+    def _wanted(self) -> dict[str, str]:
+        own = doctor.here().facts
+        return {key: own[key] for key in doctor.REFUSED}
+
+
+@dataclass
+class _Turn:
+    """A job on another machine: the run, if nobody else has it and it is still asked for."""
+
+    work: Any
+    job: Any
+    batch: str
+    argv: list[str]
+    wanted: Mapping[str, str]
+    cpus: int
+
+    def __call__(self) -> tuple[str, Any]:
+        """Return "done" and the result, or "failed" and an error that is expected."""
+        sys.argv = self.argv  # what provenance says is the command that the user gave
+        folder = self.work.folder_of(self.job)
+        try:
+            doctor.require_same(self.wanted)
+            if _asked(self.work.folder / FOLDER).get("batch") != self.batch:
+                return "done", False  # the study was asked for again since
+            with turns.turn(folder, _own_id(), over), claimed(folder), one_thread():
+                use_threads(self.cpus)
+                return "done", self.work(self.job, _ignore)
+        except FolderInUse:
+            return "done", False
+        except (CoterieError, OSError, MemoryError) as error:
+            return "failed", error
+
+    def checkpoint(self) -> Any:
+        """Return what submitit hands in again when the time of the job is over: the same, which goes on."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+
+def asked(place: Place, question: Callable[[], Any]) -> Any:
+    """Return what a job of a partition answers.
+
+    Raises:
+        ConfigError: when it fails.
+    """
+    folder = Path(tempfile.mkdtemp(dir=Path.cwd(), prefix=".coterie-doctor-"))  # where all machines see it
+    try:
+        with _executor(place, folder, 1, 0, 1, Path("doctor")) as executor, _quiet():
+            return executor.submit(question).result()
+    except CoterieError:
+        raise
+    except Exception as error:  # submitit's, or the job's own
+        raise ConfigError(f"a job on {place} failed: {' '.join(str(error).split())[-300:]}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def states(study: Path) -> dict[str, tuple[str, str]]:
+    """Return the state of the jobs of a study by run ("LABEL/seed-N"): Slurm's word for it, and why it failed.
+
+    Empty where no job was handed in, or submitit is not installed.
+    """
+    found = _asked(study / FOLDER)
+    if not found.get("jobs"):
+        return {}
+    try:
+        import submitit
+    except ImportError:
+        return {}
+    out = {}
+    for run, job_id in found["jobs"].items():
+        if found["place"] == "slurm:local":
+            job: Any = submitit.LocalJob(study / FOLDER, job_id)
+            state = "RUNNING" if not over(f"local:{job_id}") else job.state
+        else:
+            job = submitit.SlurmJob(study / FOLDER, job_id)
+            state = job.state
+        out[run] = state.upper(), _why(job)
+    return out
+
+
+def over(job: str) -> bool:
+    """Whether a job has ended, however it did; False where nobody knows.
+
+    Args:
+        job: "local:" and the process of this machine, or the id of a job of Slurm.
+    """
+    kind, _, process = job.rpartition(":")
+    if kind == "local":
+        try:
+            os.kill(int(process), 0)
+        except ProcessLookupError:
+            return True
+        except (PermissionError, ValueError):
+            return False
+        state = Path(f"/proc/{process}/stat")
+        return state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z"
+    try:
+        import submitit
+
+        return bool(_ENDED.fullmatch(submitit.SlurmJob(Path.cwd(), job).watcher.get_state(job, mode="force").upper()))
+    except Exception:  # no submitit here, or Slurm does not answer
+        return False
+
+
+def _own_id() -> str:
+    """This job's id; that of a process where it is one of this machine."""
+    import submitit
+
+    environment = submitit.JobEnvironment()
+    return environment.job_id if environment.cluster == "slurm" else f"local:{environment.job_id}"
+
+
+def _ignore(message: object) -> None:
+    """Nobody hears a job but by its files."""
+
+
+@contextmanager
+def _executor(place: Place, folder: Path, cpus: int, gpus: int, at_once: int, study: Path) -> Iterator[Any]:
+    """Submitit's executor of a place."""
+    import submitit
+
+    folder.mkdir(parents=True, exist_ok=True)
+    partition, settings = _settings(place)
+    try:
+        executor = submitit.AutoExecutor(folder=folder, cluster="local" if partition == "local" else "slurm")
+        time_ = int(settings.pop("time", MINUTES))
+        executor.update_parameters(name=f"coterie-{study.name}", timeout_min=time_, cpus_per_task=cpus)
+        if partition != "local":
+            more = {f"slurm_{key}": value for key, value in settings.items()}
+            executor.update_parameters(
+                slurm_partition=partition, slurm_array_parallelism=max(1, at_once), gpus_per_node=gpus, **more
+            )
+    except (RuntimeError, ValueError, NameError) as error:
+        raise ConfigError(f"--on {place}: {' '.join(str(error).split())[:300]}") from error
+    yield executor
+
+
+def _settings(place: Place) -> tuple[str, dict[str, str]]:
+    """The partition, and further settings of its jobs."""
+    partition, _, rest = place.address.partition(":")
+    return partition, dict(part.split("=", 1) for part in rest.split(",") if part)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Submitit's own remarks are for those who write with it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _result(job: Any) -> Any:
+    """What a job came to.
+
+    Raises:
+        CoterieError, OSError, MemoryError: its own error.
+        WorkerDied: when it has none.
+    """
+    try:
+        kind, value = job.result()
+    except Exception:  # submitit's: killed, out of time, or an error that nobody expected
+        raise WorkerDied(f"job {job.job_id} ended without a result: {_why(job)}; resume goes on") from None
+    if kind == "failed":
+        raise value
+    return value
+
+
+def _why(job: Any) -> str:
+    """Why a job failed: its own error if it had one, else the last line of its log; "" where it did not."""
+    try:
+        outcome = job._get_outcome_and_result()
+    except Exception:  # submitit's: there is no result
+        log = job.stderr() or ""
+        lines = [line.strip() for line in log.splitlines() if line.strip()]
+        return lines[-1][:200] if lines else "it left no log"
+    kind, value = outcome if outcome[0] == "error" else outcome[1]
+    return "" if kind == "done" else str(value).strip().splitlines()[-1][:200]
+
+
+def _key(work: Any, job: Any) -> str:
+    return work.folder_of(job).relative_to(work.folder).as_posix()
+
+
+def _asked(place: Path) -> dict[str, Any]:
+    try:
+        return json.loads((place / ASKED).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _note(folder: Path, batch: str, place: Place, jobs: Mapping[str, str]) -> None:
+    """Write down what was handed in, by run."""
+    what = {"batch": batch, "place": str(place), "jobs": dict(jobs), "command": origin.command()}
+    write_atomically(folder / ASKED, json.dumps(what, indent=1).encode())
+
+
+def _follow(folder: Path, job: Any, rounds: dict[int, int], number: int, emit: Emit) -> None:
+    """Tell the round that a run has come to, when its checkpoint says another than before."""
+    now = checkpoint.rounds_done(folder) or 0
+    if now <= rounds.get(number, 0):
+        return
+    rounds[number] = now
+    run, nothing = getattr(job, "job", job), float("nan")
+    emit(Progress(run.label, run.seed, now - 1, now + (not checkpoint.done(folder)), nothing, nothing, 0.0))

@@ -1,0 +1,108 @@
+"""How each run of a study stands now: queued, running, done, failed, and why. For studies of any place."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import wrap
+from typing import Literal
+
+from coterie._util.claims import in_use
+from coterie.cluster import slurm, turns
+from coterie.errors import ConfigError
+from coterie.results.coverage import ranges
+from coterie.studies.run import Job, failure, jobs_of, run_folder, stored, study_standings
+
+State = Literal["done", "running", "queued", "failed", "damaged", "stopped", "waiting"]
+STATES: tuple[State, ...] = ("done", "running", "queued", "failed", "damaged", "stopped", "waiting")
+"""In the order of a line: "stopped" has begun and nobody works on it, "waiting" has not begun."""
+
+
+@dataclass(frozen=True)
+class Stand:
+    """How a run stands now.
+
+    Args:
+        job: the run.
+        state: its state.
+        reason: who works on it, how far it has come, or why it failed; "" where there is nothing to say.
+    """
+
+    job: Job
+    state: State
+    reason: str = ""
+
+
+def look(folder: str | Path) -> list[Stand]:
+    """Return how each run of a study stands now; nothing is written.
+
+    Args:
+        folder: of a study, or of one of its runs.
+
+    Raises:
+        ConfigError: when there is no study in the folder, or it is that of a sweep over several.
+    """
+    study, out = stored(folder)
+    place = out / study.name
+    if study.sweep and not (place / "federation.json").exists():
+        inside = ", ".join(sorted(path.parent.name for path in place.glob("*/federation.json")))
+        raise ConfigError(f"{folder} is a sweep of several studies; give one of them: {inside or 'none has begun'}")
+    known = {Job(one.label, one.seed): one for one in study_standings(place)}
+    handed_in = slurm.states(place)
+    found = []
+    for job in jobs_of(study):
+        run = run_folder(place, job)
+        stood, (word, why) = known.get(job), handed_in.get(run.relative_to(place).as_posix(), ("", ""))
+        state, reason = (stood.state, stood.reason) if stood else ("missing", "")
+        number, owner = turns.holder(run)
+        by_job = turns.said(owner) if number and owner and not slurm.over(owner["job"]) else ""
+        if state == "finished":
+            found.append(Stand(job, "done"))
+        elif who := by_job or in_use(run):
+            found.append(Stand(job, "running", ", ".join(filter(None, (reason, who)))))
+        elif word in ("PENDING", "REQUEUED", "CONFIGURING"):
+            found.append(Stand(job, "queued", reason))
+        elif word in ("RUNNING", "COMPLETING"):
+            found.append(Stand(job, "running", ", ".join(filter(None, (reason, "it begins")))))
+        elif state == "damaged":
+            found.append(Stand(job, "damaged", reason))
+        elif text := why or failure(run):
+            found.append(Stand(job, "failed", ", ".join(filter(None, (reason, text)))))
+        elif state == "unfinished":
+            found.append(Stand(job, "stopped", reason))
+        else:
+            found.append(Stand(job, "waiting"))
+    return found
+
+
+def lines(stands: Sequence[Stand], width: int = 80) -> list[str]:
+    """Write a first line with the counts, and one for each group of runs of a method of which the same is to be said.
+
+    Args:
+        stands: the runs.
+        width: of a line, in characters; longer ones go on below.
+
+    Example:
+        >>> for line in lines([Stand(Job("DAC", 0), "done"), Stand(Job("DAC", 1), "failed", "no memory")]):
+        ...     print(line)
+        2 runs: 1 done, 1 failed
+        done     DAC: seed 0
+        failed   DAC: seed 1 (no memory)
+    """
+    counts = {state: sum(one.state == state for one in stands) for state in STATES}
+    out = [f"{len(stands)} runs: " + ", ".join(f"{number} {state}" for state, number in counts.items() if number)]
+    for state in STATES:
+        groups: dict[tuple[str, str], list[int]] = {}
+        for one in stands:
+            if one.state == state:
+                groups.setdefault((one.job.label, one.reason), []).append(one.job.seed)
+        for (label, reason), seeds in groups.items():
+            text = f"{label}: seed{'s' * (len(seeds) > 1)} {ranges(seeds)}" + (f" ({reason})" if reason else "")
+            first, *rest = wrap(text, width - 9, break_on_hyphens=False)
+            out += [f"{state:<9}{first}", *(f"{'':<9}{line}" for line in rest)]
+    return out
+
+
+def exit_status(stands: Sequence[Stand]) -> int:
+    """Return 0 when all runs are done, 1 when one failed or is damaged, 3 when there is more to do."""
+    states = {one.state for one in stands}
+    return 1 if states & {"failed", "damaged"} else 0 if states <= {"done"} else 3

@@ -1,0 +1,123 @@
+"""What the blocks of a population report, put together to the tables that one process would have written.
+
+A block notes what it would write into the tables, in the order of its calls. The process that drives the blocks makes
+each call anew with the rows of all blocks, so that even the order of the names in the files is that of one process.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from coterie.errors import CoterieError
+from coterie.simulation.record import Record
+
+_OF_EDGES = {"peers": -1, "arrived": 0, "weights": 0, "bytes": 0, "slots_refused": 0}
+"""What the table of reads takes of a report, with the value of a slot that a client does not have."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One call.
+
+    Args:
+        kind: "metrics", "drop", "edges" or "undefined".
+        round: its number.
+        split: of metrics.
+        model: of metrics.
+        ids: the clients.
+        values: by name, a row a client.
+    """
+
+    kind: str
+    round: int
+    split: str = ""
+    model: str = ""
+    ids: Int[Tensor, " clients"] = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What the same call has in all blocks."""
+        names = () if self.kind == "undefined" else tuple(sorted(self.values))
+        return self.kind, self.round, self.split, self.model, names
+
+
+class Told(Record):
+    """A record that notes what would be written, instead of it."""
+
+    def __init__(self, population: int) -> None:
+        super().__init__(torch.full((population,), -1))
+        self._entries: list[Entry] = []
+
+    def add_metrics(
+        self, round: int, ids: Int[Tensor, " clients"], split: str, model: str, values: Mapping[str, Tensor]
+    ) -> None:
+        """Note values of metrics."""
+        if values:
+            values = {name: value.detach().cpu() for name, value in values.items()}
+            self._entries.append(Entry("metrics", round, split, model, ids, values))
+
+    def drop_metrics(self, round: int, split: str, model: str) -> None:
+        """Note that values are measured again."""
+        self._entries.append(Entry("drop", round, split, model))
+
+    def add_edges(self, round: int, ids: Int[Tensor, " clients"], info: Mapping[str, Tensor]) -> None:
+        """Note who was read."""
+        values = {name: info[name].cpu() for name in _OF_EDGES if name in info}
+        if "peers" in values:
+            self._entries.append(Entry("edges", round, ids=ids, values=values))
+
+    def add_undefined(self, ids: Int[Tensor, " clients"], values: Mapping[str, Tensor]) -> None:
+        """Note which clients have no value of a metric."""
+        values = {name: value.cpu().isnan() for name, value in values.items() if bool(value.isnan().any())}
+        if values:
+            self._entries.append(Entry("undefined", 0, ids=ids, values=values))
+
+    def taken(self) -> list[Entry]:
+        """Return what was noted since the last call."""
+        entries, self._entries = self._entries, []
+        return entries
+
+
+def merged(blocks: Sequence[Sequence[Entry]]) -> list[Entry]:
+    """Return the calls of one process, from those of its blocks in one round.
+
+    Args:
+        blocks: what each block noted; some may have made fewer calls, in the same order.
+
+    Raises:
+        CoterieError: when their orders do not agree.
+    """
+    left, out = [list(entries) for entries in blocks], []
+    while any(left):
+        heads = [entries[0].key for entries in left if entries]
+        behind = {entry.key for entries in left for entry in entries[1:]}
+        key = next((one for one in heads if one not in behind), None)
+        if key is None:
+            raise CoterieError(f"the blocks of a population report {heads} in different orders; expected the same one")
+        out.append(_together([entries.pop(0) for entries in left if entries and entries[0].key == key]))
+    return out
+
+
+def _together(entries: Sequence[Entry]) -> Entry:
+    first = entries[0]
+    names = dict.fromkeys(name for entry in entries for name in entry.values)
+    values = {name: _stacked(name, [entry.values.get(name) for entry in entries], entries) for name in names}
+    return Entry(first.kind, first.round, first.split, first.model, torch.cat([e.ids for e in entries]), values)
+
+
+def _stacked(name: str, parts: Sequence[Tensor | None], entries: Sequence[Entry]) -> Tensor:
+    """Return the rows of all blocks; those with fewer slots get unused ones."""
+    known = next(part for part in parts if part is not None)
+    found = [
+        known.new_zeros((len(entry.ids), *known.shape[1:])) if part is None else part
+        for part, entry in zip(parts, entries, strict=True)
+    ]
+    if entries[0].kind == "edges" and known.ndim > 1:
+        width = max(part.shape[1] for part in found)
+        fill = _OF_EDGES[name]
+        found = [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in found]
+    return torch.cat(found)

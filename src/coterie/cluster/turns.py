@@ -1,0 +1,84 @@
+"""Turns: one job of a batch system at a time works on a run, also where the file system passes no locks on.
+
+A claim is a file `.turn-N.json` that is made by a hard link, which is atomic on every file system that machines share.
+The highest N has the run. The next job may take the turn after it when that job is over, as the batch system says; of
+two that try, one gets the link.
+"""
+
+import json
+import os
+import re
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from coterie.errors import FolderInUse
+
+_NAME = re.compile(r"\.turn-(\d+)\.json")
+
+
+@contextmanager
+def turn(folder: Path, job: str, over: Callable[[str], bool]) -> Iterator[None]:
+    """Have the turn on a run's folder for the block.
+
+    Args:
+        folder: the folder; it is made if missing.
+        job: the id of this job of the batch system. A job that was requeued has the same, and goes on.
+        over: whether another job has ended, however it did.
+
+    Raises:
+        FolderInUse: when another job has the turn.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    number, owner = holder(folder)
+    if owner and owner["job"] != job and not over(owner["job"]):
+        raise FolderInUse(f"{folder} is in use by {said(owner)}; wait for it, or cancel it first")
+    mine = folder / f".turn-{number + 1}.json"
+    what = {"job": job, "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    handle, name = tempfile.mkstemp(dir=folder, prefix=".turn-", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(what, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(name, mine)
+    except FileExistsError:
+        raise FolderInUse(f"{folder} is in use by {said(holder(folder)[1])}; wait for it, or cancel it first") from None
+    finally:
+        Path(name).unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        for _, path in sorted(_turns(folder)):  # the highest last: at no moment does a lower one seem to have the run
+            path.unlink(missing_ok=True)
+
+
+def holder(folder: Path) -> tuple[int, Mapping[str, Any]]:
+    """Return the number of the turn on a folder, and who has it, as `job`, `host` and `since`; 0 and nothing if none.
+
+    Its job may be over: it does not put its claim away when it is killed.
+    """
+    for number, path in sorted(_turns(folder), reverse=True):
+        try:
+            found = json.loads(path.read_text("utf-8"))
+            return number, {key: str(found[key]) for key in ("job", "host", "since")}
+        except FileNotFoundError:  # put away since it was listed
+            continue
+        except (ValueError, KeyError, TypeError):  # no job wrote that
+            return number, {}
+    return 0, {}
+
+
+def said(owner: Mapping[str, Any]) -> str:
+    """Return who has a turn, in words."""
+    return f"job {owner['job']} on {owner['host']} since {owner['since']}" if owner else "another job"
+
+
+def _turns(folder: Path) -> list[tuple[int, Path]]:
+    if not folder.exists():
+        return []
+    return [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]

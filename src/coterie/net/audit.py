@@ -1,0 +1,326 @@
+"""Audit log: who joined, what was asked, sent and received, and what was refused, in a chain of hashes.
+
+Every line is a JSON object with its number `n` and the SHA-256 of the line before it, `prev`. At the end of every round
+the node signs the chain as it is then. So no line can be changed, removed or added afterward without it being found,
+unless everything from there on is written and signed anew; what other members wrote down shows that. `auditor` checks
+logs, and compares those of two members. Neither private keys nor messages are in them, only digests.
+"""
+
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from coterie import __version__
+from coterie._util.lines import Lines
+from coterie.net.outbox import Missing
+from coterie.net.payload import names_in
+from coterie.net.roster import Roster
+from coterie.net.transport import Delivery
+from coterie.net.wire import SIGNATURE, Address, Parcel
+
+FILE = "audit.log"
+NOTHING = "0" * 64
+"""The `prev` of a chain's first line."""
+MAX_BYTES = 64 * 1024 * 1024
+"""A file that is larger is put aside at the end of a round as audit-NNNNNN.log; the chain goes on in the next."""
+FORMAT = 1
+_DOMAIN = b"coterie audit 1\n"
+_SEAL = re.compile(rb',"signature":"([0-9a-f]{128})"\}$')
+_TEXT = 300  # characters of a reason, which can come from others
+_CUT = 1000  # characters of half a line that is written down before it is removed
+_ALWAYS = ("peer_up", "peer_down", "roster_refused")  # events of the log that are written down; of others, warnings are
+_ELSEWHERE = ("pull", "redraw", "serve", "waiting", "disk_full")  # said line by line, or when nothing can be written
+
+
+def digest(line: bytes) -> str:
+    """Return the hash of a line, which the next line names."""
+    return hashlib.sha256(line).hexdigest()
+
+
+def sealed(line: bytes, sign: Callable[[bytes], bytes]) -> bytes:
+    """Return a line with a signature of all that was in it, as its last field."""
+    return line[:-1] + b',"signature":"' + sign(_DOMAIN + line).hex().encode() + b'"}'
+
+
+def opened(line: bytes) -> tuple[bytes, bytes]:
+    """Return the signature of a line that `sealed` made, and the bytes that it is of; an empty one if it has none."""
+    found = _SEAL.search(line)
+    return (b"", line) if found is None else (bytes.fromhex(found[1].decode()), _DOMAIN + line[: found.start()] + b"}")
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the files of a folder's log, in order."""
+    current = folder / FILE
+    return [*sorted(folder.glob("audit-[0-9]*.log")), *([current] if current.exists() else [])]
+
+
+class Audit:
+    """The audit log of one node. It is a context manager, and may be written to from several threads.
+
+    A line that cannot be written is never left out: from then on nothing more is sent, and `mark` raises the error.
+
+    Args:
+        folder: the node's folder; its owner has claimed it.
+        node: the member's name.
+        run: the run's id.
+        key: the node's public key, 66 hexadecimal digits.
+        sign: signs bytes with the node's key.
+        max_bytes: size from which a file is put aside.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        node: str,
+        run: str,
+        key: str,
+        sign: Callable[[bytes], bytes],
+        *,
+        max_bytes: int = MAX_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.folder, self.node, self.run = folder, node, run
+        self._sign, self._max, self._clock = sign, max_bytes, clock
+        self._lock = threading.RLock()
+        self._failed: OSError | None = None
+        self._closed = False
+        self._times: dict[tuple[Any, ...], tuple[dict[str, Any], int]] = {}
+        self._about = {"format": FORMAT, "run": run, "node": node, "key": key}
+        self._roster: dict[str, Any] | None = None
+        self._round = -1
+        folder.mkdir(parents=True, exist_ok=True)
+        self._n, self._prev = 0, NOTHING
+        self._lines = self._opened()
+
+    # ------------------------------------------------------------------ lines
+
+    def _opened(self) -> Lines:
+        """Open the newest file at its end. What a kill or a power cut left of a line is removed, and that is a line."""
+        lines = Lines(self.folder / FILE, 0o600)
+        try:
+            torn = lines.cut()
+            self._lines = lines
+            if not self._find_end():
+                text = f"the last line of {self._aside().name} is none of an audit log"
+                self._begin("broken", text=text)
+            elif not self._lines.size:
+                self._begin("file")
+            if torn:
+                text = torn[:_CUT].decode(errors="backslashreplace").replace("\0", "\\0")
+                self._add("repaired", bytes=len(torn), sha256=digest(torn), cut=text)
+            return self._lines
+        except BaseException:
+            lines.close()
+            raise
+
+    def _find_end(self) -> bool:
+        """Take number and hash of the last line, and return whether it is a line of an audit log."""
+        for path in reversed(files(self.folder)):
+            text = path.read_bytes()
+            if not text:
+                continue
+            last = text[text.rfind(b"\n", 0, len(text) - 1) + 1 :].removesuffix(b"\n")
+            try:
+                number = json.loads(last)["n"]
+            except (ValueError, KeyError, TypeError):
+                return False
+            if type(number) is not int:
+                return False
+            self._n, self._prev = number + 1, digest(last)
+            return True
+        return True
+
+    def _begin(self, event: str, **details: Any) -> None:
+        """Write the first line of a file, which says whose it is, and the roster that counts."""
+        self._add(event, **self._about, **details)
+        if self._roster is not None:
+            self._add("roster", **self._roster)
+
+    def _aside(self) -> Path:
+        """Put the current file aside, and return where."""
+        aside = [path for path in files(self.folder) if path.name != FILE]
+        number = 1 + max((int(path.stem.removeprefix("audit-")) for path in aside), default=0)
+        path = self._lines.path
+        self._lines.close()
+        aside_as = path.with_name(f"audit-{number:06d}.log")
+        os.rename(path, aside_as)
+        self._lines = Lines(path, 0o600)
+        _sync_folder(self.folder)
+        return aside_as
+
+    def _add(self, event: str, **details: Any) -> None:
+        """Add a line.
+
+        Raises:
+            OSError: from the system; nothing was added then.
+        """
+        line = {"n": self._n, "time": round(self._clock(), 3), "prev": self._prev, "event": event, **details}
+        text = json.dumps(line, separators=(",", ":"), default=str).encode()
+        text = sealed(text, self._sign) if event == "head" else text
+        self._lines.append(text)
+        self._n, self._prev = self._n + 1, digest(text)
+
+    def write(self, event: str, **details: Any) -> bool:
+        """Add a line; return whether it is there."""
+        with self._lock:
+            if self._failed is None and not self._closed:
+                try:
+                    self._add(event, **details)
+                except OSError as error:
+                    self._failed = error
+            return self._failed is None and not self._closed
+
+    def once(self, event: str, key: Mapping[str, Any], times: int = 1, **details: Any) -> bool:
+        """Add a line for the first of its kind in a round; the number of the others is a line at the round's end.
+
+        So nobody fills the disk from outside.
+
+        Args:
+            event: what happened.
+            key: what makes it of one kind.
+            times: how often.
+            details: of the first.
+
+        Returns:
+            Whether it is written down.
+        """
+        with self._lock:
+            kind = (event, *key.values())
+            if kind in self._times:
+                known, before = self._times[kind]
+                self._times[kind] = known, before + times
+                return self._failed is None
+            self._times[kind] = {"of": event, **key}, 0
+            return self.write(event, **key, **details, **({"times": times} if times > 1 else {}))
+
+    def mark(self, round: int) -> None:
+        """End a round: write how often things happened again, sign the chain, and wait until it is on the disk.
+
+        Raises:
+            OSError: when a line could not be written, now or before.
+        """
+        with self._lock:
+            for known, times in self._times.values():
+                if times:
+                    self.write("again", **known, times=times)
+            self._times.clear()
+            self._round = round
+            self.write("head", run=self.run, node=self.node, round=round)
+            if self._failed is not None:
+                raise self._failed
+            self._lines.sync()
+            if self._lines.size > self._max:
+                self._aside()
+                self._begin("file")
+
+    # ------------------------------------------------------------------ what happens to a node
+
+    def start(self, roster: Roster, **details: Any) -> None:
+        """Write that a node starts, and with which roster.
+
+        Args:
+            roster: the roster.
+            details: of the node: its incarnation, the round, the hashes of study and model.
+        """
+        self.write("start", **self._about, coterie=__version__, **details)
+        self.roster(roster)
+
+    def roster(self, roster: Roster, **details: Any) -> None:
+        """Write which roster counts from now on: members, keys, clients."""
+        members = {m.name: {"key": m.key, "subject": m.subject, "clients": list(m.clients)} for m in roster.members}
+        self._roster = {
+            "version": roster.version, "issued": roster.issued, "server": roster.server, "members": members
+        }  # fmt: skip
+        self.write("roster", **self._roster, **details)
+
+    def joined(self, peer: str, roster: Roster, **details: Any) -> None:
+        """Write that a member was met: its key's fingerprint, and what its signed head says."""
+        self.write("joined", peer=peer, key=roster.member(peer).subject, **details)
+
+    def answered(self, asker: str, address: Address, what: Parcel | Missing) -> bool:
+        """Write what a member asked for and is about to get.
+
+        Returns:
+            Whether it may get it: what cannot be written down is not sent.
+        """
+        if isinstance(what, Missing):
+            return self.once("declined", {"to": asker, "reason": what.reason}, **_place(address))
+        m = json.loads(what.manifest)
+        key = {"to": asker, "inc": m["inc"], **_place(address)}
+        return self.once("sent", key, bytes=m["bytes"], sha256=m["sha256"], tensors=names_in(what.payload))
+
+    def received(self, peer: str, address: Address, found: Delivery | Missing) -> None:
+        """Write what a member answered to a question of this node: its signed manifest, or why there is no message."""
+        if isinstance(found, Delivery):
+            signature, manifest = found.sealed[:SIGNATURE].hex(), found.sealed[SIGNATURE:].decode()
+            about = {"manifest": manifest, "signature": signature, "tensors": sorted(found.tensors)}
+            self.write("received", **{"from": peer}, **about)
+        elif found.reason.startswith("refused:"):
+            code = found.reason.removeprefix("refused:")
+            self.once("refused", {"peer": peer, "code": code}, text=found.text[:_TEXT], **_place(address))
+        else:
+            self.once("missing", {"peer": peer, "reason": found.reason}, **_place(address))
+
+    def judged(self, round: int, refused: Iterable[tuple[int, int, str, int | None]]) -> None:
+        """Write which models the acceptance step refused in a round.
+
+        Args:
+            round: the round.
+            refused: (reader, client read, its member, first round in which it is read again) of each.
+        """
+        for reader, read, peer, until in refused:
+            self.write("rejected", round=round, reader=reader, client=read, peer=peer, until=until)
+
+    def heard(self, event: str, level: str, details: Mapping[str, Any]) -> None:
+        """Write an event of the node's log, if it is of a kind that belongs here: refusals, peers that come and go."""
+        grave = level in ("warning", "error") and event not in _ELSEWHERE
+        if not (grave or event in _ALWAYS) or (event == "refused" and "about" in details):
+            return
+        key = {name: details[name] for name in ("peer", "reason", "code", "source") if name in details}
+        rest = {name: value for name, value in details.items() if name not in key and name != "times"}
+        rest = {name: value[:_TEXT] if isinstance(value, str) else value for name, value in rest.items()}
+        self.once(event, key, int(details.get("times", 1)), **rest)
+
+    # ------------------------------------------------------------------ the end
+
+    def __enter__(self) -> "Audit":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write why the node ends, and sign."""
+        why = "in order"
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            why = "a signal"
+        elif error is not None:
+            why = f"{type(error).__name__}: {error}"[:_TEXT]
+        try:
+            self.write("stop", why=why)
+            self.mark(self._round)
+        except OSError:
+            if error is None:
+                raise
+        finally:
+            self._closed = True
+            self._lines.close()
+
+
+def _place(address: Address) -> dict[str, Any]:
+    return {"round": address.round, "exchange": address.exchange, "client": address.client, "kind": address.kind}
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

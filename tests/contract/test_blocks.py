@@ -1,0 +1,206 @@
+"""A population that is hosted in blocks ends with the bytes of `simulate`, with every method."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from coterie.cluster import blocks
+from coterie.cluster.blocks import BlockDied, Given, Threads, simulate_in_blocks
+from coterie.errors import ConfigError
+from coterie.methods import METHODS
+from coterie.rng import Rng
+from coterie.simulation.run import Note, Run, simulate
+from coterie.testing import tiny_federation, tiny_settings
+
+from .test_methods import SETTINGS
+
+FILES = ("checkpoint.safetensors", "metrics.parquet", "edges.parquet")
+HARD: dict[str, Any] = {"rounds": 3, "participation": 0.5, "patience": 1, "eval_every": 1}
+"""Few take part, so that in many rounds nobody of a block does; who stops early is still read."""
+
+
+def small() -> nn.Module:
+    """A network of one hidden layer."""
+    return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def of(kind: str) -> Any:
+    """The method, with settings that suit six clients."""
+    return METHODS[kind](**SETTINGS.get(kind, {}))
+
+
+def same(one: Run, other: Run) -> bool:
+    """Whether two runs have the same models, tables and files."""
+    assert one.folder is not None
+    assert other.folder is not None
+    assert torch.equal(one.params, other.params)
+    assert one.metrics.equals(other.metrics)
+    assert one.edges.equals(other.edges)
+    unequal = [name for name in FILES if (one.folder / name).read_bytes() != (other.folder / name).read_bytes()]
+    assert not unequal
+    return True
+
+
+def compare(folder: Path, kind: str, splits: Sequence[Any], **changes: Any) -> Run:
+    """Run a method in one process and in each of several splits, and compare them."""
+    settings, data = tiny_settings(**changes), tiny_federation()
+    whole = simulate(data, of(kind), model=small, settings=settings, seed=3, folder=folder / "whole")
+    for number, sizes in enumerate(splits):
+        where = folder / str(number)
+        split = simulate_in_blocks(
+            data, of(kind), model=small, settings=settings, seed=3, folder=where, blocks=sizes, start=Threads.start
+        )
+        assert same(whole, split)
+    return whole
+
+
+@pytest.mark.parametrize("kind", sorted(METHODS))
+def test_every_method_ends_with_the_bytes_of_one_process(tmp_path: Path, kind: str):
+    compare(tmp_path, kind, [[1, 4, 1]], **HARD, engine="loop")
+
+
+def some(*more: str) -> list[Any]:
+    """All methods, with each of some words; in `make test` three of them."""
+    return [
+        pytest.param(kind, *words, marks=[] if kind in ("dac", "fedavg", "ifca") else [pytest.mark.slow])
+        for kind in sorted(METHODS)
+        for words in ([(word,) for word in more] or [()])
+    ]
+
+
+@pytest.mark.parametrize("kind", some())
+def test_the_number_of_blocks_changes_nothing(tmp_path: Path, kind: str):
+    compare(tmp_path, kind, [1, 3, 6], **HARD, engine="loop")
+
+
+@pytest.mark.parametrize(("kind", "engine"), some("vmap", "compiled"))
+@pytest.mark.filterwarnings("ignore:the vmap engine is used")
+def test_so_it_does_with_every_engine(tmp_path: Path, kind: str, engine: str):
+    compare(tmp_path, kind, [[1, 4, 1]], rounds=2, engine=engine, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("dac", {"acceptance": {"worse": 1.0, "clip": 0.5, "samples": 0.5}, "participation": 0.5}),
+        ("random", {"shared": ["0.*"], "patience": 1, "stopped_broadcast": "last"}),
+        ("pens", {"order": "train_first", "evaluate": "final", "extra_metrics": ["maxima"], "eval_every": 1}),
+        ("ifca", {"extra_metrics": ["clusters", "reductions", "balanced_accuracy", "global_accuracy"]}),
+        ("fedavg", {"metrics": ["auroc"], "eval_every": 2, "init": "per_client"}),
+        ("random", {"attacks": [{"kind": "copy", "clients": [1, 4]}, {"kind": "noise", "clients": [2]}]}),
+        ("panm-grad", {"new_clients": 2, "new_client_rounds": 2}),
+        ("fedavg", {"new_clients": 2, "new_client_rounds": 2, "new_client_others": "training"}),
+    ],
+)
+def test_settings_of_a_run_change_nothing(tmp_path: Path, kind: str, changes: dict[str, Any]):
+    sizes = [[1, 2, 1]] if "new_clients" in changes else [[2, 1, 3]]
+    compare(tmp_path, kind, sizes, engine="loop", **changes)
+
+
+def test_a_run_in_blocks_goes_on_in_one_process_and_the_reverse(tmp_path: Path):
+    """After the second of four rounds, while somebody has stopped already."""
+    data, short, long = tiny_federation(), dict(HARD, rounds=2), dict(HARD, rounds=4)
+    for kind in ("dac", "fedgwc"):
+        runs = dict[str, Run]()
+        for name, sizes in (("whole", (None, None)), ("joined", ([2, 3, 1], None)), ("parted", (None, [1, 1, 4]))):
+            for rounds, blocks_ in zip((short, long), sizes, strict=True):
+                more: dict[str, Any] = {"folder": tmp_path / kind / name, "resume": True, "model": small, "seed": 3}
+                settings = tiny_settings(**rounds, engine="loop")
+                if blocks_ is None:
+                    runs[name] = simulate(data, of(kind), settings=settings, **more)
+                else:
+                    hosted: dict[str, Any] = {"blocks": blocks_, "start": Threads.start}
+                    runs[name] = simulate_in_blocks(data, of(kind), settings=settings, **more, **hosted)
+        assert same(runs["whole"], runs["joined"])
+        assert same(runs["whole"], runs["parted"])
+
+
+class Failing:
+    """Starts blocks in threads, one of which dies in some rounds: the first time that each comes.
+
+    Args:
+        rounds: in which one dies.
+    """
+
+    def __init__(self, rounds: Iterable[int]) -> None:
+        self.left, self.starts, self.done = list(rounds), 0, list[int]()
+
+    @contextmanager
+    def start(self, given: Iterable[Given]) -> Iterator[Threads]:
+        """Start blocks, as `Threads.start` does."""
+        with Threads.start(given) as crew:
+            self.starts += 1
+            each = crew.each
+
+            def fragile(name: str, *arguments: Any) -> list[Any]:
+                if name == "step":
+                    self.done.append(arguments[0][0])
+                    if self.left and arguments[0][0] == self.left[0]:
+                        self.left.pop(0)
+                        crew.close()
+                        raise BlockDied("a block died")
+                return each(name, *arguments)
+
+            crew.each = fragile
+            yield crew
+
+
+@pytest.mark.parametrize("kind", ["dac", "fedavg", "ifca"])
+def test_a_dead_block_costs_the_rounds_since_the_last_checkpoint(tmp_path: Path, kind: str):
+    """It dies in a round drawn for the method; with a checkpoint after every round none is done twice."""
+    data, settings, notes = tiny_federation(), tiny_settings(engine="loop", checkpoint_seconds=0), list[Note]()
+    more: dict[str, Any] = {"model": small, "settings": settings, "seed": 3}
+    whole = simulate(data, of(kind), folder=tmp_path / "whole", **more)
+    fatal = int(Rng(0).generator(f"deaths.{kind}").integers(0, 4))
+    failing = Failing([fatal])
+    split = simulate_in_blocks(
+        data, of(kind), folder=tmp_path / "split", blocks=2, start=failing.start, notes=notes.append, **more
+    )
+    assert same(whole, split)
+    assert (failing.starts, failing.done) == (2, sorted([-1, 0, 1, 2, 3, fatal]))
+    assert f"a block died; all blocks go on from round {fatal}" in [note.text for note in notes]
+
+
+def test_without_a_folder_what_dies_is_begun_again():
+    data = tiny_federation()
+    more: dict[str, Any] = {"model": small, "settings": tiny_settings(engine="loop"), "seed": 3}
+    whole, failing = simulate(data, of("dac"), **more), Failing([1, 3])
+    again = simulate_in_blocks(data, of("dac"), blocks=2, start=failing.start, **more)
+    assert torch.equal(again.params, whole.params)
+    assert again.metrics.equals(whole.metrics)
+    assert (failing.starts, failing.done) == (3, [-1, 0, 1, -1, 0, 1, 2, 3, -1, 0, 1, 2, 3])
+
+
+def test_blocks_that_die_again_and_again_are_not_started_for_ever():
+    failing = Failing([1] * 9)
+    with pytest.raises(BlockDied, match="a block died"):
+        simulate_in_blocks(
+            tiny_federation(), of("dac"), model=small, settings=tiny_settings(), blocks=2, start=failing.start
+        )
+    assert failing.starts == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("random", {"schedule": "sequential"}, "clients act one after another, which blocks cannot"),
+        ("random", {"attacks": [{"kind": "a-little-is-enough", "clients": 1}]}, "looks at the honest models of all"),
+        ("fedavg", {"extra_metrics": ["gradient_variance"]}, "which compares the cohort's models"),
+    ],
+)
+def test_what_needs_all_clients_in_one_process_is_refused(kind: str, changes: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        simulate_in_blocks(
+            tiny_federation(), of(kind), model=small, settings=tiny_settings(**changes), blocks=2, start=Threads.start
+        )
+
+
+def test_a_block_has_a_client_or_more():
+    for sizes, words in ((7, "expected 1 to 6"), ([3, 0, 3], "sizes of 1 or more that are 6")):
+        with pytest.raises(ConfigError, match=words):
+            blocks.split(6, sizes)

@@ -1,0 +1,121 @@
+"""What blocks tell each other, and what is stored of it."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from coterie.cluster.exchange import BlockExchange, Interrupted, Links, Postbox, chosen, merged_snapshots
+from coterie.exchange.base import Message
+from coterie.exchange.in_memory import InMemory
+from coterie.rng import Rng
+
+OWNER = torch.tensor([0, 0, 0, 1, 1], dtype=torch.int32)
+
+
+def two() -> list[BlockExchange]:
+    """Blocks of clients 0, 1, 2 and of 3, 4."""
+    boxes = [Postbox(2), Postbox(2)]
+    links = [Links(number, [box.put for box in boxes], boxes[number]) for number in range(2)]
+    return [BlockExchange(links[n], (n == OWNER).nonzero().flatten(), OWNER, server=False) for n in range(2)]
+
+
+def published(ids: torch.Tensor) -> Message:
+    """Models that tell whose they are."""
+    return Message(ids[:, None].float().expand(-1, 4).clone(), {"samples": ids.float()})
+
+
+def test_a_block_is_told_what_it_reads_and_no_more():
+    """Client 0 reads 4; client 3 reads 4 too, in its own block: one row of 16 bytes, and its field, crosses."""
+    blocks = two()
+    wanted = [torch.tensor([[4], [-1], [-1]]), torch.tensor([[4], [-1]])]
+
+    def pull(number: int) -> torch.Tensor:
+        one = blocks[number]
+        one.begin(Rng(0).at(0))
+        one.enter(one.own.ids)
+        inbox = one.pull(published(one.own.ids), wanted[number])
+        return inbox.table
+
+    with ThreadPoolExecutor(2) as pool:
+        tables = list(pool.map(pull, range(2)))
+    assert [table[:, 0].tolist() for table in tables] == [[4], [4]]
+    assert [one.links.sent for one in blocks] == [8, 16 + 4]  # the id that is wanted; the model and its samples
+
+
+def test_messages_of_clients_that_are_not_there_are_left_out():
+    board = Message(torch.arange(3.0)[:, None], {}, torch.tensor([7, 2, 5]))
+    found = chosen(board, torch.tensor([1, 2, 7, 9]))
+    assert found is not None
+    assert found.ids is not None
+    assert found.ids.tolist() == [2, 7]
+    assert found.params.flatten().tolist() == [1, 0]
+    assert chosen(board, torch.tensor([4])) is None
+    assert chosen(board, torch.tensor([], dtype=torch.int64)) is None
+    assert chosen(None, torch.tensor([2])) is None
+
+
+def test_who_waits_for_a_block_that_has_ended_is_released():
+    box, raised = Postbox(2), list[str]()
+
+    def wait() -> None:
+        try:
+            box.collect((0, 0, "wanted"))
+        except Interrupted as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    box.close()
+    thread.join(60)
+    assert raised == ["another block of the population has ended"]
+
+
+def test_snapshots_of_blocks_are_that_of_one_process_and_are_parted_again():
+    """Clients 1 and 3 stop after a round; in the next, 2 takes no part, and nobody of the second block."""
+    whole, blocks = InMemory(torch.arange(5), 5), two()
+    nobody = torch.full((1, 1), -1)
+    for index, active in enumerate(([0, 1, 2, 3, 4], [0])):
+        whole.begin(Rng(0).at(index))
+        whole.enter(torch.tensor(active))
+        whole.pull(published(torch.tensor(active)), nobody.expand(len(active), 1))
+
+        def act(number: int, index: int = index, active: list[int] = active) -> None:
+            one, mine = blocks[number], torch.tensor([i for i in active if OWNER[i] == number], dtype=torch.int64)
+            one.begin(Rng(0).at(index))
+            if len(mine):
+                one.enter(mine)
+                one.pull(published(mine), nobody.expand(len(mine), 1))
+            else:
+                one.idle(1)
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(act, range(2)))
+        if index == 0:
+            for client in (1, 3):
+                for one in (whole, blocks[int(OWNER[client])]):
+                    one.retire(torch.tensor([client]), torch.full((1, 4), 50.0 + client))
+    expected = whole.snapshot()
+    found = merged_snapshots([one.snapshot() for one in blocks])
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert expected["last.0.ids"].tolist() == [0, 1, 3]
+    again = two()
+    for one in again:
+        one.restore(expected)
+    parted = merged_snapshots([one.snapshot() for one in again])
+    assert all(torch.equal(parted[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("sizes", [(1, 4), (2, 3)])
+def test_parts_are_told_in_the_order_of_the_blocks(sizes):
+    boxes = [Postbox(2), Postbox(2)]
+    links = [Links(number, [box.put for box in boxes], boxes[number]) for number in range(2)]
+
+    def swap(number: int) -> list[int]:
+        parts = [torch.full((size,), number) for size in sizes]
+        return [int(part.sum()) for part in links[number].swap((0, 0, "x"), parts) if isinstance(part, torch.Tensor)]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(swap, range(2))) == [[0, sizes[0]], [0, sizes[1]]]

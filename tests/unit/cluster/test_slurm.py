@@ -1,0 +1,145 @@
+"""Runs as jobs, with submitit's executor of this machine; and how a study stands."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from coterie.cli.app import app
+from coterie.cluster import slurm, status
+from coterie.cluster.place import Place, read
+from coterie.cluster.slurm import ASKED, FOLDER, SlurmRuns
+from coterie.cluster.status import Stand, look
+from coterie.errors import ConfigError
+from coterie.studies import config
+from coterie.studies.run import FAILURE, Job, run_folder, run_study
+
+pytest.importorskip("submitit")
+STUDY = """
+name = "tiny"
+rounds = 1
+seeds = [0]
+model = { kind = "linear" }
+engine = "vmap"
+
+[data]
+dataset = "digits"
+num_clients = 4
+train = 16
+validation = 8
+shift = [{ kind = "rotation", degrees = [0, 180] }]
+
+[[methods]]
+kind = "local"
+
+[[methods]]
+kind = "random"
+label = "Gossip"
+"""
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """What submitit starts imports this tree."""
+    package = Path(config.__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")]))
+
+
+def tables(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in (".parquet", ".safetensors", ".toml") and FOLDER not in path.parts
+    }
+
+
+def test_a_study_as_jobs_leaves_the_bytes_of_this_machine(jobs, tmp_path):
+    study = config.loads(STUDY)
+    run_study(study, out=tmp_path / "here")
+    over = SlurmRuns(read("slurm:local"))
+    done = run_study(study, out=tmp_path / "there", over=over, workers=2)
+    assert tables(tmp_path / "here") == tables(tmp_path / "there")
+    assert len(done.summary["timing"]) == 2
+    asked = json.loads((tmp_path / "there/tiny" / FOLDER / ASKED).read_text())
+    assert set(asked["jobs"]) == {"local/seed-0", "Gossip/seed-0"}
+    assert [one.state for one in look(tmp_path / "there/tiny")] == ["done", "done"]
+
+
+def test_a_job_that_is_no_longer_asked_for_does_nothing(tmp_path):
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / ASKED).write_text('{"batch": "another"}')
+
+    class Work:
+        folder = tmp_path
+
+        def folder_of(self, job):
+            return tmp_path / job
+
+        def __call__(self, job, emit):
+            raise AssertionError
+
+    assert slurm._Turn(Work(), "DAC", "mine", list(sys.argv), {}, 1)() == ("done", False)
+    assert slurm._Turn(Work(), "DAC", "mine", list(sys.argv), {"torch": "1.0"}, 1)()[0] == "failed"
+
+
+def test_only_studies_run_on_slurm_and_gpus_are_whole():
+    with pytest.raises(ConfigError, match=r"--gpus is 0.5; expected a whole number"):
+        SlurmRuns(Place("slurm", "gpu"), gpus=0.5)
+    with pytest.raises(ConfigError, match=r"--on slurm:cpu: Slurm does the runs of a study; tune"):
+        list(SlurmRuns(Place("slurm", "cpu"))(print, [1], 1, print))
+
+
+def test_where_there_is_no_slurm_one_line_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with (
+        pytest.raises(ConfigError, match=r"--on slurm:cpu: .*srun") as told,
+        slurm._executor(Place("slurm", "cpu"), tmp_path / FOLDER, 1, 0, 1, Path("study")),
+    ):
+        pass
+    assert "\n" not in str(told.value)
+
+
+def test_a_process_of_this_machine_is_over_when_it_has_ended():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert not slurm.over(f"local:{process.pid}")
+    process.communicate(b"\n")
+    assert slurm.over(f"local:{process.pid}")
+    assert not slurm.over("local:nobody")
+
+
+def test_each_state_of_a_run_is_told_with_its_reason(tmp_path, monkeypatch):
+    study = config.loads(STUDY.replace("seeds = [0]", "seeds = [0, 1, 2]"))
+    run_study(config.loads(STUDY), out=tmp_path)
+    folder = tmp_path / "tiny"
+    run_study(study, out=tmp_path, resume=True)
+    waits, fails, stops, queues = Job("local", 1), Job("local", 2), Job("Gossip", 1), Job("Gossip", 2)
+    for job in (waits, fails, queues):
+        for path in run_folder(folder, job).iterdir():
+            path.unlink()
+    (run_folder(folder, fails) / FAILURE).write_text("the disk is full")
+    told = run_folder(folder, stops) / "provenance.json"
+    told.write_text(told.read_text().replace('"done": true', '"done": false'))
+    monkeypatch.setattr(slurm, "states", lambda place: {"Gossip/seed-2": ("PENDING", "")})
+    found = {one.job: (one.state, one.reason) for one in look(folder)}
+    assert found[Job("local", 0)] == ("done", "")
+    assert found[waits] == ("waiting", "")
+    assert found[fails] == ("failed", "the disk is full")
+    assert found[stops][0] == "damaged"
+    assert found[queues] == ("queued", "")
+    done = CliRunner().invoke(app, ["status", str(folder)])
+    assert done.exit_code == 1
+    first, *rest = done.output.splitlines()
+    assert first == "6 runs: 2 done, 1 queued, 1 failed, 1 damaged, 1 waiting"
+    assert "failed   local: seed 2 (the disk is full)" in rest
+    assert all(len(line) <= 80 for line in rest[:-1])
+
+
+def test_the_exit_status_says_whether_there_is_more_to_do():
+    one, two = Job("DAC", 0), Job("DAC", 1)
+    assert status.exit_status([Stand(one, "done"), Stand(two, "done")]) == 0
+    assert status.exit_status([Stand(one, "done"), Stand(two, "queued")]) == 3
+    assert status.exit_status([Stand(one, "running"), Stand(two, "failed")]) == 1
