@@ -41,14 +41,12 @@ local = {{ epochs = 1, lr = 0.003 }}
 {method}
 """
 DAC, FEDAVG = "kind = 'dac'\nnum_peers = 2", "kind = 'fedavg'"
-NETWORK = {"deadline": 5.0, "start": 60.0, "linger": 10.0, "server_wait": 5.0}
+NETWORK = {"deadline": 5.0, "start": 300.0, "linger": 10.0, "server_wait": 5.0}
 Chunks = list[tuple[bytes, bytes]]
 
 
 class Attacker(stranger.Player):
     """Takes part as it should. Each attack below changes one thing."""
-
-    patience = 60.0
 
     def publish(self, round: int) -> None:
         """Publish what the attack makes of this round's message."""
@@ -77,7 +75,7 @@ class Gone(Attacker):
         """Lie until nobody is running."""
         self.member.answer = lambda asked: "gone"  # type: ignore[method-assign]
         self.member.newest = self.member.round = self.reached
-        self.member.meet(self.patience)
+        self.member.meet()
 
 
 class ForgedHeads(Attacker):
@@ -195,7 +193,7 @@ class Server(Attacker):
     def attack(self) -> None:
         """Choose everybody, and answer whatever comes."""
         member, population = self.member, self.member.roster["population"]
-        member.meet(self.patience)
+        member.meet()
         member.round = 0
         for round in (-1, 0):
             for number in range(2):
@@ -299,7 +297,7 @@ def attacked(folder: Path, name: str, *, rounds: int = ROUNDS, port: int = PORT)
     kind, served = ATTACKS[name], issubclass(ATTACKS[name], Server)
     study = config.loads(STUDY.format(rounds=rounds, method=FEDAVG if served else DAC))
     study = study.only(study.methods[0].label, 0)
-    patience = {**NETWORK, "start": 5.0} if kind is OldKey else NETWORK
+    patience = {**NETWORK, "start": 20.0} if kind is OldKey else NETWORK
     files = fleet.lay_out(folder, study, port=port, network=patience)
     keys, me = folder / "keys", "node-00" if served else "node-02"
     own = credentials(keys, folder / "attacker", me)
@@ -335,7 +333,7 @@ def attacked(folder: Path, name: str, *, rounds: int = ROUNDS, port: int = PORT)
                 threading.Event().wait(0.2)
         finally:
             member.leave()
-        statuses = nodes.wait(60)
+        statuses = nodes.wait(120)
     result: netlab.Result = {
         "attack": name, "what": " ".join((kind.__doc__ or "").split()), "method": study.methods[0].label,
         "of": rounds, "seconds": round(time.perf_counter() - began, 1), "statuses": list(statuses.values()),

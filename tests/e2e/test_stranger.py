@@ -42,7 +42,7 @@ ca = "ca.pem"
 role = "{role}"
 runs = "nodes"
 data = {{ study = "own rows" }}
-network = {{ deadline = 60.0, start = 120.0, linger = 60.0 }}
+network = {{ deadline = 60.0, start = 300.0, linger = 60.0 }}
 """
 
 
@@ -94,10 +94,10 @@ def test_a_client_written_from_the_documents_joins_publishes_and_reads(tmp_path,
             nodes.start(name)
         process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True)
         try:
-            out, _ = process.communicate(timeout=240)
+            out, _ = process.communicate(timeout=600)
         finally:
             process.kill()
-        statuses = nodes.wait(120)
+        statuses = nodes.wait(300)
     assert (process.returncode, statuses) == (0, {"north": 0, "west": 0}), out
     told = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert told[-1]["event"] == "done"

@@ -618,7 +618,7 @@ class Member:
             return head if right and type(head["time"]) is float else None
         return None
 
-    def meet(self, seconds: float = 60.0) -> None:
+    def meet(self, seconds: float = 300.0) -> None:
         """Wait for the others, and learn the settings of the study from one of them."""
         until, found = time.monotonic() + seconds, dict[str, dict[str, Any]]()
         while len(found) < len(self.others) and time.monotonic() < until:
