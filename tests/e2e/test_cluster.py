@@ -9,7 +9,7 @@ from tests.e2e.test_cli import TINY, finish, results, start, wait_for
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-LONG = TINY.replace("rounds = 8", "rounds = 400").replace("seeds = [0, 1]", "seeds = [0]")
+LONG = TINY.replace("rounds = 8", "rounds = 100").replace("seeds = [0, 1]", "seeds = [0]")
 ON = ("--on", "ray:local", "--workers", "1")
 
 
