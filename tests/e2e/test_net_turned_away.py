@@ -128,8 +128,8 @@ def not_on_the_roster(victim: Victim, folder: Path) -> None:
     (folder / "ca.key").chmod(0o600)
     with victim.attacked(replace(victim.member("node-03"), **made(folder, "mallory", folder)), 3) as session:
         until(lambda: victim.told("not_on_roster"))
-        list(session.get(f"{prefix('demo')}/node-00/model/mallory?r=0;x=0;c=0;w=1", timeout=0.5))
-        until(lambda: victim.told("dropped"))
+        with session.declare_queryable(f"{prefix('demo')}/mallory/**", lambda query: None):  # told to everybody
+            until(lambda: victim.told("dropped"))
 
 
 def test_who_is_turned_away_and_why(tmp_path):

@@ -209,6 +209,7 @@ class ZenohTransport:
         self._head: Head | None = None
         self._sealed: Callable[[], bytes] | None = None
         self._alive: set[str] = set()
+        self._awaited = frozenset[str]()  # seen before, and not now
         self._announced, self._closed, self._token = False, False, None
         self._pause = threading.Event()
         self._renewed = -math.inf
@@ -271,10 +272,11 @@ class ZenohTransport:
         self._end()
         with self._lock:
             self.roster, self._names = roster, frozenset(m.name for m in roster.members)
+            self._awaited = (self._awaited | self._alive) & self._names
             self._alive.clear()
         self._session = self._open(_REOPEN)
-        self._begin()
         self._renewed = time.monotonic()
+        self._begin()
         if self._announced:
             self._announce()
 
@@ -368,9 +370,14 @@ class ZenohTransport:
                 yield None, _error(reply.err.payload.to_bytes())
 
     def alive(self) -> frozenset[str]:
-        """Return the members with a visible liveliness token: a hint only."""
+        """Return the members with a visible liveliness token: a hint only.
+
+        While links are made anew after a change of the roster, here and then there, those that were seen before count
+        too: a node that took them for away would do its next rounds without them.
+        """
         with self._lock:
-            return frozenset(self._alive)
+            awaited = self._awaited if time.monotonic() < self._renewed + _SETTLE else frozenset()
+            return frozenset(self._alive) | awaited
 
     def _watch(self) -> None:
         changes: dict[str, Rarely] = {}
@@ -381,6 +388,7 @@ class ZenohTransport:
             there = sample.kind == zenoh.SampleKind.PUT
             with self._lock:
                 (self._alive.add if there else self._alive.discard)(name)
+                self._awaited = self._awaited - {name} if there else self._awaited | {name}
             if (untold := changes.setdefault(name, Rarely(_CHANGES, _WITHIN))()) is not None:
                 self._log("peer_up" if there else "peer_down", peer=name, **({"untold": untold} if untold else {}))
 

@@ -126,8 +126,8 @@ def test_the_doctor_says_which_engine_trains_a_model_and_why(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "either a node file or --model"),
-        (("node.toml", "--model", "linear"), "either a node file or --model"),
+        ((), "doctor takes one of a node file, --model and --on"),
+        (("node.toml", "--model", "linear"), "doctor takes one of a node file, --model and --on"),
         (("--model", "linaer"), "unknown model 'linaer'"),
         (("--model", "linear", "--features", "8x8"), "--features is '8x8'; expected the shape of one input"),
         (("--model", "nowhere:Net"), "model 'nowhere:Net': there is no module 'nowhere'; install the package that has"),
