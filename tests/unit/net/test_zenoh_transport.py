@@ -1,13 +1,16 @@
 """The engine's configuration: what the access list lets in and out, and for whom."""
 
+import math
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
 
 import pytest
+import zenoh
 
+from coterie.net import local
 from coterie.net.desks import Desks
 from coterie.net.outbox import Outbox
 from coterie.net.zenoh_transport import ZenohTransport, access
@@ -91,3 +94,29 @@ def test_an_asker_that_does_not_read_keeps_nobody_else_waiting():
         listening.join()
         node._desks.close()
         node.outbox.close()
+
+
+def test_while_links_are_made_anew_the_members_seen_before_count_as_there(monkeypatch):
+    """Here first, then at n1, whose token goes for a moment; n2 was removed. After some seconds only tokens count."""
+    for name in ("_end", "_begin"):
+        monkeypatch.setattr(ZenohTransport, name, lambda node: None)
+    monkeypatch.setattr(ZenohTransport, "_open", lambda node, patience: None)
+    node = ZenohTransport.__new__(ZenohTransport)
+    node.name, node._names, node._base, node._announced = "n0", frozenset(NAMES), BASE, False
+    node._lock, node._log, node._renewed = threading.Lock(), lambda event, **details: None, -math.inf
+    node._alive, node._awaited = {"n1", "n2"}, frozenset()
+
+    def seen(*kinds: zenoh.SampleKind) -> None:
+        samples = [SimpleNamespace(key_expr=f"{BASE}/n1/alive", kind=one) for one in kinds]
+        node._tokens = SimpleNamespace(handler=samples)
+        node._watch()
+
+    who, _ = local.members([[0], [1], [2]])
+    node.renew(replace(who, members=who.members[:2], removed=(2,), version=2))
+    assert node.alive() == {"n1"}
+    seen(zenoh.SampleKind.PUT, zenoh.SampleKind.DELETE)
+    assert node.alive() == {"n1"}
+    node._renewed -= 60
+    assert node.alive() == set()
+    seen(zenoh.SampleKind.PUT)
+    assert node.alive() == {"n1"}
