@@ -108,13 +108,13 @@ def examine(on: str) -> int:
     from coterie.cluster import doctor
 
     machines, own = _machines(on), doctor.here()
-    for line in doctor.differences(machines, own, doctor.REFUSED):
+    wrong = doctor.differences(machines, own, doctor.REFUSED)
+    for line in wrong:
         typer.echo(f"WRONG  {line}")
     rest = [key for key in doctor.NAMES if key not in doctor.REFUSED]
     unequal = doctor.differences(machines, own, rest)
     for line in unequal:
         typer.echo(f"other  {line}")
-    wrong = bool(doctor.differences(machines, own, doctor.REFUSED))
     count = f"{len(machines)} machine{'s' * (len(machines) != 1)}"
     if wrong:
         typer.echo(f"WRONG  {count}: install the same on all")
@@ -122,7 +122,7 @@ def examine(on: str) -> int:
         typer.echo(f"ok     {count}: results agree within the tolerance of an engine; their bytes may differ")
     else:
         typer.echo(f"ok     {count}, equal to this one: runs leave the same bytes")
-    return int(wrong)
+    return int(bool(wrong))
 
 
 def _machines(on: str) -> Any:
