@@ -227,10 +227,7 @@ def _modules_of(plan: Plan) -> set[str]:
     """The modules that the method, the model and the settings of a run come from."""
     parts = [dataclasses.asdict(plan.method), dataclasses.asdict(plan.settings), {"model": plan.model}]
     names = set[str]().union(*map(packing.named_in, parts))
-    return names | {
-        type(plan.method).__module__,
-        getattr(plan.model, "__module__", None) or type(plan.model).__module__,
-    }
+    return names | packing.behind(plan.method) | packing.behind(plan.model)
 
 
 @contextmanager

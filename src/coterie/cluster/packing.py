@@ -99,6 +99,16 @@ def named_in(settings: Any) -> set[str]:
     return {module} if colon and all(part.isidentifier() for part in f"{module}.{name}".split(".")) else set()
 
 
+def behind(value: Any) -> set[str]:
+    """Return the names of the modules that a function, a class or an object comes from.
+
+    Example:
+        >>> sorted(behind(np.load))
+        ['builtins', 'numpy']
+    """
+    return {getattr(value, "__module__", None) or type(value).__module__, type(value).__module__}
+
+
 def modules(names: Iterable[str]) -> dict[str, bytes]:
     """Return the files of modules that are not installed, and of those that they import, by their path from the root.
 

@@ -262,8 +262,7 @@ def _modules_of(work: Any) -> set[str]:
         if isinstance(value, config.StudyConfig):
             names |= packing.named_in(config.table(value))
         elif callable(value):
-            names.add(getattr(value, "__module__", None) or type(value).__module__)
-            names.add(type(value).__module__)
+            names |= packing.behind(value)
     study = getattr(work, "study", None)
     if isinstance(study, str):
         names |= packing.named_in(config.table(config.loads(study)))
