@@ -2,9 +2,9 @@
 
     python benchmarks/kills.py --out docs/reference/runs/performance/kills.json
 
-Three nodes of Ray run on this machine, with a block on each. In rounds that are drawn for each method, one block's actor
-is killed by Ray, one's process by the system, and one's node with all of its processes; it does not come back before the
-run has ended. A block dies while the others are in the middle of the round and wait for it.
+Three nodes of Ray run on this machine, with a block on each. In rounds that are drawn for each method, one block's
+actor is killed by Ray, one's process by the system, and one's node with all of its processes, which does not come back
+before the run has ended. A block dies while the others are in the middle of the round and wait for it.
 """
 
 import argparse
@@ -20,9 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
-from ray import cluster_utils
-from ray.exceptions import RayActorError
 
 from coterie._util.origin import keep
 from coterie.cluster import actors
@@ -62,6 +59,9 @@ class Nodes:
     """
 
     def __init__(self, count: int) -> None:
+        from ray import cluster_utils
+
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "300")  # a busy machine is slow to begin
         self.count, self._size = count, {"num_cpus": 1, "object_store_memory": STORE}
         self.cluster = cluster_utils.Cluster(
             initialize_head=True, head_node_args={**self._size, "include_dashboard": False}
@@ -162,12 +162,17 @@ class Killing:
 
     def _victim(self, crew: Actors, kind: str) -> int:
         """Draw a block; one on a node that can be killed, where that is to die."""
+        import ray
+
         where = ray.get([host.place.remote() for host in crew.hosts])
         rows = [row for row, (node, _) in enumerate(where) if kind != "node" or node in self.nodes.mortal]
         return rows[int(self.draws.integers(len(rows)))]
 
     def _kill(self, host: Any, kind: str) -> None:
         """Kill a block, and wait until Ray knows."""
+        import ray
+        from ray.exceptions import RayActorError
+
         node, process = ray.get(host.place.remote())
         if kind == "actor":
             ray.kill(host)

@@ -205,7 +205,10 @@ class BlockExchange:
         return shared, reply.inbox(torch.searchsorted(whole.ids[order], self.own.active))
 
     def gather(self, rows: Float[Tensor, "clients _"]) -> Float[Tensor, "cohort _"]:
-        """Return a row of each client of the cohort, in the order of their ids: see `exchange.base.Gather`; of no client, any width."""
+        """Return a row of each client of the cohort, in the order of their ids: see `exchange.base.Gather`.
+
+        Where no client takes part, the rows may be of any width.
+        """
         own, address = Message(rows, {}, self.own.active), (self._round, self._gathers, "gathered")
         self._gathers += 1
         whole = joined(self.links.swap(address, [own if len(rows) else None] * len(self.links)), own)
