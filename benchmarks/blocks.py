@@ -59,7 +59,7 @@ class Measured:
                 if name == "step" and isinstance(found[0], Stepped):
                     self.seconds.append(time.perf_counter() - began)
                     self.sent.append(sum(one.sent for one in found))
-                    pids = ray.get([host.process.remote() for host in crew.hosts])
+                    pids = [pid for _, pid in ray.get([host.place.remote() for host in crew.hosts])]
                     self.most = [resident(pid, "VmHWM") or 0 for pid in pids]
                 return found
 

@@ -12,6 +12,7 @@ from torch import nn
 from coterie.cluster import blocks
 from coterie.cluster.blocks import BlockDied, Given, Threads, simulate_in_blocks
 from coterie.errors import ConfigError
+from coterie.exchange.attacking import Seen
 from coterie.methods import METHODS
 from coterie.rng import Rng
 from coterie.simulation.run import Note, Run, simulate
@@ -22,6 +23,14 @@ from .test_methods import SETTINGS
 FILES = ("checkpoint.safetensors", "metrics.parquet", "edges.parquet")
 HARD: dict[str, Any] = {"rounds": 3, "participation": 0.5, "patience": 1, "eval_every": 1}
 """Few take part, so that in many rounds nobody of a block does; who stops early is still read."""
+LITTLE = {"kind": "a-little-is-enough", "clients": [1, 4]}
+OWN = {"kind": f"{__name__}:farthest", "clients": [1, 5]}
+
+
+def farthest(seen: Seen) -> torch.Tensor:
+    """An attack that depends on all attackers, and on all honest clients of the exchange."""
+    honest = seen.honest.sum(0) if len(seen.honest) else 0.0
+    return seen.models.cumsum(0) - honest + seen.ids[:, None]
 
 
 def small() -> nn.Module:
@@ -93,6 +102,13 @@ def test_so_it_does_with_every_engine(tmp_path: Path, kind: str, engine: str):
         ("ifca", {"extra_metrics": ["clusters", "reductions", "balanced_accuracy", "global_accuracy"]}),
         ("fedavg", {"metrics": ["auroc"], "eval_every": 2, "init": "per_client"}),
         ("random", {"attacks": [{"kind": "copy", "clients": [1, 4]}, {"kind": "noise", "clients": [2]}]}),
+        ("sosicfl", {"extra_metrics": ["gradient_variance", "composed_gradient_variance"], "participation": 0.5}),
+        ("fedgwc", {"extra_metrics": ["interaction_change", "gradient_variance", "clusters"], "participation": 0.5}),
+        ("ifca", {"extra_metrics": ["gradient_variance"], "participation": 0.3}),
+        ("panm-loss", {"attacks": [LITTLE, {"kind": "copy", "clients": [0]}], "participation": 0.5}),
+        ("dac", {"attacks": [OWN], "participation": 0.5}),
+        ("fedavg", {"attacks": [LITTLE], "participation": 0.5}),
+        ("random", {"attacks": [{"kind": OWN["kind"], "clients": [0, 2, 3, 5]}], "participation": 0.5}),
         ("panm-grad", {"new_clients": 2, "new_client_rounds": 2}),
         ("fedavg", {"new_clients": 2, "new_client_rounds": 2, "new_client_others": "training"}),
     ],
@@ -189,8 +205,7 @@ def test_blocks_that_die_again_and_again_are_not_started_for_ever():
     ("kind", "changes", "words"),
     [
         ("random", {"schedule": "sequential"}, "clients act one after another, which blocks cannot"),
-        ("random", {"attacks": [{"kind": "a-little-is-enough", "clients": 1}]}, "looks at the honest models of all"),
-        ("fedavg", {"extra_metrics": ["gradient_variance"]}, "which compares the cohort's models"),
+        ("random", {"attacks": [LITTLE], "patience": 2}, "looks at the honest models of all clients, which blocks do"),
     ],
 )
 def test_what_needs_all_clients_in_one_process_is_refused(kind: str, changes: dict[str, Any], words: str):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from coterie._util import pages
 from coterie.cluster import doctor, packing, place
-from coterie.cluster.blocks import Block, BlockDied, Given, Start, simulate_in_blocks
+from coterie.cluster.blocks import Block, BlockDied, Given, MachineGone, Start, simulate_in_blocks
 from coterie.cluster.exchange import Address, Interrupted, Links, Part, Postbox
 from coterie.cluster.packing import Packed
 from coterie.cluster.place import Place, connect
@@ -80,9 +80,11 @@ class Host:
         """Take what another block says."""
         self._postbox.put(address, sender, unpacked(part))
 
-    def process(self) -> int:
-        """Return the number of this process on its machine."""
-        return os.getpid()
+    def place(self) -> tuple[str, int]:
+        """Return the machine of this process, as Ray names it, and its number there."""
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     def meet(self, hosts: Sequence[Any]) -> tuple[Any, list[Warning | str]]:
         """Make the block, which tells these others."""
@@ -100,7 +102,9 @@ class Host:
 
 
 def _send(host: Any, address: Address, sender: int, part: Part) -> None:
-    host.receive.options(concurrency_group="post", num_returns=0).remote(address, sender, packed(part))
+    # Sent again where the connection breaks and the block lives: nobody would say that it did not come.
+    post = host.receive.options(concurrency_group="post", num_returns=0, max_task_retries=-1)
+    post.remote(address, sender, packed(part))
 
 
 def _told(work: Any) -> tuple[Any, list[Warning | str]]:
@@ -138,25 +142,29 @@ class Actors:
 
         Raises:
             BlockDied: as soon as one has ended.
+            MachineGone: when a machine has gone before all blocks were there.
             CoterieError, OSError, MemoryError: that of a block.
         """
         import ray
-        from ray.exceptions import RayError, RayTaskError
+        from ray.exceptions import RayActorError, RayError, RayTaskError
 
         found, left = dict[Any, Any](), list(calls)
         while left:
             ready, left = ray.wait(left, num_returns=1, timeout=_TURN)
             if not ready:
                 if self._fewer():
-                    raise BlockDied("a machine has gone")
+                    raise MachineGone("a machine has gone")
                 continue
             try:
                 result, said = ray.get(ready[0])
             except RayTaskError:
                 raise
             except RayError as error:
-                first = " ".join(str(error).split())[:160]
-                raise BlockDied(f"block {calls.index(ready[0])} of {len(calls)} has died ({first})") from None
+                who = f"block {calls.index(ready[0])} of {len(calls)}"
+                if isinstance(error, RayActorError) and error.actor_init_failed:
+                    last = str(error).strip().splitlines()[-1][:400]
+                    raise CoterieError(f"{who} cannot be made: {last}") from error
+                raise BlockDied(f"{who} has died ({' '.join(str(error).split())[:160]})") from None
             if isinstance(result, Exception) and not isinstance(result, Interrupted):
                 raise result
             found[ready[0]] = result

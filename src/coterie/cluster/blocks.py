@@ -28,7 +28,6 @@ from coterie.cluster.told import Entry, Told, merged
 from coterie.data.federation import Federation, Truth
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, CoterieError, require
-from coterie.exchange.attacking import COPY, LABEL_FLIP, STRENGTHS
 from coterie.exchange.base import Message
 from coterie.exchange.in_memory import InMemory
 from coterie.functional import metrics
@@ -41,14 +40,16 @@ from coterie.simulation.record import Record
 from coterie.simulation.run import Note, Observer, Plan, Run, make_task, simulate
 from coterie.simulation.settings import Settings
 
-_ALONE = ("a-little-is-enough",)  # attacks that look at the honest models of everybody
-_OF_COHORT = (metrics.GRADIENT_VARIANCE, metrics.COMPOSED_GRADIENT_VARIANCE, metrics.INTERACTION_CHANGE)
 _TRIES = 3
 """How often blocks are started again without a new checkpoint in between."""
 
 
 class BlockDied(CoterieError, RuntimeError):
     """A block, or the machine that it was on, ended in the middle of a run."""
+
+
+class MachineGone(BlockDied):
+    """A machine ended while blocks were started: it was counted on, and had died before."""
 
 
 # ---------------------------------------------------------------- one block
@@ -466,13 +467,12 @@ def check(method: Method, settings: Settings) -> None:
         raise ConfigError(
             f"schedule is {settings.schedule!r}: clients act one after another, which blocks cannot; use 'synchronous'"
         )
-    for attack in settings.attacking:
-        kind = str(attack.kind)
-        if kind not in (LABEL_FLIP, COPY, *STRENGTHS) or kind in _ALONE:
-            raise ConfigError(f"attack {kind!r} looks at the honest models of all clients; leave out --blocks")
-    needs = [one.name for one in _OF_COHORT if one.name in settings.extra_metrics]
-    if method.server and needs:
-        raise ConfigError(f"extra_metrics has {needs[0]!r}, which compares the cohort's models; leave out --blocks")
+    looking = [str(attack.kind) for attack in settings.attacking if attack.looks]
+    if looking and settings.patience is not None and not method.server:
+        raise ConfigError(
+            f"attack {looking[0]!r} looks at the honest models of all clients, which blocks do not gather when some "
+            "stop; leave out patience, or --blocks"
+        )
 
 
 def given_of(plan: Plan, rows: Sequence[Int[Tensor, " _"]]) -> Iterator[Given]:
@@ -544,12 +544,14 @@ def simulate_in_blocks(
                     resume=resume, observer=observer, notes=notes, saved=saved, host=host,
                 )  # fmt: skip
         except BlockDied as died:
-            failed.append(None if where is None else checkpoint.rounds_done(where))
-            if failed[-_TRIES:].count(failed[-1]) == _TRIES:
+            done = None if where is None else checkpoint.rounds_done(where)
+            if not isinstance(died, MachineGone):  # that ends by itself: each time there is one less
+                failed.append(done)
+            if failed[-_TRIES:].count(done) == _TRIES:
                 raise
             resume = where is not None
             if notes is not None:
-                begin = "the beginning" if failed[-1] is None else f"round {failed[-1]}"
+                begin = "the beginning" if done is None else f"round {done}"
                 notes(Note(label or method.kind, seed, f"{died}; all blocks go on from {begin}"))
 
 

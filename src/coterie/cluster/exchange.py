@@ -154,12 +154,12 @@ class BlockExchange:
         self.links, self.owner, self.server = links, owner, server
         self.population = len(owner)
         self.own = InMemory(ids, self.population)
-        self._round, self._number = -1, 0
+        self._round, self._number, self._gathers = -1, 0, 0
         self._taking: dict[int, int] = {}  # by exchange: how many rows of the last board are no stopped clients
 
     def begin(self, rng: Rng) -> None:
         """Start a round."""
-        self._round, self._number = rng.round, 0
+        self._round, self._number, self._gathers = rng.round, 0, 0
         self.own.begin(rng)
 
     def enter(self, ids: Int[Tensor, " active"]) -> None:
@@ -178,8 +178,8 @@ class BlockExchange:
         """Let the other blocks read the clients that have stopped, in a round in which nobody here takes part."""
         empty = torch.zeros(0, dtype=torch.int64)
         self.own.enter(empty)
-        for number in range(exchanges):
-            last = self.own.last.get(number)
+        for _ in range(exchanges):
+            last = self.own.last.get(self._number)
             self._swapped(None if last is None else self._board(last.rows(empty)), empty)
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
@@ -203,6 +203,19 @@ class BlockExchange:
         shared, reply = rule(shared, whole.rows(order))
         check_reply(reply, message.expects)
         return shared, reply.inbox(torch.searchsorted(whole.ids[order], self.own.active))
+
+    def gather(self, rows: Float[Tensor, "clients _"]) -> Float[Tensor, "cohort _"]:
+        """Return a row of each client of the cohort, in the order of their ids: see `exchange.base.Gather`.
+
+        Where no client takes part, the rows may be of any width.
+        """
+        own, address = Message(rows, {}, self.own.active), (self._round, self._gathers, "gathered")
+        self._gathers += 1
+        whole = joined(self.links.swap(address, [own if len(rows) else None] * len(self.links)), own)
+        if whole is None:
+            return rows
+        assert whole.ids is not None
+        return whole.params[torch.argsort(whole.ids)]
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return what a later round depends on: see `merged_snapshots`."""

@@ -20,8 +20,8 @@ from coterie.errors import ConfigError, require, unknown
 from coterie.exchange.base import SAMPLES, Around, Exchange, Inbox, Message, Rule
 from coterie.rng import Rng
 
-LABEL_FLIP, COPY = "label-flip", "copy"
-STRENGTHS = {"sign-flip": 5.0, "noise": 3.0, "scale": 10.0, "a-little-is-enough": 1.5}
+LABEL_FLIP, COPY, LITTLE = "label-flip", "copy", "a-little-is-enough"
+STRENGTHS = {"sign-flip": 5.0, "noise": 3.0, "scale": 10.0, LITTLE: 1.5}
 """The strength of each kind that has one, where none is given."""
 KINDS = (*STRENGTHS, LABEL_FLIP, COPY)
 
@@ -56,6 +56,11 @@ class Attack(Configurable):
             raise ConfigError(f"{known}, or an import path (package.module:name)")
         fits = self.strength is None or self.kind not in (LABEL_FLIP, COPY)
         require(fits, "strength", self.strength, f"none for {self.kind!r}")
+
+    @property
+    def looks(self) -> bool:
+        """Whether it depends on what the honest clients publish."""
+        return str(self.kind) not in KINDS or self.kind == LITTLE
 
     @property
     def power(self) -> float:
@@ -137,6 +142,15 @@ class Attacking(Around[Exchange]):
         """Send to the server, the attackers what their attack says."""
         return self.inner.serve(self._attacked(message), rule, shared)
 
+    def idle(self, exchanges: int) -> None:
+        """Pass a round in which no client of this process takes part, while others gather what attackers look at."""
+        if not self._gathers:
+            return self.inner.idle(exchanges)
+        for _ in range(exchanges):
+            self._everybody(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
+            self.inner.idle(1)
+        return None
+
     def retire(self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]) -> None:
         """Make stopped clients keep publishing: an attacker what its attack makes of its model now."""
         self.inner.retire(ids, self._models(params, ids))
@@ -149,16 +163,32 @@ class Attacking(Around[Exchange]):
             for attack, ids in self.groups:
                 if attack.samples is not None:
                     fields[SAMPLES][torch.isin(self._active, ids)] = attack.samples
-        return replace(message, params=self._models(message.params, self._active, number), fields=fields)
+        models = self._models(message.params, self._active, number, self._everybody(message.params, self._active))
+        return replace(message, params=models, fields=fields)
 
-    def _models(self, params: Tensor, ids: Tensor, number: int = 0) -> Tensor:
+    @property
+    def _gathers(self) -> bool:
+        """Whether an attack depends on models that other processes host."""
+        return self.gather is not None and any(attack.looks for attack, _ in self.groups)
+
+    def _everybody(self, params: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the models that all publish in an exchange, and whose they are, where an attack depends on them."""
+        if self.gather is None or not self._gathers:
+            return params, ids
+        return self.gather(params), self.gather(ids[:, None].double()).flatten().long()
+
+    def _models(
+        self, params: Tensor, ids: Tensor, number: int = 0, everybody: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         """Return models, those of the attackers changed; what has no columns stays."""
         out = params.clone()
-        honest = params[~self.attackers[ids].to(params.device)]
         for attack, members in self.groups if params.shape[1] else ():
-            rows = torch.isin(ids, members).nonzero().flatten()
+            known, whose = everybody if everybody is not None and attack.looks else (params, ids)
+            rows = torch.isin(whose, members).nonzero().flatten()
             if len(rows):
-                out[rows] = self._made(attack, params[rows], honest, ids[rows], number).to(out)
+                honest = known[~self.attackers[whose].to(known.device)]
+                made = self._made(attack, known[rows], honest, whose[rows], number).to(out)
+                out[torch.isin(ids, members)] = made[torch.isin(whose[rows], ids)]
         return out
 
     def _made(self, attack: Attack, own: Tensor, honest: Tensor, ids: Tensor, number: int) -> Tensor:
@@ -173,7 +203,7 @@ class Attacking(Around[Exchange]):
             streams = (self._rng.generator(f"attack.noise.{number}", client) for client in ids.tolist())
             draws = torch.from_numpy(np.stack([stream.standard_normal(own.shape[1]) for stream in streams]))
             return own + power * own.double().square().mean(1, keepdim=True).sqrt() * draws.to(own.device)
-        if kind == "a-little-is-enough":
+        if kind == LITTLE:
             others = honest if len(honest) else own
             little = others.double().mean(0) - power * others.double().std(0, correction=0)
             return little.expand(len(own), -1)

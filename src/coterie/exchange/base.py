@@ -325,6 +325,19 @@ class Exchange(Protocol):
         ...
 
 
+Gather = Callable[[Float[Tensor, "clients _"]], Float[Tensor, "cohort _"]]
+"""Returns a row of each client that takes part, in the order of their ids, from those of the clients hosted here.
+
+The blocks of one population have it as `gather`, and call it together: for experiments, whose measurements and attacks
+know what no client could know. Exchanges between machines of several owners have none.
+"""
+
+
+def gathering(exchange: Exchange) -> Gather | None:
+    """Return what brings together rows of the whole cohort; None where all are hosted here, or nobody may see them."""
+    return getattr(exchange, "gather", None)
+
+
 Inner = TypeVar("Inner", bound=Exchange)
 
 
@@ -337,6 +350,11 @@ class Around(Generic[Inner]):
     def server(self) -> bool:
         """Whether this process has the server role."""
         return bool(getattr(self.inner, "server", False))
+
+    @property
+    def gather(self) -> "Gather | None":
+        """What brings together rows of the whole cohort, where several processes host one population."""
+        return getattr(self.inner, "gather", None)
 
     def begin(self, rng: Rng) -> None:
         """Pass on."""

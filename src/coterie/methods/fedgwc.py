@@ -18,7 +18,7 @@ from coterie.exchange.base import Inbox, Message
 from coterie.functional import clustering, metrics, selection
 from coterie.functional.metrics import Metric
 from coterie.methods.base import Info, Round, cohort_noise
-from coterie.methods.server import Averaging, Clusters, Momentum, ServerContext, ServerMethod, sizes
+from coterie.methods.server import Averaging, Clusters, Momentum, ServerContext, ServerMethod, open_to_all, sizes
 from coterie.rng import Rng
 
 
@@ -180,7 +180,7 @@ class FedGwc(WithPresets, ServerMethod):
     ) -> Info:
         """Report also how much each client's cluster still changes."""
         found = super().extra(rnd, start, params, shared)
-        if metrics.INTERACTION_CHANGE.name not in rnd.extra_metrics or len(rnd.ids) < int(rnd.reachable.sum()):
+        if metrics.INTERACTION_CHANGE.name not in rnd.extra_metrics or not open_to_all(rnd):
             return found
         return {**found, metrics.INTERACTION_CHANGE.name: shared.mse[shared.label[rnd.ids]]}
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from coterie._util.importing import imported_function
 from coterie.engine.task import Task, not_finite
 from coterie.errors import ConfigError
-from coterie.exchange.base import Inbox, Message, Reply, ReplyForm
+from coterie.exchange.base import Inbox, Message, Reply, ReplyForm, gathering
 from coterie.exchange.narrowed import cut
 from coterie.functional import aggregation, metrics
 from coterie.functional.metrics import Metric
@@ -292,9 +292,7 @@ class ServerMethod(Method):
         self, rnd: Round, start: Float[Tensor, "clients params"], params: Float[Tensor, "clients params"], shared: Any
     ) -> Info:
         """Return what the settings ask to report of a round, where the whole cohort and the server role are here."""
-        if len(rnd.ids) < int(rnd.reachable.sum()):
-            return {}
-        return gradient_variance(rnd, start, params)
+        return gradient_variance(rnd, start, params) if open_to_all(rnd) else {}
 
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Ask, train, send."""
@@ -366,6 +364,11 @@ def first(offer: Inbox) -> Float[Tensor, "clients params"]:
     return offer.table[rows]
 
 
+def open_to_all(rnd: Round) -> bool:
+    """Whether all of a round's cohort is here, or in the blocks of one population, which gather it."""
+    return gathering(rnd.exchange) is not None or len(rnd.ids) == int(rnd.reachable.sum())
+
+
 def gradient_variance(
     rnd: Round, start: Float[Tensor, "clients params"], params: Float[Tensor, "clients params"]
 ) -> Info:
@@ -375,17 +378,18 @@ def gradient_variance(
     the barycenter; without endpoints they are one. Models that diverged do not count.
 
     Args:
-        rnd: the round, with the whole cohort.
+        rnd: a round that is open to all.
         start: where each client started.
         params: what it returns.
     """
     asked = [one.name for one in ServerMethod.reports if one.name in rnd.extra_metrics]
     if not asked:
         return {}
-    layout, updates, found = rnd.task.layout, params - start, {}
+    layout, updates, found, gather = rnd.task.layout, params - start, {}, gathering(rnd.exchange)
     for name in asked:
         stacked = name == metrics.GRADIENT_VARIANCE.name
         last = updates[:, last_layer(layout).to(params.device)] if stacked else composed_last_layer(layout, updates)
+        last = last if gather is None else gather(last)
         value = metrics.total_variance(last[torch.isfinite(last).all(1)])
         found[name] = torch.full((len(params),), value, dtype=torch.float64)
     return found

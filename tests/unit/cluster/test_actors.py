@@ -1,5 +1,6 @@
 """Blocks as actors of Ray: the bytes of one process, on several nodes, whatever dies."""
 
+import importlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import kills
+from benchmarks.kills import Killing, Nodes, losses
 from coterie.cluster import actors
 from coterie.cluster.actors import Actors, packed, share, unpacked
 from coterie.cluster.blocks import BlockDied, Given, simulate_in_blocks
-from coterie.cluster.place import connect, read
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, CoterieError
 from coterie.exchange.base import Message
 from coterie.methods import METHODS
 from coterie.rng import Rng
-from coterie.simulation.run import Run, simulate
 from coterie.testing import tiny_federation, tiny_settings
 
 from ...contract.test_blocks import of, same
@@ -28,122 +29,66 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
 ]
-SETTINGS: dict[str, Any] = {"rounds": 4, "participation": 0.5, "patience": 2, "engine": "vmap", "checkpoint_seconds": 0}
-STORE = 80 << 20  # bytes, the least that Ray takes
-IN_CI = ("dac", "fedavg", "ifca")
+METHOD = """
+from dataclasses import dataclass
+from coterie.methods import Local
 
 
-@contextmanager
-def nodes(count: int) -> Iterator[Any]:
-    """A Ray cluster of several nodes on this machine, and a connection to it."""
-    cluster_utils = pytest.importorskip("ray.cluster_utils")
-    size = {"num_cpus": 1, "object_store_memory": STORE}
-    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args={**size, "include_dashboard": False})
-    try:
-        for _ in range(count - 1):
-            cluster.add_node(**size)
-        cluster.wait_for_nodes()
-        with connect(read(f"ray:{cluster.address}")):
-            yield cluster
-    finally:
-        cluster.shutdown()
+@dataclass(frozen=True)
+class Mine(Local):
+    kind = "mine"
+"""
+IN_CI = {"dac": "node", "fedavg": "worker process", "ifca": "actor"}
+"""What is killed in each of the methods that `make test` runs."""
+ROUNDS = kills.RUN["rounds"]
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[Any]:
+def three() -> Iterator[Nodes]:
     """Three nodes of one processor each."""
-    with nodes(3) as cluster:
-        yield cluster
+    pytest.importorskip("ray")
+    with kills.three() as nodes:
+        yield nodes
 
 
-def both(folder: Path, kind: str, start: Any, blocks: Any) -> tuple[Run, Run]:
-    """One run in this process, and one in blocks."""
-    more: dict[str, Any] = {"model": "linear", "settings": tiny_settings(**SETTINGS), "seed": 3}
-    whole = simulate(tiny_federation(), of(kind), folder=folder / "whole", **more)
-    split = simulate_in_blocks(tiny_federation(), of(kind), folder=folder / "split", blocks=blocks, start=start, **more)
-    return whole, split
+def without_losses(folder: Path, kind: str, killing: Killing, blocks: Any) -> None:
+    """Run a method in one process and in blocks, some of which are killed; compare them."""
+    killing.nodes.fill()
+    deaths = dict(killing.left)
+    whole = kills.run_with(kind, folder / "whole", None)
+    assert same(whole, kills.run_with(kind, folder / "split", killing, blocks))
+    assert killing.killed == deaths
+    assert all(lost <= 1 for lost in losses(killing.steps)), "there is a checkpoint after each round"
+    assert killing.starts > len(deaths)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(METHODS))
-def test_blocks_on_three_nodes_end_with_the_bytes_of_one_process(tmp_path: Path, three: Any, kind: str):
-    assert same(*both(tmp_path, kind, actors.start, [1, 4, 1]))
-
-
-class Killing:
-    """Starts actors, one of which is killed in the middle of some rounds: the first time that each comes.
-
-    Args:
-        rounds: in which one is killed.
-        draws: say which.
-    """
-
-    def __init__(self, rounds: Iterable[int], draws: np.random.Generator) -> None:
-        self.left, self.draws, self.starts = set(rounds), draws, 0
-
-    @contextmanager
-    def start(self, given: Iterable[Given]) -> Iterator[Actors]:
-        """Start actors, as `actors.start` does."""
-        import ray
-
-        with actors.start(given) as crew:
-            self.starts += 1
-            each, wait = crew.each, crew.wait
-
-            def fragile(name: str, *arguments: Any) -> list[Any]:
-                if name == "step" and arguments[0][0] in self.left:
-                    self.left.discard(arguments[0][0])
-                    victim = crew.hosts[int(self.draws.integers(len(crew.hosts)))]
-
-                    def kill(calls: Any, **options: Any) -> list[Any]:
-                        ray.kill(victim)
-                        return wait(calls, **options)
-
-                    crew.wait = kill
-                return each(name, *arguments)
-
-            crew.each = fragile
-            yield crew
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(METHODS))
-def test_a_killed_actor_changes_nothing(tmp_path: Path, three: Any, kind: str):
-    """In a round drawn for each method, in the middle of it."""
-    draws = Rng(0).generator(f"kills.{kind}")
-    killing = Killing([int(draws.integers(-1, 4))], draws)
-    assert same(*both(tmp_path, kind, killing.start, 3))
-    assert killing.starts == 2
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", IN_CI)
-def test_the_blocks_of_a_dead_node_go_on_on_those_that_are_left(tmp_path: Path, kind: str):
-    with nodes(3) as cluster:
-        others = list(cluster.worker_nodes)
-        starts = list[int]()
-
-        @contextmanager
-        def start(given: Iterable[Given]) -> Iterator[Actors]:
-            with actors.start(given) as crew:
-                starts.append(len(crew.hosts))
-                each = crew.each
-
-                def fragile(name: str, *arguments: Any) -> list[Any]:
-                    if name == "step" and arguments[0][0] == 2 and others:
-                        cluster.remove_node(others.pop(), allow_graceful=False)
-                        others.clear()
-                    return each(name, *arguments)
-
-                crew.each = fragile
-                yield crew
-
-        assert same(*both(tmp_path, kind, start, 3))
-        assert starts in ([3, 3], [3, 3, 3]), "once more where Ray had not noticed yet"
+def test_what_is_killed_in_a_round_drawn_for_the_method_changes_nothing(tmp_path: Path, three: Nodes, kind: str):
+    """An actor, a process, and a node with all that runs on it: where it was, two blocks go on on the two left."""
+    draws = Rng(0).generator(f"kill.{kind}")
+    killing = Killing(three, {int(draws.integers(-1, ROUNDS)): IN_CI[kind]}, draws)
+    without_losses(tmp_path, kind, killing, [2, 4])
 
 
 @pytest.mark.slow
-def test_what_is_wrong_in_a_block_is_said_in_one_line(three: Any):
+@pytest.mark.parametrize("kind", sorted(METHODS))
+def test_an_actor_a_process_and_a_node_are_killed_in_one_run(tmp_path: Path, three: Nodes, kind: str):
+    draws = Rng(0).generator(f"victims.{kind}")
+    without_losses(tmp_path, kind, Killing(three, kills.deaths_of(kind, ROUNDS), draws), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(METHODS))
+def test_blocks_on_three_nodes_end_with_the_bytes_of_one_process(tmp_path: Path, three: Nodes, kind: str):
+    three.fill()
+    whole = kills.run_with(kind, tmp_path / "whole", None, rounds=3)
+    for number, blocks in enumerate((1, 3, [1, 4, 1])):
+        killing = Killing(three, {}, Rng(0).generator("nobody"))
+        assert same(whole, kills.run_with(kind, tmp_path / str(number), killing, blocks, rounds=3))
+
+
+@pytest.mark.slow
+def test_what_is_wrong_in_a_block_is_said_in_one_line(three: Nodes):
     """An error of the method's own, which is the same in one process."""
     method, data = METHODS["fedavg"](aggregation="coterie.nowhere:rule"), tiny_federation()
     with pytest.raises(ConfigError, match="nowhere"):
@@ -151,21 +96,34 @@ def test_what_is_wrong_in_a_block_is_said_in_one_line(three: Any):
 
 
 @pytest.mark.slow
-def test_blocks_that_always_die_are_given_up(three: Any):
+def test_blocks_that_always_die_are_given_up(three: Nodes):
     class Always(Killing):
         @contextmanager
         def start(self, given: Iterable[Given]) -> Iterator[Actors]:
-            """With all rounds again."""
-            self.left = {0}
+            """With the same round again."""
+            self.left = {0: "actor"}
             with super().start(given) as crew:
                 yield crew
 
-    killing = Always([0], np.random.default_rng(0))
+    killing = Always(three, {}, np.random.default_rng(0))
+    more: dict[str, Any] = {"model": "linear", "settings": tiny_settings(), "blocks": 2, "start": killing.start}
     with pytest.raises(BlockDied, match=r"block \d of 2 has died"):
-        simulate_in_blocks(
-            tiny_federation(), of("dac"), model="linear", settings=tiny_settings(), blocks=2, start=killing.start
-        )
+        simulate_in_blocks(tiny_federation(), of("dac"), **more)
     assert killing.starts == 3
+
+
+@pytest.mark.slow
+def test_a_block_that_cannot_be_made_is_no_death(three: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The method is of a module that workers do not find: it is said once, in one line."""
+    monkeypatch.setattr("coterie.cluster.packing.modules", lambda names: {})
+    (tmp_path / "nowhere_else.py").write_text(METHOD)
+    monkeypatch.syspath_prepend(tmp_path)
+    method = importlib.import_module("nowhere_else").Mine()
+    killing = Killing(three, {}, np.random.default_rng(0))
+    more: dict[str, Any] = {"model": "linear", "settings": tiny_settings(), "blocks": 2, "start": killing.start}
+    with pytest.raises(CoterieError, match=r"block \d of 2 cannot be made: .*nowhere_else"):
+        simulate_in_blocks(tiny_federation(), method, **more)
+    assert killing.starts == 1
 
 
 def test_what_a_block_tells_is_packed_without_a_loss():

@@ -119,3 +119,21 @@ def test_parts_are_told_in_the_order_of_the_blocks(sizes):
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(swap, range(2))) == [[0, sizes[0]], [0, sizes[1]]]
+
+
+def test_rows_of_the_cohort_are_gathered_in_the_order_of_its_ids():
+    """Twice in a round, also where nobody of a block takes part: what it passes then has no width that counts."""
+    blocks = two()
+
+    def gathered(number: int) -> list[list[float]]:
+        one, found = blocks[number], list[list[float]]()
+        one.begin(Rng(0).at(0))
+        for active in ([[2, 0], [4]], [[], [3]], [[], []]):
+            ids = torch.tensor(active[number], dtype=torch.int64)
+            one.enter(ids)
+            rows = ids[:, None].double().expand(-1, 2) if len(ids) else torch.zeros(0, 1, dtype=torch.float64)
+            found.append(one.gather(rows)[:, -1].tolist())
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(gathered, range(2))) == [[[0, 2, 4], [3], []]] * 2
