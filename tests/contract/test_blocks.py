@@ -94,6 +94,7 @@ def test_so_it_does_with_every_engine(tmp_path: Path, kind: str, engine: str):
         ("fedavg", {"metrics": ["auroc"], "eval_every": 2, "init": "per_client"}),
         ("random", {"attacks": [{"kind": "copy", "clients": [1, 4]}, {"kind": "noise", "clients": [2]}]}),
         ("panm-grad", {"new_clients": 2, "new_client_rounds": 2}),
+        ("panm-loss", {"record_similarities": True}),
         ("fedavg", {"new_clients": 2, "new_client_rounds": 2, "new_client_others": "training"}),
     ],
 )

@@ -287,6 +287,7 @@ def test_the_bag_is_corrected_as_the_options_say(play, monkeypatch, options, sco
     assert state.memory.bag[0].nonzero().flatten().tolist() == expected
 
 
+@pytest.mark.option("Settings.record_similarities", False, True)
 @pytest.mark.parametrize("kind", [PanmLoss, PanmGrad])
 def test_similarities_and_probabilities_are_reported_where_the_run_records_them(play, monkeypatch, kind):
     """Of scored slots what was scored; 1 for neighbors kept, 1 over the number of others or of the bag for draws."""
