@@ -154,7 +154,7 @@ def distributions(runs: Named, *, most: int = 12) -> Drawn:
 
 BINS = 30
 PAIRS = ("own cluster", "another cluster")
-OWN = Metric("own_cluster", "neighbors of the own cluster", unit="%", scale=PERCENT, digits=2, shown="not")
+OWN = Metric("own_cluster", title="neighbors of own cluster", unit="%", scale=PERCENT, digits=2, shown="not")
 
 
 def similarities(
@@ -322,6 +322,8 @@ PUBLISHED.update(
             "An ablation of PANMGrad: the similarity of both cosines, that of the last update and that of all updates, "
             "is called robust and effective. What its axes show is not said; here they are the accuracy, and which "
             "share of a client's neighbors are of its own cluster.",
+            metric=ACCURACY.name,
+            split="test",
         ),
         "panm-3": _of(
             "similarities",

@@ -287,6 +287,7 @@ def test_the_bag_is_corrected_as_the_options_say(play, monkeypatch, options, sco
     assert state.memory.bag[0].nonzero().flatten().tolist() == expected
 
 
+@pytest.mark.option("Settings.record_similarities", False, True)
 @pytest.mark.parametrize("kind", [PanmLoss, PanmGrad])
 def test_similarities_and_probabilities_are_reported_where_the_run_records_them(play, monkeypatch, kind):
     """Of scored slots what was scored; 1 for neighbors kept, 1 over the number of others or of the bag for draws."""
@@ -309,11 +310,8 @@ def test_similarities_and_probabilities_are_reported_where_the_run_records_them(
         candidates = 3 if believed else 0
         for i in range(9):
             kept = 1.0 if number <= 3 else 1 / int(bag[i])
-            parts = [
-                (kept, believed),
-                (1 / (8 - int(bag[i])) if bag[i] < 8 else 0.0, candidates),
-                (1 / int(after[i]), 9),
-            ]
+            outside = 1 / max(1, 8 - int(bag[i]))
+            parts = [(kept, believed), (outside, candidates), (1 / int(after[i]), 9)]
             expected = torch.tensor([value for value, many in parts for _ in range(many)][: values.shape[1]]).double()
             torch.testing.assert_close(drawn[i][asked[i]], expected[asked[i]])
         silent.steps(1)
