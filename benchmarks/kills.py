@@ -2,9 +2,9 @@
 
     python benchmarks/kills.py --out docs/reference/runs/performance/kills.json
 
-Three nodes of Ray run on this machine, with a block on each. In rounds that are drawn for each method, one block's
+Three nodes of Ray run on this machine, and two blocks on them. In rounds that are drawn for each method, one block's
 actor is killed by Ray, one's process by the system, and one's node with all of its processes, which does not come back
-before the run has ended. A block dies while the others are in the middle of the round and wait for it.
+before the run has ended. A block dies while the other is in the middle of the round and waits for it.
 """
 
 import argparse
@@ -191,7 +191,7 @@ def deaths_of(kind: str, rounds: int) -> dict[int, str]:
     return {int(one) - 1: what for one, what in zip(draws.permutation(rounds + 1), KINDS, strict=False)}
 
 
-def run_with(kind: str, folder: Path, killing: Killing | None, blocks: Any = 3, **changes: Any) -> Run:
+def run_with(kind: str, folder: Path, killing: Killing | None, blocks: Any = 2, **changes: Any) -> Run:
     """Run a method in this process; or in blocks on the nodes, some of which are killed."""
     more: dict[str, Any] = {"model": "linear", "settings": tiny_settings(**RUN | changes), "seed": 3, "folder": folder}
     method, data = METHODS[kind](**OWN.get(kind, {})), tiny_federation()
@@ -215,33 +215,42 @@ def unequal(one: Path, other: Path) -> list[str]:
     return [name for name in FILES if (one / name).read_bytes() != (other / name).read_bytes()]
 
 
+def row(kind: str, nodes: Nodes, folder: Path) -> dict[str, Any]:
+    """Run a method here, and in blocks of which an actor, a process and a node are killed; say what was lost."""
+    nodes.fill()
+    deaths = deaths_of(kind, RUN["rounds"])
+    killing = Killing(nodes, deaths, Rng(0).generator(f"victims.{kind}"))
+    whole, split = run_with(kind, folder / "whole", None), run_with(kind, folder / "split", killing)
+    assert killing.killed == deaths, f"{kind}: {killing.killed} were killed of {deaths}"
+    same = whole.params.equal(split.params) and whole.metrics.equals(split.metrics) and whole.edges.equals(split.edges)
+    return {
+        "method": kind,
+        **{f"{what} in round": when for what in KINDS for when, died in deaths.items() if died == what},
+        "most rounds lost by one": max(losses(killing.steps)),
+        "starts of all blocks": killing.starts,
+        "bytes equal": same and not unequal(folder / "whole", folder / "split"),
+    }
+
+
 def main() -> None:
-    """Kill, compare and write."""
+    """Kill, compare and write after each method."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", default=sorted(METHODS), metavar="KIND")
+    parser.add_argument("--resume", action="store_true", help="leave out the methods that the file has")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", category=ResourceWarning)
-    results = list[dict[str, Any]]()
-    with three() as nodes, tempfile.TemporaryDirectory() as name:
-        for kind in arguments.methods:
-            nodes.fill()
-            deaths = deaths_of(kind, RUN["rounds"])
-            killing = Killing(nodes, deaths, Rng(0).generator(f"victims.{kind}"))
-            folder = Path(name, kind)
-            whole, split = run_with(kind, folder / "whole", None), run_with(kind, folder / "split", killing)
-            assert killing.killed == deaths, f"{kind}: {killing.killed} were killed of {deaths}"
-            same = whole.params.equal(split.params) and whole.metrics.equals(split.metrics)
-            results.append({
-                "method": kind,
-                **{f"{what} in round": when for what in KINDS for when, died in deaths.items() if died == what},
-                "most rounds lost by one": max(losses(killing.steps)),
-                "starts of all blocks": killing.starts,
-                "bytes equal": same and not unequal(folder / "whole", folder / "split"),
-            })  # fmt: skip
+    found = arguments.resume and arguments.out is not None and arguments.out.exists()
+    results = json.loads(arguments.out.read_text())["results"] if found else []
+    left = [kind for kind in arguments.methods if kind not in {one["method"] for one in results}]
+    with three() as nodes:
+        for kind in left:
+            with tempfile.TemporaryDirectory() as folder:
+                results.append(row(kind, nodes, Path(folder)))
             print(json.dumps(results[-1]), flush=True)
-    if arguments.out is not None:
-        keep(arguments.out, results, ("cluster", "exchange", "simulation"), vars(arguments), seeds=(0,), order=92)
+            if arguments.out is not None:
+                parts = ("cluster", "exchange", "simulation")
+                keep(arguments.out, results, parts, vars(arguments), seeds=(0,), order=92)
 
 
 if __name__ == "__main__":

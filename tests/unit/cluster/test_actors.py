@@ -74,7 +74,7 @@ def test_what_is_killed_in_a_round_drawn_for_the_method_changes_nothing(tmp_path
 @pytest.mark.parametrize("kind", sorted(METHODS))
 def test_an_actor_a_process_and_a_node_are_killed_in_one_run(tmp_path: Path, three: Nodes, kind: str):
     draws = Rng(0).generator(f"victims.{kind}")
-    without_losses(tmp_path, kind, Killing(three, kills.deaths_of(kind, ROUNDS), draws), 3)
+    without_losses(tmp_path, kind, Killing(three, kills.deaths_of(kind, ROUNDS), draws), 2)
 
 
 @pytest.mark.slow
