@@ -20,7 +20,8 @@ from stored import told
 
 from coterie.cli import _tables
 from coterie.functional import metrics
-from coterie.papers import compare
+from coterie.papers import compare, numbers
+from coterie.papers.figures import PUBLISHED
 from coterie.results import coverage
 
 HEAD = """# Reproduction of the papers
@@ -41,17 +42,54 @@ def coverage_table(results: Sequence[compare.Result]) -> str:
     """Return how much of each paper stands beside a result of ours."""
     rows = compare.covered(results)
     cells = [
-        (one.source, *map(str, (one.published, one.full, one.reduced, one.none, one.within, one.untold)))
+        (one.source, *map(str, (one.published, one.full, one.reduced, one.predicted, one.none, one.within, one.untold)))
         for one in rows
     ]
-    total = [sum(int(row[place]) for row in cells) for place in range(1, 7)]
-    head = ("paper", "published", "full", "reduced", "none", "within", "cannot be told")
+    total = [sum(int(row[place]) for row in cells) for place in range(1, 8)]
+    head = ("paper", "published", "full", "reduced", "predicted", "none", "within", "cannot be told")
     about = (
         "Published numbers that stand beside a result of full size, of a reduced one only, or of none. Full size means "
         "the clients, samples, model, steps and rounds of the built-in study; seeds may be fewer, as each table says. "
-        "*Within* and *cannot be told* are of the numbers that stand beside one of ours."
+        "*Predicted* are costs that follow from the settings of the built-in study. *Within* and *cannot be told* are "
+        "of the numbers that stand beside one of ours."
     )
     return f"## Coverage\n\n{table(head, [*cells, ('all', *map(str, total))])}\n\n{about}\n"
+
+
+def cost_tables() -> list[str]:
+    """Return the costs that papers print beside those that the cost ledger predicts for the studies of full size."""
+    parts = []
+    for source in numbers.SOURCES:
+        for name, lines in compare.costs_of(source).items():
+            beside = _tables.costs(name, lines)
+            notes = " ".join(numbers.notes(numbers.EXPERIMENTS[name]))
+            parts.append(f"## {beside.title}\n\n{markdown(beside)}\n\nOn the printed numbers: {notes}\n")
+    return parts
+
+
+def figure_table() -> str:
+    """Return the published figures of which a text says what they show, and how ours is drawn."""
+    about = (
+        "Figures of which the paper has words. `coterie plot` draws ours from runs of the study, `coterie plot RUN` "
+        "without a figure lists those of all papers. A drawing of stored runs stands in the part on its study."
+    )
+    rows = [
+        (f"`{name}`", f"`{one.study}`", one.shows, f"`coterie plot runs/{one.study} --figure {name}`")
+        for name, one in PUBLISHED.items()
+        if one.shows
+    ]
+    return f"## Figures\n\n{about}\n\n{table(('figure', 'study', 'in the paper', 'here'), rows)}\n"
+
+
+def drawings(folder: Path) -> list[str]:
+    """Return the drawings of published figures that are stored with a study."""
+    parts = []
+    for path in sorted(folder.glob("*.svg")):
+        shows = PUBLISHED[path.stem].shows if path.stem in PUBLISHED else ""
+        place = path.relative_to(REFERENCE).as_posix()
+        said = f" In the paper: {shows}" if shows else ""
+        parts.append(f"### Figure {path.stem}\n\n![{path.stem}]({place})\n\n[Its numbers]({place[:-4]}.csv).{said}")
+    return parts
 
 
 def section(folder: Path) -> str:
@@ -90,6 +128,7 @@ def section(folder: Path) -> str:
     notes = folder / "notes.md"
     if notes.exists():
         parts.append(filled(notes.read_text().strip(), folder))
+    parts += drawings(folder)
     trials = trials_of(folder)
     if trials.exists():
         parts += ["### Further runs with one setting changed", _trials(trials)]
@@ -187,7 +226,8 @@ def page() -> str:
     """Return the page."""
     folders = sorted(path.parent for path in STORED.glob("*/*/origin.json"))
     folders = [folder for folder in folders if not folder.name.endswith("-trials")]
-    return "\n".join([HEAD, coverage_table([compare.read(one) for one in folders]), *map(section, folders)])
+    counted = coverage_table([compare.read(one) for one in folders])
+    return "\n".join([HEAD, counted, figure_table(), *cost_tables(), *map(section, folders)])
 
 
 if __name__ == "__main__":

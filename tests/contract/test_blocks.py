@@ -113,6 +113,7 @@ def test_so_it_does_with_every_engine(tmp_path: Path, kind: str, engine: str):
         ("fedavg", {"attacks": [LITTLE], "participation": 0.5}),
         ("random", {"attacks": [{"kind": OWN["kind"], "clients": [0, 2, 3, 5]}], "participation": 0.5}),
         ("panm-grad", {"new_clients": 2, "new_client_rounds": 2}),
+        ("panm-loss", {"record_similarities": True}),
         ("fedavg", {"new_clients": 2, "new_client_rounds": 2, "new_client_others": "training"}),
     ],
 )

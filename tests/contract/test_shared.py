@@ -223,7 +223,7 @@ def test_clients_that_act_one_after_another_publish_what_is_shared(schedule: str
 
     class Watched(Live):
         def pull(self, message, peers):
-            boards.append((message.params.shape[1], self.board.params.clone()))
+            boards.append((message.params.shape[1], self.boards[0].params.clone()))
             return super().pull(message, peers)
 
     monkeypatch.setattr(_sequential, "Live", Watched)

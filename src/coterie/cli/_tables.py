@@ -17,9 +17,12 @@ __all__ = ["TextTable", "against_paper", "equal_bytes", "latex", "markdown", "of
 def against_paper(comparison: Comparison) -> list[TextTable]:
     """Return the numbers beside the paper's, the chain of roles, and the clear pairs."""
     title, chosen = f"{comparison.study} beside the paper", [line for line in comparison.lines if line.chosen]
-    tables = [_numbers(comparison, [line for line in comparison.lines if not line.chosen], title)]
+    own = [line for line in comparison.lines if not line.chosen and not line.predicted]
+    tables = [_numbers(comparison, own, title)]
     if chosen:
         tables.append(_numbers(comparison, chosen, f"{comparison.study}: rows chosen here, beside the published ones"))
+    if ledger := [line for line in comparison.lines if line.predicted]:
+        tables.append(costs(comparison.study, ledger))
     if comparison.chain:
         tables.append(
             TextTable(
@@ -41,6 +44,27 @@ def against_paper(comparison: Comparison) -> list[TextTable]:
             )
         )
     return tables
+
+
+def costs(study: str, lines: Sequence[Line]) -> TextTable:
+    """Return what the ledger predicts of costs, beside what a paper prints."""
+    rows = [
+        (
+            line.label,
+            REGISTRY[line.metric].heading(),
+            f"{line.ours:.4g}",
+            f"{line.paper:.4g}",
+            f"{line.difference:+.4g}",
+            "yes" if line.within else "no",
+        )
+        for line in lines
+    ]
+    foot = (
+        f"{sum(line.within is True for line in lines)} of {len(lines)} numbers are what is printed, rounded alike. "
+        "They are predictions: no run is needed."
+    )
+    head = ("method", "metric", "here", "paper", "difference", "within")
+    return TextTable(f"{study}: costs beside the paper, in models", head, rows, foot)
 
 
 def _numbers(comparison: Comparison, lines: Sequence[Line], title: str) -> TextTable:

@@ -14,7 +14,10 @@ from torch import Tensor
 from coterie.errors import CoterieError
 from coterie.simulation.record import Record
 
-_OF_EDGES = {"peers": -1, "arrived": 0, "weights": 0, "bytes": 0, "slots_refused": 0}
+_OF_EDGES = {
+    **{"peers": -1, "arrived": 0, "weights": 0, "bytes": 0, "slots_refused": 0},
+    **{"similarities": torch.nan, "probabilities": torch.nan},  # there where the run records them
+}
 """What the table of reads takes of a report, with the value of a slot that a client does not have."""
 
 

@@ -389,6 +389,21 @@ EXTRA_FLOATS = _cost("extra_floats", "further numbers received", "further number
 EXTRA_BYTES = _cost("extra_bytes", "bytes received beside the messages that were pulled", "further bytes", "B")
 BYTES_DOWN = _cost("bytes_down", "bytes received from a server", "bytes from a server", "B")
 BYTES_UP = _cost("bytes_up", "bytes sent to a server", "bytes to a server", "B")
+# Of a whole run, as PANM's authors count: the cost ledger predicts them.
+MODELS_MOVED = Metric(
+    "comm_cost_models_per_client",
+    "models that a client receives in a run; with a server: receives and sends",
+    "models moved per client",
+    better="lower",
+    shown="not",
+)
+BANDWIDTH = Metric(
+    "max_required_bandwidth_delta",
+    "models that a server sends, or one client receives, in the busiest round, per client of the population",
+    "largest bandwidth",
+    better="lower",
+    shown="not",
+)
 REFUSED = Metric("refused", "models that a client refused to mix, in a round", "refused models", shown="curve")
 ATTACKER_WEIGHT = Metric(
     "attacker_weight",

@@ -38,14 +38,15 @@ Kept as metrics: `loss` (training), `diverged`, what a method may count of its c
 and the metrics that the method declares in `reports`, one number a client.
 
 With a meaning of their own (`NOTES`): `peers` (ids read), `arrived`, `weights` (mixing weight of each slot),
-`own_weight`, `bytes`, `label` (found cluster), `losses` and `train_samples` of `Task.train`, `trained` (the models
-before the exchange that ends a round, which are the ones to judge). `slots_refused` is the loop's: which of the
+`own_weight`, `bytes`, `similarities` and `probabilities` (of each slot, see `recorded_similarities`), `label` (found
+cluster), `losses` and `train_samples` of `Task.train`, `trained` (the models before the exchange that ends a round,
+which are the ones to judge). `slots_refused` is the loop's: which of the
 `peers` the client refused.
 """
 
 NOTES = frozenset(
     {"peers", "arrived", "weights", "own_weight", "bytes", metrics.LABEL.name, "losses", "train_samples", "trained"}
-    | {"slots_refused"}
+    | {"slots_refused", "similarities", "probabilities"}
 )
 """Names of a report that are no metrics."""
 
@@ -121,6 +122,7 @@ class Round:
         local: how clients train.
         order: whether the exchange or the local training comes first.
         extra_metrics: what the settings ask to report beside.
+        record_similarities: whether the settings ask to report similarities and probabilities of draws.
     """
 
     index: int
@@ -131,6 +133,7 @@ class Round:
     local: LocalTraining = field(default_factory=LocalTraining)
     order: Order = "exchange_first"
     extra_metrics: frozenset[str] = frozenset()
+    record_similarities: bool = False
 
     @property
     def ids(self) -> Int[Tensor, " clients"]:
@@ -285,7 +288,7 @@ class PeerMethod(Method):
 
     Subclasses write `message` (what a client publishes) and `exchange` (sample, pull, score, remember, mix), and
     `memory` and `trained` where they remember something. `fit` is written anew where the local training is not the
-    run's own.
+    run's own, and `messages` where a round has several exchanges.
     """
 
     def memory(self, task: Task, rng: Rng) -> Any:
@@ -295,6 +298,22 @@ class PeerMethod(Method):
     def message(self, task: Task, state: State) -> Message:
         """Return what the hosted clients publish, from their state before the exchange."""
         return Message(state.params, {"samples": task.samples})
+
+    def messages(self, task: Task, state: State) -> Sequence[Message]:
+        """Return what the hosted clients publish in each exchange of a round, from their state before it.
+
+        Schedules in which clients act one after another ask for it: what a client published stands until it acts.
+        Methods with one exchange need not write it.
+
+        Raises:
+            ConfigError: where it is not known before the round, since it answers what others ask in the round.
+        """
+        if self.exchanges > 1:
+            raise ConfigError(
+                f"{self.kind} makes {self.exchanges} exchanges a round, and its `messages` does not say what clients "
+                "publish in each"
+            )
+        return [self.message(task, state)]
 
     @abstractmethod
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
@@ -430,6 +449,19 @@ def mixing(
         "own_weight": own_weight,
         "bytes": inbox.bytes,
     }
+
+
+def recorded_similarities(
+    rnd: Round, similarity: Float[Tensor, "clients peers"], probability: Float[Tensor, "clients peers"]
+) -> dict[str, Tensor]:
+    """Return what a report says of similarities, where the run records them; else nothing.
+
+    Args:
+        rnd: the round.
+        similarity: that the client found of the peer in each slot of the report; NaN where it did not measure it.
+        probability: with which one draw of the client chose that peer; NaN where it is not known.
+    """
+    return {"similarities": similarity, "probabilities": probability} if rnd.record_similarities else {}
 
 
 # ---------------------------------------------------------------- what a method returns

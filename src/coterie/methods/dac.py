@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
@@ -12,10 +13,22 @@ from torch import Tensor
 from coterie._util import pages
 from coterie._util.settings import NonNegativeFloat, OwnFunction, PositiveInt
 from coterie.engine.task import Task
-from coterie.errors import require
+from coterie.errors import ConfigError, require
 from coterie.exchange.base import Inbox, Message
 from coterie.functional import aggregation, selection, similarity
-from coterie.methods.base import ROWS, Info, Met, PeerMethod, Round, State, chosen_by, merged_by, mixing, variant
+from coterie.methods.base import (
+    ROWS,
+    Info,
+    Met,
+    PeerMethod,
+    Round,
+    State,
+    chosen_by,
+    merged_by,
+    mixing,
+    recorded_similarities,
+    variant,
+)  # fmt: skip
 from coterie.methods.cost import Cost, Setting, reading
 from coterie.rng import Rng
 
@@ -378,6 +391,24 @@ class Dac(PeerMethod):
             fields |= self.shared_scores(state)
         return Message(state.params, fields)
 
+    def messages(self, task: Task, state: State) -> Sequence[Message]:
+        """Publish the model, and with two_hop_scope = "history" the similarities apart from it.
+
+        Raises:
+            ConfigError: with loss_direction = "push": peers measure and answer what they are asked in the same round.
+        """
+        if self.loss_direction == "push":
+            raise ConfigError(
+                f"{self.kind} with loss_direction = 'push' is answered by peers in the round in which it asks them; "
+                "peers that act one after another have not published an answer when they are asked"
+            )
+        own = self.message(task, state)
+        return [own] if self.exchanges == 1 else [own, self._scores_alone(state)]
+
+    def _scores_alone(self, state: State) -> Message:
+        """Publish the similarities to share with peers, without the model."""
+        return Message(state.params[:, :0], self.shared_scores(state))
+
     def shared_scores(self, state: State) -> dict[str, Tensor]:
         """Return the similarities to share with peers."""
         dropped, dtype = self.drop_nonpositive, state.params.dtype
@@ -429,6 +460,8 @@ class Dac(PeerMethod):
         ask = push if self.loss_direction == "push" else pull
         measured = ask(rnd, state, self.message(rnd.task, state), peers, self.similarity, self.eps)
         inbox = measured.inbox
+        drawn = torch.full_like(prior, torch.nan) if self.selection is not None else prior
+        told = recorded_similarities(rnd, measured.similarity, drawn)
         if self.aggregation == "fedavg":
             weights, own_weight = aggregation.fedavg(inbox.field("samples"), rnd.task.samples, inbox.mask)
         elif self.aggregation == "fedsim":
@@ -438,10 +471,10 @@ class Dac(PeerMethod):
         else:
             merged, report = merged_by(self.aggregation, rnd, state, inbox, inbox.mask, measured.similarity)
             memory, cost = self.remember(rnd, state, measured)
-            return replace(merged, memory=memory), {**report, **cost}
+            return replace(merged, memory=memory), {**report, **cost, **told}
         mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
         memory, cost = self.remember(rnd, state, measured)
-        return replace(state, params=mixed, memory=memory), {**mixing(inbox, weights, own_weight), **cost}
+        return replace(state, params=mixed, memory=memory), {**mixing(inbox, weights, own_weight), **cost, **told}
 
     def remember(self, rnd: Round, state: State, measured: Measured) -> tuple[Acquaintance, Info]:
         """Store measured similarities and estimates from peers; return the memory and the costs."""
@@ -454,7 +487,7 @@ class Dac(PeerMethod):
         zero = torch.zeros_like(rnd.ids)
         if self.two_hop_scope == "history":
             relays = selection.listed((memory.count > 0) & rnd.candidates)
-            inbox = rnd.exchange.pull(Message(state.params[:, :0], self.shared_scores(state)), relays)
+            inbox = rnd.exchange.pull(self._scores_alone(state), relays)
             cost["extra_bytes"] = cost.get("extra_bytes", zero) + inbox.bytes.sum(1)
         cost["extra_floats"] = cost.get("extra_floats", zero) + inbox.mask.sum(1) * rnd.task.population
         return memory.with_estimates(rnd.ids, inbox, self.two_hop_pick, fresh=True), cost

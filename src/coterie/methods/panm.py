@@ -2,6 +2,7 @@
 
 import warnings
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
@@ -14,7 +15,16 @@ from coterie.engine.task import Task
 from coterie.exchange.base import Inbox, Message
 from coterie.functional import aggregation, gaussian_mixture, selection, similarity
 from coterie.methods import dac
-from coterie.methods.base import Info, Order, PeerMethod, Round, State, drawn_uniformly, mixing
+from coterie.methods.base import (
+    Info,
+    Order,
+    PeerMethod,
+    Round,
+    State,
+    drawn_uniformly,
+    mixing,
+    recorded_similarities,
+)  # fmt: skip
 from coterie.methods.cost import Cost, Setting, reading
 from coterie.rng import Rng
 
@@ -93,13 +103,19 @@ class Panm(PeerMethod):
         sent = {name: task.part.compared.of(value) for name, value in extras.items() if value.shape[1]}
         return Message(state.params, {"samples": task.samples, **sent})
 
+    def messages(self, task: Task, state: State) -> Sequence[Message]:
+        """Publish what the score needs, then the model alone, for those that average with it without a score."""
+        return self.message(task, state), Message(state.params, {"samples": task.samples})
+
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Pull and score peers, match neighbors, pull the neighbors not read yet, average."""
         memory, number = state.memory, rnd.index + 1
+        before = memory.bag
+        to_score, to_average = self.messages(rnd.task, state)
         early = number <= self.stage_one_rounds
         believed, candidates = self.examined(rnd, memory, early, number % self.interval == 0)
         slots = torch.cat([believed, candidates], dim=1)
-        scored = rnd.exchange.pull(self.message(rnd.task, state), selection.within(slots, rnd.candidates))
+        scored = rnd.exchange.pull(to_score, selection.within(slots, rnd.candidates))
         scores, cost = self.score(rnd, state, scored)
         first = (torch.arange(slots.shape[1]) < believed.shape[1]).expand_as(slots)
         if early:
@@ -112,7 +128,7 @@ class Panm(PeerMethod):
             chosen = drawn_uniformly(rnd, self.num_peers, memory.bag)
             read = selection.among(torch.where(scored.mask, slots, -1), rnd.task.population)
             missing = selection.within(chosen, ~read)
-        rest = rnd.exchange.pull(Message(state.params, {"samples": rnd.task.samples}), missing)
+        rest = rnd.exchange.pull(to_average, missing)
         wanted = selection.among(chosen, rnd.task.population).gather(1, slots.clamp(min=0)) & scored.mask
         samples = torch.cat([scored.field("samples"), rest.field("samples")], dim=1)
         keep = torch.cat([wanted, rest.mask], dim=1)
@@ -124,7 +140,28 @@ class Panm(PeerMethod):
         report |= {
             n: torch.cat([report[n], v], dim=1) for n, v in mixing(rest, parts[1], own_weight).items() if v.ndim > 1
         }
+        if rnd.record_similarities:
+            unscored = torch.full(missing.shape, torch.nan, dtype=torch.float64)
+            drawn = self._drawn(rnd, (before, memory.bag), (believed, candidates, missing), early)
+            report |= recorded_similarities(rnd, torch.cat([scores, unscored], dim=1), drawn)
         return replace(state, params=mixed, memory=memory), {**report, **cost}
+
+    @staticmethod
+    def _drawn(
+        rnd: Round, bags: tuple[Tensor, Tensor], slots: tuple[Tensor, Tensor, Tensor], early: bool
+    ) -> Float[Tensor, "clients peers"]:
+        """Return the probability with which one draw chose each slot's peer; 1 of neighbors that stage one kept.
+
+        Args:
+            rnd: the round.
+            bags: before and after it.
+            slots: presumed neighbors, candidates, and the neighbors that were not scored.
+            early: whether it is a round of stage one.
+        """
+        inside, outside, then = (rnd.candidates & bag for bag in (bags[0], ~bags[0], bags[1]))
+        sizes = [one.sum(1, keepdim=True).double() for one in (inside, outside, then)]
+        sizes[0] = torch.ones_like(sizes[0]) if early else sizes[0]
+        return torch.cat([(1 / size).expand(part.shape) for size, part in zip(sizes, slots, strict=True)], dim=1)
 
     def examined(
         self, rnd: Round, memory: PanmMemory, early: bool, due: bool

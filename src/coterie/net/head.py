@@ -16,7 +16,7 @@ from coterie.simulation.settings import Settings
 
 _DOMAIN = b"coterie head 1\n"
 _MAX = 64 * 1024
-_OWN_AFFAIR = ("engine", "block", "cuda_graphs", "device", "checkpoint_seconds", "eval_every")
+_OWN_AFFAIR = ("engine", "block", "cuda_graphs", "device", "checkpoint_seconds", "eval_every", "record_similarities")
 _OPTIONAL = (
     "shared",
     "similarity_on",

@@ -182,7 +182,8 @@ class Node:
             self.post.arrived = audit.received
         door = latecomers.LateExchange if self.late else RemoteExchange
         self.exchange = door(self.post, self.task.part.shared.count)
-        record = Record(clusters, names, None if self.sides is None else self.sides.ids)
+        ids = None if self.sides is None else self.sides.ids
+        record = Record(clusters, names, ids, similarities=plan.settings.record_similarities)
         self.loop = NodeLoop(self.task, plan.method, self.exchange, plan.settings, Rng(plan.seed), record)
         settings = plan.settings if self.late else replace(plan.settings, new_clients=None)  # whom others do not notice
         self._identity = checkpoint.identity(

@@ -16,6 +16,7 @@ import numpy as np
 from coterie.errors import ConfigError, DataError, unknown
 from coterie.functional import metrics
 from coterie.functional.metrics import REGISTRY, Metric, Metrics
+from coterie.methods.cost import Setting
 from coterie.papers import numbers
 from coterie.papers.numbers import PublishedNumber
 from coterie.results import conditions, coverage, pairs, summary
@@ -118,6 +119,7 @@ class Line:
         pooled: what stood for the deviation that the paper does not print: ours, pooled; see `with_paper`.
         chosen: whether the row was chosen here (tuned, say) and stands beside a published row that the study repeats
             already.
+        predicted: whether ours is no result but what the cost ledger predicts; see `predicted`.
     """
 
     label: str
@@ -133,6 +135,7 @@ class Line:
     within: bool | None
     pooled: float | None = None
     chosen: bool = False
+    predicted: bool = False
 
 
 @dataclass(frozen=True)
@@ -409,6 +412,7 @@ def with_paper(result: Result) -> Comparison:
         if found:
             chosen = standing.setdefault(row, entry.label) != entry.label
             lines += [_judged(line, found, chosen=chosen) for line in found]
+    lines += predicted(result.study)
     chain, pairs = _orderings(lines)
     reference = numbers.SOURCES[experiment.partition("/")[0]]
     notes = numbers.notes(experiment)
@@ -416,6 +420,52 @@ def with_paper(result: Result) -> Comparison:
         result.study.name, experiment, reference, result.study.scale, lines, chain, pairs, notes, result.seeds,
         result.left_out, result.notes(),
     )  # fmt: skip
+
+
+PREDICTED = {metrics.MODELS_MOVED.name: 0.5, metrics.BANDWIDTH.name: 0.005}
+"""Published metrics that the cost ledger predicts, and half of the last digit that is printed of them."""
+
+
+def predicted(study: StudyConfig) -> list[Line]:
+    """Set what a paper prints of costs beside what the cost ledger predicts for a study; that needs no run.
+
+    A prediction is exact where nothing depends on chance or on what is found: PANM's bag is taken for the own cluster,
+    or for everybody where the study does not say the sizes of clusters. It is within the rule when it is what is
+    printed, rounded alike.
+    """
+    experiment = study.paper or numbers.EXPERIMENTS.get(study.name)
+    known = experiment is not None and study.data.num_clients is not None
+    printed = [p for p in numbers.published(str(experiment)) if p.metric in PREDICTED] if known else []
+    lines = []
+    for entry in study.methods:
+        own = [one for one in printed if one.row == entry.paper]
+        if own:
+            found = _costs(study, entry.label)
+            for one in own:
+                ours = found[one.metric]
+                difference = ours - one.mean
+                within = abs(difference) <= PREDICTED[one.metric]
+                lines.append(
+                    Line(
+                        entry.label, one.row, one.cluster, one.metric, ours, None, 0, one.mean, one.std, difference,
+                        within, predicted=True,
+                    )
+                )  # fmt: skip
+    return lines
+
+
+def _costs(study: StudyConfig, label: str) -> dict[str, float]:
+    """Return the models that move in a whole run, and the largest bandwidth, in units of a model."""
+    entry, population = study.scaled(label), study.data.num_clients
+    assert population is not None
+    sizes: Sequence[int] = next((own for one in study.data.shifts() if (own := getattr(one, "sizes", None))), ())
+    group = round(sum(size**2 for size in sizes) / sum(sizes)) if sizes else None
+    setting = Setting(population, params=1, samples=0, group=group)
+    rounds = [entry.method.cost(setting, index).models for index in range(entry.settings.rounds)]
+    most = max(rounds, default=0.0)
+    # of what moves at a client of a server one model is what it sends; peers receive alone, each by itself
+    bandwidth = max(0.0, most - 1) if entry.method.server else most / population
+    return {metrics.MODELS_MOVED.name: sum(rounds), metrics.BANDWIDTH.name: bandwidth}
 
 
 def full_size(study: StudyConfig) -> bool:
@@ -445,6 +495,7 @@ class Covered:
         published: its numbers.
         full: those beside a result of full size; see `full_size`.
         reduced: those beside a result of a smaller size only.
+        predicted: costs beside what the ledger predicts for the built-in study; see `predicted`.
         none: those beside nothing.
         within: of the numbers beside something, those within the rule.
         untold: those of which that cannot be told.
@@ -454,6 +505,7 @@ class Covered:
     published: int
     full: int
     reduced: int
+    predicted: int
     none: int
     within: int
     untold: int
@@ -468,18 +520,30 @@ def covered(results: Sequence[Result]) -> list[Covered]:
         full, own = full_size(result.study), beside[result.experiment.partition("/")[0]]
         for line in with_paper(result).lines:
             key = (result.experiment, line.row, line.cluster, line.metric)
-            if not line.chosen and (full or key not in own):
+            if not line.chosen and not line.predicted and (full or key not in own):
                 own[key] = full, line.within
+    costs = {source: costs_of(source) for source in beside}
     out = []
     for source, own in beside.items():
         published, full = len(numbers.table(source)), sum(one for one, _ in own.values())
-        within = [one for _, one in own.values()]
+        ledger = [line.within for lines in costs[source].values() for line in lines]
+        within = [*(one for _, one in own.values()), *ledger]
         out.append(
             Covered(
-                source, published, full, len(own) - full, published - len(own), within.count(True), within.count(None)
+                source, published, full, len(own) - full, len(ledger), published - len(within), within.count(True),
+                within.count(None),
             )
-        )
+        )  # fmt: skip
     return out
+
+
+def costs_of(source: str) -> dict[str, list[Line]]:
+    """Return what the ledger predicts of a paper's printed costs, by the name of the built-in study of full size."""
+    names = [name for name, experiment in numbers.EXPERIMENTS.items() if experiment.partition("/")[0] == source]
+    printing = [
+        name for name in names if any(one.metric in PREDICTED for one in numbers.published(numbers.EXPERIMENTS[name]))
+    ]
+    return {name: predicted(config.load(name)) for name in printing}
 
 
 def _line(result: Result, label: str, one: PublishedNumber) -> Line | None:

@@ -1,27 +1,47 @@
-"""The figures of the papers: the options of each published figure, and those drawn from `coterie analyze` results.
+"""The figures of the papers: the options of each published figure, and the kinds that only they have.
+
+Some are drawn from `coterie analyze` results, some from runs that recorded similarities (`record_similarities`).
 
 Importing this module adds them to `report.figures`, whose `plot` draws them.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
+from jaxtyping import Bool, Float
+from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from coterie._util.names import called, short
 from coterie.errors import DataError
-from coterie.functional.metrics import ACCURACY, GLOBAL_ACCURACY, GRADIENT_VARIANCE, INTERACTION_CHANGE, LABEL
+from coterie.functional.metrics import ACCURACY, GLOBAL_ACCURACY, GRADIENT_VARIANCE, INTERACTION_CHANGE, LABEL, Metric
 from coterie.report import plots
 from coterie.report.data.packing import dense
 from coterie.report.figures import FIGURES, NOT_STORED, PUBLISHED, Kind, PublishedFigure, plot
-from coterie.report.plots import COLORS, PERCENT, WIDTH, Drawn, Named, content_of, groups_of, panels_of
+from coterie.report.plots import (
+    COLORS,
+    FAR,
+    PERCENT,
+    WIDTH,
+    Drawn,
+    Named,
+    axis_of,
+    band_of,
+    content_of,
+    curve_of,
+    groups_of,
+    metric_of,
+    panels_of,
+    shared_legend,
+)  # fmt: skip
+from coterie.results import graph
 from coterie.results.summary import StoredRun
 
-__all__ = ["distributions", "interactions", "plot", "simplexes"]
+__all__ = ["distributions", "interactions", "neighbors", "plot", "similarities", "simplexes"]
 
 ANALYSES = "analyses"
 EVERYBODY = -1  # the client of rows about all test sets together
@@ -132,8 +152,139 @@ def distributions(runs: Named, *, most: int = 12) -> Drawn:
     return figure, pd.DataFrame(rows, columns=["method", "found", "of", "count"])
 
 
-def _of(figure: str, study: str, **options: Any) -> PublishedFigure:
-    return PublishedFigure(figure, options, study)
+BINS = 30
+HISTOGRAM = ["pairs", "low", "high", "count", "mean", "std", "own_above_other"]
+PAIRS = ("own cluster", "another cluster")
+OWN = Metric("own_cluster", title="neighbors of own cluster", unit="%", scale=PERCENT, digits=2, shown="not")
+
+
+def similarities(
+    runs: Named, *, column: Literal["similarity", "probability"] = "similarity", moments: int = 2
+) -> Drawn:
+    """Similarities that clients found, of peers of their own cluster and of others: a panel a method and round.
+
+    Beside the histograms (all clients, all seeds) stand the normal distributions with their means and deviations.
+
+    Args:
+        runs: named runs that recorded similarities.
+        column: "similarity", or "probability", with which the peers were drawn.
+        moments: how many rounds are shown of each method: the last in which it has values, and others evenly before.
+    """
+    groups = {name: [(run, _told(run, column)) for run in group] for name, group in groups_of(runs).items()}
+    groups = {name: group for name, group in groups.items() if any(len(table) for _, table in group)}
+    if not groups:
+        raise DataError(
+            f"no method here recorded a {column} of clients whose clusters are known; run the study with "
+            "--set record_similarities=true"
+        )
+    shown = [(name, index) for name, group in groups.items() for index in _moments(group, moments)]
+    figure, panels = panels_of(len(shown))
+    tables = []
+    for axes, (name, index) in zip(panels, shown, strict=True):
+        rows = pd.concat([table.loc[(table["round"] == index).to_numpy()] for _, table in groups[name]])
+        drawn = _histograms(axes, rows[column].to_numpy(float), rows["own"].to_numpy(bool), column)
+        axes.set(title=f"{name}\nround {index + 1}", xlabel=column)
+        tables.append(drawn.assign(method=name, round=index))
+    panels[0].set_ylabel("share of pairs (%)")
+    shared_legend(panels, ncols=2)
+    table = pd.concat(tables, ignore_index=True)
+    return figure, table.reindex(columns=["method", "round", *HISTOGRAM])
+
+
+def _told(run: StoredRun, column: str) -> pd.DataFrame:
+    """What a run recorded of pairs whose clusters are known: the round, the value, whether both are of one cluster."""
+    if column not in run.edges:
+        return pd.DataFrame({"round": [], column: [], "own": []})
+    reader, read = (run.planted[run.edges[one].to_numpy(np.int64)] for one in ("reader", "read"))
+    value = run.edges[column].to_numpy(float)
+    known = np.isfinite(value) & (reader >= 0) & (read >= 0)
+    table = pd.DataFrame({"round": run.edges["round"].to_numpy(), column: value, "own": reader == read})
+    return table.loc[known]
+
+
+def _moments(group: Sequence[tuple[StoredRun, pd.DataFrame]], number: int) -> list[int]:
+    """Some of the rounds in which there are values, evenly spread, the last one among them."""
+    rounds = sorted({int(index) for _, table in group for index in table["round"].unique()})
+    places = {-(-len(rounds) * (step + 1) // number) - 1 for step in range(number)}
+    return [rounds[place] for place in sorted(places)]
+
+
+def _histograms(
+    axes: Axes, value: Float[np.ndarray, " pairs"], own: Bool[np.ndarray, " pairs"], column: str
+) -> pd.DataFrame:
+    """Draw the values of pairs of one cluster and of two; the table has the bins, and how well they come apart."""
+    low, high = float(value.min()), float(value.max())
+    wide = column == "probability" and low > 0 and high > FAR * low
+    edges = np.geomspace(low, high, BINS + 1) if wide else np.linspace(low, high + (low == high), BINS + 1)
+    above, rows = _above(value, own), []
+    for place, (name, mine) in enumerate(zip(PAIRS, (own, ~own), strict=True)):
+        if not mine.any():
+            continue
+        count, mean, spread = np.histogram(value[mine], edges)[0], value[mine].mean(), value[mine].std()
+        color = COLORS[(0, 4)[place]]
+        axes.stairs(PERCENT * count / mine.sum(), edges, fill=True, color=color, alpha=0.45, label=name)
+        if column == "similarity" and spread > 0:
+            x = np.linspace(low, high, 200)
+            density = np.exp(-(((x - mean) / spread) ** 2) / 2) / (spread * np.sqrt(2 * np.pi))
+            axes.plot(x, PERCENT * density * (edges[1] - edges[0]), color=color, ls=("-", "--")[place], lw=1)
+        rows += [
+            (name, float(a), float(b), int(n), float(mean), float(spread), above)
+            for a, b, n in zip(edges[:-1], edges[1:], count, strict=True)
+        ]
+    if wide:
+        axes.set_xscale("log")
+    return pd.DataFrame(rows, columns=HISTOGRAM)
+
+
+def _above(value: Float[np.ndarray, " pairs"], own: Bool[np.ndarray, " pairs"]) -> float:
+    """The probability that a pair of one cluster has a larger value than a pair of two; ties count half."""
+    number, others = int(own.sum()), int((~own).sum())
+    if not number or not others:
+        return float("nan")
+    rank = pd.Series(value).rank().to_numpy()
+    return float((rank[own].sum() - number * (number + 1) / 2) / (number * others))
+
+
+def neighbors(runs: Named, *, metric: str | None = None, split: str = "validation", cluster: str = "all") -> Drawn:
+    """A metric over rounds, and beside it the share of the models that clients averaged with from their own cluster.
+
+    Args:
+        runs: named runs of peer-to-peer methods, with planted clusters.
+        metric: its name; the one that the runs are judged by when None.
+        split: "train", "validation" or "test".
+        cluster: of the metric: "all", "clusters" or a cluster's name.
+    """
+    shown = metric_of(runs, metric)
+    figure, panels = panels_of(2)
+    rows, chance = [], set[float]()
+    for place, (name, group) in enumerate(groups_of(runs).items()):
+        rows += [(name, shown.name, *one) for one in curve_of(panels[0], name, group, place, (split, shown, cluster))]
+        tables = [own for run in group if len(own := _own_share(run))]
+        rounds = sorted({index for own in tables for index in own.index})
+        if rounds:
+            values = np.array([own.reindex(rounds).to_numpy(float) for own in tables])
+            rows += [(name, OWN.name, *one) for one in band_of(panels[1], name, place, rounds, values, PERCENT)]
+            chance.add(graph.expected_share(group[0].planted))
+    if not chance:
+        raise DataError("no client here averaged with others whose clusters are known; there are no neighbors to show")
+    for level in chance:
+        panels[1].axhline(PERCENT * level, color="#777777", lw=0.7, ls=":", label="uniform draws")
+    panels[0].set(xlabel="round", ylabel=axis_of(shown, split))
+    panels[1].set(xlabel="round", ylabel=axis_of(OWN))
+    shared_legend(panels, ncols=2)
+    return figure, pd.DataFrame(rows, columns=["method", "metric", "round", "mean", "std", "seeds"])
+
+
+def _own_share(run: StoredRun) -> pd.Series:
+    """Of each round, the share of the models averaged with from the client's own cluster: the mean over clients."""
+    mixed = run.edges.loc[(run.edges["purpose"] == "mix").to_numpy(), ["round", "reader", "read"]]
+    reader, read = (run.planted[mixed[one].to_numpy(np.int64)] for one in ("reader", "read"))
+    mixed = mixed.assign(own=(reader == read).astype(float)).loc[(reader >= 0) & (read >= 0)]
+    return mixed.groupby(["round", "reader"])["own"].mean().groupby(level="round").mean()
+
+
+def _of(figure: str, study: str, shows: str = "", **options: Any) -> PublishedFigure:
+    return PublishedFigure(figure, options, study, shows)
 
 
 SIMILARITIES = ("Inverse loss", "Cosine of updates", "Cosine of weights", "L2")
@@ -166,9 +317,28 @@ PUBLISHED.update(
         "dac-2": _of("samples", "dac/samples"),
         "dac-3": _of("tau", "dac/tau"),
         "dac-4": _of("heatmap", "dac/cifar10-label-40-60"),
-        "panm-4": _of("graph", "panm/cifar10-4", after="stage_one_rounds"),
-        "panm-5-left": _of("samples", "panm/samples"),
-        "panm-5-right": _of("population", "panm/population"),
+        "panm-2": _of(
+            "neighbors",
+            "panm/ablation",
+            "An ablation of PANMGrad: the similarity of both cosines, that of the last update and that of all updates, "
+            "is called robust and effective. What its axes show is not said; here they are the accuracy, and which "
+            "share of a client's neighbors are of its own cluster.",
+            metric=ACCURACY.name,
+            split="test",
+        ),
+        "panm-3": _of(
+            "similarities",
+            "panm/similarities",
+            "Distributions of similarities: high within a cluster and low between clusters, taken for two Gaussians.",
+        ),
+        "panm-4": _of(
+            "graph",
+            "panm/cifar10-4",
+            "Topologies of neighbors in stage two beside those of baselines: a color for each cluster.",
+            after="stage_one_rounds",
+        ),
+        "panm-5-left": _of("samples", "panm/samples", "Accuracies as the size of the clients' datasets varies."),
+        "panm-5-right": _of("population", "panm/population", "Accuracies as the number of clients varies."),
         "sosicfl-4": _of(
             "curves",
             "sosicfl/cifar10-squeezenet-2-fold",
@@ -198,6 +368,11 @@ NOT_STORED["sosicfl-6"] = "the text of the paper does not say what it shows"
 FIGURES.update(
     {
         "classes": Kind(distributions, "classes of the data in each found cluster", {}),
+        "similarities": Kind(similarities, "similarities of peers of the own cluster and of others, as recorded", {}),
+        "probabilities": Kind(
+            similarities, "probabilities with which peers were drawn, as recorded", {"column": "probability"}
+        ),
+        "neighbors": Kind(neighbors, "a metric, and the share of neighbors of the own cluster, over rounds", {}),
         "interaction": Kind(interactions, "FedGWC's interaction matrix, of `coterie analyze`", {}),
         "simplex": Kind(simplexes, "accuracy all over SosicFL's simplex, of `coterie analyze`", {}),
         "variance": Kind(

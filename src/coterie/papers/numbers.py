@@ -122,7 +122,11 @@ _NOTES: dict[str, tuple[str, ...]] = {
     ),
     "panm/panm_low_budget_cifar10_4c": (
         "The bandwidth of PANMLoss with k = 2 is printed as 0.6; 0.06 is meant.",
-        "The cost counts models received by a client; rounds of neighbor augmentation pull more than the maximum.",
+        "The costs of PANM count 2l models in a round that corrects the bag, those it scores; so counted they are "
+        "1118 and 1397 here, too. The neighbors that such a round averages with and has not scored are 33 and 50 more "
+        "(bags of the 24 others of a cluster).",
+        "PANMGrad reads an update beside each model that it scores, 758 and 857 in a run: in neither number.",
+        "The bandwidth of PANM is that of stage one, (l + k) / n; a round that corrects the bag reads more.",
     ),
 }
 

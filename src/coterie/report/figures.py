@@ -87,11 +87,13 @@ class PublishedFigure:
         figure: the kind.
         options: options of the kind; `methods` are the labels it shows, where the runs have any of them.
         study: the study of which it needs runs.
+        shows: what the paper says that it shows, where that is told in words; see docs/reference/reproduction.md.
     """
 
     figure: str
     options: Mapping[str, Any]
     study: str
+    shows: str = ""
 
 
 PUBLISHED: dict[str, PublishedFigure] = {}

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import PowerNorm
@@ -67,7 +68,7 @@ def curves(
     rows = []
     for axes, one in zip(panels, metrics, strict=True):
         for place, (name, group) in enumerate(groups_of(runs).items()):
-            rows += [(name, one.name, *point) for point in _curve(axes, name, group, place, (split, one, cluster))]
+            rows += [(name, one.name, *point) for point in curve_of(axes, name, group, place, (split, one, cluster))]
         if log:
             axes.set_yscale("log")
         axes.set(xlabel="round", ylabel=axis_of(one, split))
@@ -89,7 +90,7 @@ def curves(
     return figure, pd.DataFrame(rows, columns=["method", "metric", "round", "mean", "std", "seeds"])
 
 
-def _curve(
+def curve_of(
     axes: Axes, name: str, group: Sequence[StoredRun], place: int, what: tuple[str, Metric, str]
 ) -> list[tuple[int, float, float, int]]:
     """Draw the curve of a method; its rounds, means and deviations, and the number of seeds."""
@@ -99,12 +100,24 @@ def _curve(
     if not len(x):
         return []
     values = np.array([_over_clients(run, own, cluster) for run, own in zip(recorded, tables, strict=True)])
+    return band_of(axes, name, place, x, values, metric.scale)
+
+
+def band_of(
+    axes: Axes,
+    name: str,
+    place: int,
+    x: Sequence[int] | np.ndarray,
+    values: Float[np.ndarray, "seeds rounds"],
+    scale: float,
+) -> list[tuple[int, float, float, int]]:
+    """Draw a curve with its band over seeds; return its rounds, means and deviations, and the number of seeds."""
     mean, spread = over_seeds(values)
-    seen, scale = look(place), metric.scale
+    seen = look(place)
     axes.plot(x, scale * mean, label=name, color=seen["color"], linestyle=seen["linestyle"])
-    if len(recorded) > 1:
+    if len(values) > 1:
         axes.fill_between(x, scale * (mean - spread), scale * (mean + spread), color=seen["color"], alpha=0.18, lw=0)
-    return [(int(r), float(m), float(s), len(recorded)) for r, m, s in zip(x, mean, spread, strict=True)]
+    return [(int(r), float(m), float(s), len(values)) for r, m, s in zip(x, mean, spread, strict=True)]
 
 
 def _splits(run: StoredRun) -> list[int]:

@@ -1,7 +1,9 @@
 """Sequential schedules: clients act one after another and read each other's newest models.
 
-The published code of two papers works this way. It is reproduced in simulation over a live table; clients that do not
-depend on each other act together, and methods need no change. Real machines have no such order.
+The published code of two papers works this way. It is reproduced in simulation over live tables, one for each exchange
+of a round: what a client published stands there until it acts, and then what it would publish with its new state. So a
+method must be able to say what it publishes in each exchange before the round (`PeerMethod.messages`). Clients that do
+not depend on each other act together. Real machines have no such order.
 """
 
 import dataclasses
@@ -12,46 +14,63 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from coterie.engine.task import Task
 from coterie.errors import ConfigError
-from coterie.exchange.base import Inbox, Message, Rule, read
+from coterie.exchange.base import Around, Inbox, Message, Rule, read
 from coterie.exchange.narrowed import cut, narrowed
 from coterie.methods.base import Info, PeerMethod, Round, State, map_tensors
+from coterie.models.part import Part
 from coterie.rng import Rng
 
 
 class Live:
-    """An exchange over a table that changes during the round.
+    """An exchange over tables that change during the round.
 
     Args:
-        board: the messages at the start, with ids; copied.
+        boards: the messages of each exchange at the start, with ids; copied.
         population: number of clients.
     """
 
-    def __init__(self, board: Message, population: int) -> None:
-        fields = {name: value.clone() for name, value in board.fields.items()}
-        self.board = Message(board.params.clone(), fields, board.ids)
+    def __init__(self, boards: Sequence[Message], population: int) -> None:
+        models = {id(board.params): board.params.clone() for board in boards}  # one for exchanges of the same models
+        self.boards = [
+            Message(models[id(board.params)], {name: value.clone() for name, value in board.fields.items()}, board.ids)
+            for board in boards
+        ]
         self.population = population
-        self._reader, self._pulled = torch.zeros(1, dtype=torch.int64), False
+        self._reader, self._number = torch.zeros(1, dtype=torch.int64), 0
 
     def begin(self, rng: Rng) -> None:
         """Start a round; the table is kept."""
 
     def enter(self, ids: Int[Tensor, " active"]) -> None:
-        """Set the clients that act now."""
-        self._reader, self._pulled = ids, False
+        """Set the clients that act now. Their exchanges are numbered from 0."""
+        self._reader, self._number = ids, 0
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
-        """Read the newest models of the chosen peers."""
-        if self._pulled:
-            raise ConfigError("a method with two exchanges a round runs in the synchronous schedule only")
-        self._pulled = True
-        return read(self.board, self._reader, peers, self.population)
+        """Read the newest messages of the chosen peers in this exchange.
 
-    def update(self, rows: Int[Tensor, " rows"], message: Message) -> None:
+        Raises:
+            ConfigError: when the method publishes something else than it said.
+        """
+        if self._number >= len(self.boards):
+            raise ConfigError(
+                f"a method pulled more often in a round than the {len(self.boards)} times of its `messages`"
+            )
+        board = self.boards[self._number]
+        self._number += 1
+        if set(message.fields) != set(board.fields) or message.params.shape[1] != board.params.shape[1]:
+            raise ConfigError(
+                f"exchange {self._number - 1} of a round publishes {_said(message)}; by `messages` it is {_said(board)}"
+            )
+        return read(board, self._reader, peers, self.population)
+
+    def update(self, rows: Int[Tensor, " rows"], messages: Sequence[Message]) -> None:
         """Replace the messages of some clients."""
-        self.board.params[rows] = message.params
-        for name, value in message.fields.items():
-            self.board.fields[name][rows] = value
+        for board, message in zip(self.boards, messages, strict=True):
+            board.params[rows] = message.params
+            for name, value in message.fields.items():
+                board.fields[name][rows] = value
 
     def serve(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
         """Refuse: sequential schedules are for peer-to-peer methods."""
@@ -69,69 +88,132 @@ class Live:
 
 
 def sequential_round(
-    method: PeerMethod, rnd: Round, state: State, schedule: str, standing: Message | None
+    method: PeerMethod, rnd: Round, state: State, schedule: str, standing: Sequence[Message]
 ) -> tuple[State, Info]:
     """Run one round client after client, in an order drawn anew each round.
 
     Clients that do not depend on each other act together, which changes only the speed.
 
     Args:
-        method: a peer-to-peer method with one exchange a round.
+        method: a peer-to-peer method that says in `messages` what it publishes.
         rnd: the round, with all clients that take part.
         state: their state; not changed.
-        schedule: "sequential_exchange" (all exchange one after another, then all train) or "sequential" (each client
-            exchanges and trains before the next one acts).
-        standing: the messages that stopped clients keep publishing, with ids.
+        schedule: "sequential_exchange" (all exchange one after another, then all train; with the order train_first all
+            train before) or "sequential" (each client exchanges and trains, or trains and exchanges, before the next
+            one acts).
+        standing: the messages that stopped clients keep publishing in each exchange, with ids; empty where none does.
     """
+    early = rnd.order == "train_first"
+    together: dict[str, Tensor] = {}  # what is reported of a training of all
+    if early and schedule == "sequential_exchange":
+        state, info = method.train(rnd, state)
+        together = {**info, "trained": state.params}
     state = State(state.params.clone(), map_tensors(state.memory, torch.clone), state.shared)
     shares = rnd.task.part
-    standing = None if standing is None else cut(shares, standing)
-    live = Live(_with_standing(cut(shares, method.message(rnd.task, state)), rnd.ids, standing), rnd.task.population)
-    order = rnd.rng.generator("order").permutation(len(rnd.ids))
+    boards = _published(method, shares, rnd.task, state)
+    kept = [cut(shares, message) for message in standing] or [None] * len(boards)
+    boards = [_with_standing(board, rnd.ids, message) for board, message in zip(boards, kept, strict=True)]
+    live = Live(boards, rnd.task.population)
+    order = rnd.rng.generator("order").permutation(len(rnd.ids)).tolist()
+    # who trains first may ask for other peers than it would now
+    readings = None if early and schedule == "sequential" else _readings(method, rnd, state, live)
+    acted = [torch.tensor([row]) for row in order] if readings is None else waves(order, readings)
     infos: list[Info] = []
-    acted = waves(order.tolist(), _readings(method, rnd, state))
     for rows in acted:
-        door = narrowed(live, shares, state.params[rows])
-        part = dataclasses.replace(rnd, task=rnd.task.rows(rows), exchange=door)
+        own, info = state.take(rows), {}
+        part = dataclasses.replace(rnd, task=rnd.task.rows(rows))
+        if schedule == "sequential" and early:
+            own, trained = method.train(part, own)
+            info = {**trained, "trained": own.params}
         live.enter(part.ids)
-        new, info = method.settled_exchange(part, state.take(rows))
-        if schedule == "sequential":
-            new, trained = method.train(part, new)
+        door = narrowed(live, shares, own.params)
+        own, report = method.settled_exchange(dataclasses.replace(part, exchange=door), own)
+        info = {**info, **report}
+        if schedule == "sequential" and not early:
+            own, trained = method.train(part, own)
             info = {**info, **trained}
-        _assign(state, rows, new)
-        live.update(rows, cut(shares, method.message(part.task, new)))
+        _assign(state, rows, own)
+        live.update(rows, _published(method, shares, part.task, own))
         infos.append(info)
-    joined = _join(infos, acted)
-    if schedule == "sequential_exchange":
+    joined = _join(infos, acted) | together
+    if schedule == "sequential_exchange" and not early:
         state, trained = method.train(rnd, state)
         joined |= trained
     return state, joined
 
 
+def check_messages(method: PeerMethod, task: Task, state: State, schedule: str) -> None:
+    """Find out before the first round whether a method can be run by clients that act one after another.
+
+    Args:
+        method: of the run.
+        task: of all hosted clients.
+        state: before the first round.
+        schedule: of the run.
+
+    Raises:
+        ConfigError: when it does not say what it publishes, or cannot.
+    """
+    one = torch.zeros(1, dtype=torch.int64)
+    try:
+        number = len(method.messages(task.rows(one), state.take(one)))
+    except ConfigError as error:
+        raise ConfigError(f"schedule = {schedule!r}: {error}; use 'synchronous'") from error
+    if number != max(1, method.exchanges):
+        raise ConfigError(
+            f"{method.kind} makes {method.exchanges} exchanges a round, and its `messages` returns {number} messages"
+        )
+
+
+def _published(method: PeerMethod, shares: Part, task: Task, state: State) -> list[Message]:
+    """Return what leaves clients in each exchange; models that several exchanges carry are cut once."""
+    models: dict[int, Tensor] = {}
+    out = []
+    for message in method.messages(task, state):
+        key = id(message.params)
+        models[key] = models[key] if key in models else cut(shares, message).params
+        out.append(dataclasses.replace(message, params=models[key]))
+    return out
+
+
+def _said(message: Message) -> str:
+    return f"models of {message.params.shape[1]} numbers with {sorted(message.fields) or 'nothing'}"
+
+
 class _Asked(Exception):
     """Carries the peers that a method asks for out of its exchange, before any result is computed."""
 
-    def __init__(self, peers: Tensor) -> None:
+    def __init__(self, peers: Tensor, *, last: bool) -> None:
         super().__init__()
-        self.peers = peers
+        self.peers, self.last = peers, last
 
 
-class _Listen(Live):
-    """An exchange that only records which peers the clients ask for."""
+class _Listen(Around[Live]):
+    """An exchange that records which peers the clients ask for first, and passes over exchanges that ask nobody."""
 
-    def __init__(self) -> None:
-        """Hold nothing."""
+    def __init__(self, live: Live) -> None:
+        self.inner, self._left = live, len(live.boards)
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
-        """Record the peers and stop."""
-        raise _Asked(peers)
+        """Record the peers and stop, unless there are none."""
+        self._left -= 1
+        if self._left and not bool((peers >= 0).any()):
+            return self.inner.pull(message, peers)
+        raise _Asked(peers, last=not self._left)
 
 
-def _readings(method: PeerMethod, rnd: Round, state: State) -> list[list[int]]:
-    """Return the rows that each row will read; a client chooses them from its state before the round."""
+def _readings(method: PeerMethod, rnd: Round, state: State, live: Live) -> list[list[int]] | None:
+    """Return the rows that each row will read, which a client chooses from its state before the round.
+
+    None where it is not known then: whom clients ask in a later exchange may depend on what they read in an earlier.
+    """
+    live.enter(rnd.ids)
+    door = narrowed(_Listen(live), rnd.task.part, state.params)
     try:
-        method.exchange(dataclasses.replace(rnd, exchange=_Listen()), state)
+        method.exchange(dataclasses.replace(rnd, exchange=door), state)
     except _Asked as asked:
+        if not asked.last:
+            return None
         row_of = {client: row for row, client in enumerate(rnd.ids.tolist())}
         return [[row_of[peer] for peer in peers if peer in row_of] for peers in asked.peers.tolist()]
     return [[] for _ in range(len(rnd.ids))]

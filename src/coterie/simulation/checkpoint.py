@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 FILE, BEFORE = "checkpoint.safetensors", "checkpoint-before.safetensors"
 PROVENANCE = "provenance.json"
 _NOT_IDENTITY = ("rounds", "checkpoint_seconds", "block", "engine", "cuda_graphs")
-_OPTIONAL = ("loss", "metrics", "shared", "similarity_on", "acceptance", "attacks")
+_OPTIONAL = ("loss", "metrics", "shared", "similarity_on", "acceptance", "attacks", "record_similarities")
 _YOUNG = ("aggregation", "selection")
 """Settings of methods that are younger than checkpoints that are about; those have them unset."""
 

@@ -22,7 +22,7 @@ from coterie.functional import metrics
 from coterie.methods.base import NOTES, Info, Method, Order, PeerMethod, Round, State, returned_round, returned_state
 from coterie.rng import Rng
 from coterie.simulation import final_metrics
-from coterie.simulation._sequential import sequential_round
+from coterie.simulation._sequential import check_messages, sequential_round
 from coterie.simulation.record import Record
 from coterie.simulation.settings import Settings
 
@@ -142,11 +142,8 @@ class Loop:
             raise ConfigError(
                 f"schedule = {settings.schedule!r} is for peer-to-peer methods; {method.kind} has a server"
             )
-        if settings.schedule != "synchronous" and method.exchanges > 1:
-            raise ConfigError(
-                f"schedule = {settings.schedule!r} allows one exchange a round; {method.kind} makes {method.exchanges} "
-                "with these settings: use 'synchronous'"
-            )
+        if settings.schedule != "synchronous" and isinstance(method, PeerMethod):
+            check_messages(method, self.task, self.state, settings.schedule)
 
     def _first(self, task: Task) -> State:
         """Return the state before the first round of the clients of a task."""
@@ -226,6 +223,7 @@ class Loop:
             local=self.settings.local,
             order=self.order,
             extra_metrics=frozenset(self.settings.extra_metrics),
+            record_similarities=self.settings.record_similarities,
         )
 
     def _warm_up(self) -> None:
@@ -289,16 +287,16 @@ class Loop:
 
         return self.exchange.cohort(choose) if method.server else choose()
 
-    def _standing(self) -> Message | None:
-        """Return what the clients that stopped go on publishing."""
+    def _standing(self) -> list[Message]:
+        """Return what the clients that stopped go on publishing in each exchange; nothing where none has."""
         stopped = self.tracker.stopped.nonzero().flatten()
         if not len(stopped):
-            return None
+            return []
         assert isinstance(self.method, PeerMethod)
         models = self.tracker.best if self.settings.stopped_broadcast == "best" else self.state.params
         state = dataclasses.replace(self.state.take(stopped), params=models[stopped])
-        message = self.method.message(self.task.rows(stopped), state)
-        return dataclasses.replace(message, ids=self.task.ids[stopped])
+        messages = self.method.messages(self.task.rows(stopped), state)
+        return [dataclasses.replace(message, ids=self.task.ids[stopped]) for message in messages]
 
     def _after(self, index: int, rows: Int[Tensor, " rows"], info: Info) -> None:
         """Measure, remember the best, stop who does not improve, record."""

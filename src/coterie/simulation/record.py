@@ -1,6 +1,7 @@
 """Record: the results of a run as two long tables.
 
-`metrics` has a row for each (round, client, split, model, metric); `edges` one for each model that a client asked for.
+`metrics` has a row for each (round, client, split, model, metric); `edges` one for each model that a client asked for,
+with the similarity that the client found and the probability of its draw where a run records them.
 Columns are kept as chunks of arrays, so that adding a round is cheap and a checkpoint can hold the record exactly.
 """
 
@@ -19,8 +20,11 @@ from torch import Tensor
 METRICS, EDGES = "metrics.parquet", "edges.parquet"
 METRIC_COLUMNS = ("round", "client", "cluster", "split", "model", "metric", "value")
 EDGE_COLUMNS = ("round", "reader", "read", "purpose", "weight", "bytes")
+SIMILARITY_COLUMNS = ("similarity", "probability")
+"""Further columns of the edges of a run that records similarities; NaN where a method knows none."""
 _NAMES = ("split", "model", "metric", "purpose")
-_TYPES = {"value": "float64", "weight": "float64", "bytes": "int64"}  # all others are int32
+_TYPES = {"value": "float64", "weight": "float64", "bytes": "int64", **dict.fromkeys(SIMILARITY_COLUMNS, "float32")}
+"""Of columns; all others are int32."""
 
 
 @dataclass
@@ -57,6 +61,7 @@ class Record:
         client_names: names of clients by id, where they have any. The tables hold ids.
         ids: the id in the tables of each client of the run, where the run numbers them otherwise.
         hidden: which members of the population have no metrics: attackers.
+        similarities: whether edges have SIMILARITY_COLUMNS.
     """
 
     def __init__(
@@ -65,13 +70,15 @@ class Record:
         client_names: Mapping[int, str] | None = None,
         ids: Int[Tensor, " clients"] | None = None,
         hidden: Bool[Tensor, " population"] | None = None,
+        similarities: bool = False,
     ) -> None:
-        self.hidden = hidden
+        self.hidden, self.similarities = hidden, similarities
         self.clusters = clusters.numpy()
         self.ids = None if ids is None else ids.numpy()
         self.client_names = dict(client_names or {})
         self.names: list[str] = []
-        self._metrics, self._edges = _Table(METRIC_COLUMNS), _Table(EDGE_COLUMNS)
+        further = SIMILARITY_COLUMNS if similarities else ()
+        self._metrics, self._edges = _Table(METRIC_COLUMNS), _Table((*EDGE_COLUMNS, *further))
 
     def _name(self, text: str) -> int:
         if text not in self.names:
@@ -132,7 +139,7 @@ class Record:
 
         A received model that was mixed has the purpose "mix", one that was only evaluated "probe"; a message that did
         not arrive gives an edge with purpose "missing" and no bytes, and one that the reader refused has the purpose
-        "refused".
+        "refused". The similarity of a message that did not arrive is NaN.
         """
         if "peers" not in info:
             return
@@ -148,6 +155,12 @@ class Record:
             names.append("refused")
             kind = torch.where(info["slots_refused"][asked] & ~arrived, 3, kind)
         kinds = torch.tensor([self._name(purpose) for purpose in names])
+        further = {}
+        for name, key in zip(SIMILARITY_COLUMNS, ("similarities", "probabilities"), strict=True):
+            if self.similarities:
+                further[name] = info[key][asked].cpu().numpy() if key in info else np.nan
+        if "similarity" in further:
+            further["similarity"] = np.where(arrived.cpu().numpy(), further["similarity"], np.nan)
         self._edges.add(
             len(reader),
             round=round,
@@ -156,6 +169,7 @@ class Record:
             purpose=kinds[kind].numpy(),
             weight=torch.where(arrived, weight, 0).double().cpu().numpy(),
             bytes=size.cpu().numpy(),
+            **further,
         )
 
     @property
@@ -165,7 +179,7 @@ class Record:
 
     @property
     def edges(self) -> pd.DataFrame:
-        """The edges as a data frame (see EDGE_COLUMNS)."""
+        """The edges as a data frame (see EDGE_COLUMNS and SIMILARITY_COLUMNS)."""
         return self._frame(self._edges)
 
     def _frame(self, table: _Table) -> pd.DataFrame:

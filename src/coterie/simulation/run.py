@@ -256,7 +256,8 @@ def simulate(
             check_driver(task, taking, method, settings)
             fixed = dataclasses.replace(settings, engine=task.engine.name, block=task.block)
             plan = Plan(taking, method, model, fixed, seed, attacked)
-            loop = host(plan, task, _record(federation, parts, attackers.members(attacked, task.population)))
+            hidden = attackers.members(attacked, task.population)
+            loop = host(plan, task, _record(federation, settings, parts, hidden))
         identity = checkpoint.identity(method, settings, seed, taking, task, own_name(model))
         earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
         written, pause = time.perf_counter(), settings.checkpoint_seconds
@@ -334,13 +335,14 @@ def _loop(
     attacked: attackers.Groups,
 ) -> Loop:
     door = attackers.door(exchange or InMemory(task.ids, task.population), attacked, task, seed)
-    record = _record(federation, parts, attackers.members(attacked, task.population))
+    record = _record(federation, settings, parts, attackers.members(attacked, task.population))
     return Loop(task, method, door, settings, Rng(seed), record)
 
 
-def _record(federation: Federation, parts: Parted | None, hidden: Tensor | None) -> Record:
+def _record(federation: Federation, settings: Settings, parts: Parted | None, hidden: Tensor | None) -> Record:
     truth = federation.truth.cluster if federation.truth is not None else torch.full((federation.population,), -1)
-    return Record(truth, federation.names, None if parts is None else parts.ids, hidden)
+    ids = None if parts is None else parts.ids
+    return Record(truth, federation.names, ids, hidden, settings.record_similarities)
 
 
 def make_task(

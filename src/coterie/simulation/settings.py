@@ -80,6 +80,9 @@ class Settings(Configurable):
             updates over the cohort (of all endpoints of a simplex); "composed_gradient_variance", that of the layer
             composed at the simplex's barycenter; with FedGWC "interaction_change", the running mean that decides
             whether a cluster is split.
+        record_similarities: record of each model that a client asks for the similarity that it found and the
+            probability with which it drew that peer, as two more columns of edges.parquet; of methods that have them
+            (DAC, PANM).
         acceptance: how clients of peer-to-peer methods judge what they receive before they mix it: true, or a table of
             settings of `exchange.accepting.Acceptance`; false for not at all. When None, clients judge between machines
             and not in a simulation.
@@ -116,6 +119,7 @@ class Settings(Configurable):
     eval_every: NonNegativeInt = 0
     metrics: Sequence[str | Callable[..., Any]] = ()
     extra_metrics: Sequence[ExtraMetric] = ()
+    record_similarities: bool = False
     acceptance: bool | Mapping[str, Any] | None = None
     attacks: Sequence[Mapping[str, Any]] | None = None
     checkpoint_seconds: NonNegativeFloat = 30.0

@@ -44,16 +44,19 @@ def test_reads_of_blocks_with_unequal_numbers_of_slots_make_one_table():
     ]
     for info in infos:
         info["arrived"] = info["peers"] >= 0
+        info["similarities"] = info["peers"] / 10
     blocks = [Told(4), Told(4)]
     for block, info, ids in zip(blocks, infos, ([0, 1], [2, 3]), strict=True):
         block.add_edges(0, torch.tensor(ids), info)
-    record = Record(torch.zeros(4, dtype=torch.int64))
+    record = Record(torch.zeros(4, dtype=torch.int64), similarities=True)
     for entry in merged([block.taken() for block in blocks]):
         record.add_edges(entry.round, entry.ids, entry.values)
     table = record.edges
     assert table[["reader", "read"]].to_numpy().tolist() == [[0, 3], [1, 2], [2, 0], [2, 1], [3, 2]]
     assert table["weight"].tolist() == pytest.approx([0.5, 0.0, 0.2, 0.3, 0.4])
     assert table["purpose"].tolist() == ["mix", "probe", "mix", "mix", "mix"]
+    assert table["similarity"].tolist() == pytest.approx([0.3, 0.2, 0.0, 0.1, 0.2])
+    assert table["probability"].isna().all()
 
 
 def test_clients_without_a_value_are_put_together():

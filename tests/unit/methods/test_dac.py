@@ -400,11 +400,6 @@ def test_sequential_schedules_show_what_was_measured_this_round(play, schedule):
     assert not (play(Dac(num_peers=1)).steps(1).memory.status == 1).any()
 
 
-def test_methods_with_more_exchanges_run_simultaneously_only(play):
-    with pytest.raises(ConfigError, match=r"allows one exchange a round; dac makes 3"):
-        play(Dac(loss_direction="push"), schedule="sequential")
-
-
 def test_the_smallest_populations_run(play):
     """Invariant 9: two clients read each other, whatever number of peers is asked for."""
     run = play(Dac(num_peers=9), tiny_federation(2, 2)).steps(2)
@@ -512,3 +507,27 @@ def test_epsilon_is_added_to_the_loss(play):
     state, _ = run.exchange()
     expected = 1 / (run.loop.task.loss(run.state.params.flip(0), "train") + 0.5)
     torch.testing.assert_close(state.memory.similarity, torch.diag(expected).flip(1))
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_direction": "push"}, {"similarity": "cos_weight", "two_hop": False}])
+def test_similarities_and_probabilities_are_reported_where_the_run_records_them(play, options):
+    """What was measured of the peers, and p_ij of the round before, uniform in the first."""
+    method = Dac(num_peers=2, **options)
+    run = play(method, record_similarities=True).steps(1)
+    info = run.infos[-1]
+    assert bool((info["probabilities"] == 1 / 5).all())
+    rows = torch.arange(6)[:, None]
+    for _ in range(2):
+        expected = method.probability(torch.arange(6), run.memory, run.loop.next_round - 1)
+        run.steps(1)
+        info = run.infos[-1]
+        torch.testing.assert_close(info["probabilities"], expected[rows, info["peers"]])
+        torch.testing.assert_close(info["similarities"], run.memory.similarity[rows, info["peers"]])
+
+
+def test_who_chooses_by_a_rule_of_the_user_draws_with_no_known_probability(play, monkeypatch):
+    chosen = torch.arange(6)[:, None].add(1).remainder(6)
+    monkeypatch.setattr("coterie.methods.dac.chosen_by", lambda *_: chosen)
+    run = play(Dac(num_peers=1, selection="own:rule"), record_similarities=True).steps(1)
+    assert bool(run.infos[-1]["probabilities"].isnan().all())
+    assert bool((run.infos[-1]["similarities"] > 0).all())

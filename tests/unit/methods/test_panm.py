@@ -285,3 +285,35 @@ def test_the_bag_is_corrected_as_the_options_say(play, monkeypatch, options, sco
     run.loop.state, run.loop.next_round = dataclasses.replace(run.state, memory=memory), 1
     state, _ = run.exchange()
     assert state.memory.bag[0].nonzero().flatten().tolist() == expected
+
+
+@pytest.mark.option("Settings.record_similarities", False, True)
+@pytest.mark.parametrize("kind", [PanmLoss, PanmGrad])
+def test_similarities_and_probabilities_are_reported_where_the_run_records_them(play, monkeypatch, kind):
+    """Of scored slots what was scored; 1 for neighbors kept, 1 over the number of others or of the bag for draws."""
+    scored = []
+    real = kind.score
+    spy = lambda self, rnd, state, inbox: scored.append(real(self, rnd, state, inbox)) or scored[-1]  # noqa: E731
+    monkeypatch.setattr(kind, "score", spy)
+    run = play(kind(**SHORT), tiny_federation(9, 3), record_similarities=True)
+    silent = play(kind(**SHORT), tiny_federation(9, 3))
+    for number in range(1, 8):
+        bag = run.memory.bag.sum(1)
+        run.steps(1)
+        mine = scored[-1][0]
+        info, after = run.infos[-1], run.memory.bag.sum(1)
+        values, drawn, asked = info["similarities"], info["probabilities"], info["peers"] >= 0
+        width = mine.shape[1]
+        torch.testing.assert_close(values[:, :width], mine)
+        assert bool(values[:, width:].isnan().all())
+        believed = 2 if number <= 3 else 3 if number % 2 == 0 else 0
+        candidates = 3 if believed else 0
+        for i in range(9):
+            kept = 1.0 if number <= 3 else 1 / int(bag[i])
+            outside = 1 / max(1, 8 - int(bag[i]))
+            parts = [(kept, believed), (outside, candidates), (1 / int(after[i]), 9)]
+            expected = torch.tensor([value for value, many in parts for _ in range(many)][: values.shape[1]]).double()
+            torch.testing.assert_close(drawn[i][asked[i]], expected[asked[i]])
+        silent.steps(1)
+        assert not {"similarities", "probabilities"} & set(silent.infos[-1])
+        assert torch.equal(silent.state.params, run.state.params)

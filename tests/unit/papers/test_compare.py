@@ -11,6 +11,7 @@ from coterie._util.files import write_atomically
 from coterie.cli import _tables
 from coterie.cli.app import app
 from coterie.errors import ConfigError, DataError
+from coterie.functional import metrics
 from coterie.papers import compare, numbers
 from coterie.papers.compare import UNTOLD
 from coterie.studies import config
@@ -358,3 +359,40 @@ def test_full_size_is_that_of_the_built_in_study():
     assert not compare.full_size(config.load("similarity/synthetic", ["scale=0.5"]))
     assert not compare.full_size(config.load("similarity/synthetic", ["rounds=20"]))
     assert not compare.full_size(config.loads(STUDY))
+
+
+def test_costs_of_the_poster_are_predicted_with_a_verdict_each():
+    """n = 100, l = 4, T1 = 100, T2 = 200, a correction in every tenth round; bags of the 24 others of a cluster."""
+    study = config.load("panm/low-budget")
+    lines = {(line.row.partition("/")[0], line.metric): line for line in compare.predicted(study)}
+    assert len(lines) == 16
+    moved, bandwidth = metrics.MODELS_MOVED.name, metrics.BANDWIDTH.name
+    for row, models in (("fedavg", 1), ("ifca_c2", 2), ("ifca_c3", 3), ("ifca_c4", 4)):
+        assert (lines[row, moved].ours, lines[row, bandwidth].ours) == (300 * (models + 1), models)
+        assert lines[row, moved].within
+        assert lines[row, bandwidth].within
+    told = " ".join(numbers.notes("panm/panm_low_budget_cifar10_4c"))
+    for k in (2, 3):
+        printed = 4 + 99 * (4 + k) + 20 * 8 + 180 * k
+        further = k * (1 - 4 / 24)  # of k members of the bag, drawn anew, those that are not among the four examined
+        for row in (f"panm_loss_k{k}", f"panm_grad_k{k}"):
+            cost, width = lines[row, moved], lines[row, bandwidth]
+            assert cost.paper == printed
+            assert cost.ours == pytest.approx(printed + 20 * further)
+            assert width.ours == pytest.approx((8 + further) / 100)
+            assert (cost.within, width.within) == (False, False)
+        numbers_told = (printed, round(20 * further), 4 + 99 * (4 + k) + 20 * 8)
+        assert all(f" {number} " in told or f" {number}," in told for number in numbers_told)
+
+
+def test_costs_are_those_of_the_run_and_no_results(tmp_path):
+    """A tenth of the rounds moves a tenth of the models; the numbers are counted as predictions once."""
+    text = config.dumps(config.load("panm/low-budget", ["scale=0.1", "seeds=1"]))
+    result = compare.read(write_study(tmp_path / "mine", text, **{"FedAvg": 0.3}))
+    found = compare.with_paper(result)
+    fedavg = next(line for line in found.lines if (line.label, line.metric) == ("FedAvg", metrics.MODELS_MOVED.name))
+    assert (fedavg.ours, fedavg.paper, fedavg.within, fedavg.predicted) == (60, 600, False, True)
+    titles = [sheet.title for sheet in _tables.against_paper(found)]
+    assert any(title.endswith("costs beside the paper, in models") for title in titles)
+    (one,) = [one for one in compare.covered([]) if one.source == "panm"]
+    assert (one.published, one.predicted, one.none, one.within) == (49, 16, 33, 8)

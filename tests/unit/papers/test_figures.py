@@ -133,3 +133,79 @@ def test_what_was_not_analyzed_is_said_with_the_command(tmp_path, write_run, fin
     with pytest.raises(DataError, match=r"first say: coterie analyze .*s --what simplex"):
         figures.plot([tmp_path / "s"], "sosicfl-5", out=tmp_path / "none.svg")
     assert not (tmp_path / "none.svg").exists()
+
+
+@pytest.fixture
+def recorded(tmp_path, write_run, final_rows, listed):
+    """Four clients in two clusters; in three rounds everybody reads everybody, own cluster 0.8 and 0.9, others 0.1."""
+    rows = [
+        (number, client, client // 2, "validation", "current", "accuracy", 0.1 * number)
+        for number in range(4)
+        for client in range(4)
+    ]
+    rows += final_rows([0.5] * 4, [0, 0, 1, 1], round=3, model="current")
+    folder = write_run(tmp_path / "p" / "PANMGrad" / "seed-0", kind="panm-grad", label="PANMGrad", seed=0, metrics=rows)
+    write_run(tmp_path / "p" / "Local" / "seed-0", kind="local", label="Local", seed=0, metrics=rows)
+    edges = []
+    for number in (0, 1, 3):
+        for i in range(4):
+            for j in {0, 1, 2, 3} - {i}:
+                own = i // 2 == j // 2
+                value = np.nan if number == 1 else (0.8 + 0.1 * (i % 2)) if own else 0.1
+                edges.append(
+                    (number, i, j, "mix" if own or number == 0 else "probe", 0.5, 8, value, 0.5 if own else 0.01)
+                )
+    columns = ["round", "reader", "read", "purpose", "weight", "bytes", "similarity", "probability"]
+    pd.DataFrame(edges, columns=columns).to_parquet(folder / "edges.parquet")
+    listed(folder)
+    return tmp_path / "p"
+
+
+def test_similarities_have_a_histogram_for_each_kind_of_pair(recorded, tmp_path):
+    """PANM's figure 3: 4 pairs within clusters, 8 between them, in each of two rounds; round 1 has no values."""
+    path = figures.plot([recorded], "panm-3", out=tmp_path / "s.svg")
+    table = numbers(path)
+    assert set(zip(table["method"], table["round"], strict=True)) == {("PANMGrad", 0), ("PANMGrad", 3)}
+    for _, part in table.groupby(["round", "pairs"]):
+        own = part["pairs"].iloc[0] == "own cluster"
+        assert part["count"].sum() == (4 if own else 8)
+        assert part["mean"].iloc[0] == pytest.approx(0.85 if own else 0.1)
+        assert part["std"].iloc[0] == pytest.approx(0.05 if own else 0.0)
+        inside = part[part["count"] > 0]
+        assert inside["low"].min() <= (0.8 if own else 0.1) + 1e-9
+        assert inside["high"].max() >= (0.9 if own else 0.1) - 1e-9
+    assert set(table["own_above_other"]) == {1.0}
+    text = path.read_text()
+    assert all(title in text for title in ("round 1<", "round 4<", "another cluster"))
+
+
+def test_probabilities_of_draws_are_drawn_likewise(recorded, tmp_path):
+    table = numbers(figures.plot([recorded], "probabilities", out=tmp_path / "p.svg"))
+    assert set(table["round"]) == {1, 3}, "of three rounds with values, the middle one and the last"
+    assert table.groupby("pairs")["mean"].first().to_dict() == {"another cluster": 0.01, "own cluster": 0.5}
+
+
+def test_pairs_of_equal_values_are_not_above_one_another():
+    """2 of 4 comparisons are won, 1 is a tie."""
+    value, own = np.array([1.0, 3.0, 1.0, 2.0]), np.array([True, True, False, False])
+    assert figures._above(value, own) == pytest.approx((2 + 0.5) / 4)
+
+
+def test_neighbors_of_the_own_cluster_stand_beside_the_accuracy(recorded, tmp_path):
+    """PANM's figure 2: in round 0 one of three neighbors is of the own cluster, later all are; by chance a third."""
+    path = figures.plot([recorded], "panm-2", out=tmp_path / "n.svg", methods="*", split="validation")
+    table = numbers(path)
+    own = table[table["metric"] == "own_cluster"]
+    assert own["method"].unique().tolist() == ["PANMGrad"]
+    assert own["mean"].tolist() == [pytest.approx(1 / 3), 1.0, 1.0]
+    assert own["round"].tolist() == [0, 1, 3]
+    curve = table[(table["metric"] == "accuracy") & (table["method"] == "Local")]
+    assert curve["mean"].tolist() == pytest.approx([0, 0.1, 0.2, 0.3])
+    assert "uniform draws" in path.read_text()
+
+
+def test_runs_without_similarities_are_told_how_to_record_them(small, tmp_path):
+    with pytest.raises(DataError, match=r"figure panm-3 needs runs of panm/similarities: .*record_similarities=true"):
+        figures.plot([small], "panm-3", out=tmp_path / "none.svg")
+    with pytest.raises(DataError, match="no client here averaged with others"):
+        figures.plot([small], "neighbors", out=tmp_path / "none.svg")

@@ -3,6 +3,8 @@
 import ctypes
 import gc
 
+import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -45,6 +47,31 @@ def test_an_edge_says_what_became_of_a_model_that_was_asked_for():
     assert record.edges.astype({"purpose": str}).values.tolist() == [
         [3, 1, 2, "mix", 0.5, 40], [3, 1, 3, "probe", 0.0, 40], [3, 1, 0, "missing", 0.0, 0]
     ]  # fmt: skip
+
+
+def test_similarities_are_two_more_columns_where_a_run_asks_for_them():
+    """NaN of what did not arrive, and of methods that report none; restored from a checkpoint as they were."""
+    info = {
+        "peers": torch.tensor([[2, 3, -1]]),
+        "arrived": torch.tensor([[True, False, False]]),
+        "similarities": torch.tensor([[0.75, 0.0, 0.0]], dtype=torch.float64),
+        "probabilities": torch.tensor([[0.5, 0.25, 0.125]], dtype=torch.float64),
+    }
+    plain, record = (
+        Record(torch.zeros(4, dtype=torch.int64)),
+        Record(torch.zeros(4, dtype=torch.int64), similarities=True),
+    )
+    for one in (plain, record):
+        one.add_edges(0, torch.tensor([1]), info)
+        one.add_edges(1, torch.tensor([1]), {"peers": torch.tensor([[0]])})
+    assert list(plain.edges) == ["round", "reader", "read", "purpose", "weight", "bytes"]
+    again = Record(torch.zeros(4, dtype=torch.int64), similarities=True)
+    again.restore(*record.snapshot())
+    for one in (record, again):
+        assert one.edges["similarity"].to_numpy() == pytest.approx([0.75, np.nan, np.nan], nan_ok=True)
+        assert one.edges["probability"].to_numpy() == pytest.approx([0.5, 0.25, np.nan], nan_ok=True)
+        assert one.edges["similarity"].dtype == "float32"
+    assert again.files() == record.files()
 
 
 def test_a_frame_is_a_copy():

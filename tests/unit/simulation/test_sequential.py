@@ -1,7 +1,11 @@
-"""Sequential schedules: acting in waves is acting one after another."""
+"""Sequential schedules: acting in waves is acting one after another, whatever number of exchanges a round has."""
 
+import dataclasses
+from dataclasses import dataclass
 from itertools import chain
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,9 +13,16 @@ from hypothesis import strategies as st
 
 from coterie.engine.optim import LocalTraining
 from coterie.engine.task import Task
+from coterie.errors import ConfigError
+from coterie.exchange.base import Message
+from coterie.exchange.in_memory import InMemory
+from coterie.methods.dac import Dac
+from coterie.methods.panm import PanmGrad, PanmLoss
 from coterie.methods.random_gossip import Random
 from coterie.rng import Rng
 from coterie.simulation import _sequential
+from coterie.simulation.loop import Loop
+from coterie.simulation.record import Record
 from coterie.simulation.run import simulate
 from coterie.testing.tiny import tiny_federation, tiny_settings
 
@@ -81,3 +92,305 @@ def test_the_order_is_drawn_anew_in_every_round():
     for client in chain.from_iterable(orders):
         live[client] = live.mean(0)
     assert torch.allclose(result.params, live, rtol=0, atol=1e-12)
+
+
+# ---------------------------------------------------------------- several exchanges a round, in plain loops
+
+SEED, CLIENTS = 3, 8
+
+
+def started(method, **settings):
+    """The rounds of a run, after its warm-up."""
+    federation = tiny_federation(CLIENTS)
+    task = Task(federation.host(federation.ids), "linear", dtype=torch.float64)
+    door, record = InMemory(federation.ids, CLIENTS), Record(torch.full((CLIENTS,), -1))
+    loop = Loop(task, method, door, tiny_settings(**{"rounds": 100, **settings}), Rng(SEED), record)
+    loop.step()
+    return loop
+
+
+class Plain:
+    """A population whose clients act one after another, in the words of the papers: no tables, no waves, no exchange.
+
+    Args:
+        loop: of which the data, the local training and the settings are taken.
+    """
+
+    def __init__(self, loop):
+        self.task, self.local, self.data = loop.task, loop.settings.local, tiny_federation(CLIENTS)
+        self.schedule, self.early = loop.settings.schedule, loop.order == "train_first"
+        self.first = self.task.origin(Rng(SEED))[0].numpy()
+        self.models = [self.first.copy() for _ in range(CLIENTS)]
+        self.updates = [np.zeros_like(self.first) for _ in range(CLIENTS)]
+        if not self.early:
+            for client in range(CLIENTS):
+                self.train(client, -1)
+
+    def train(self, client, index):
+        task = self.task.rows(torch.tensor([client]))
+        before = torch.from_numpy(self.models[client])[None]
+        after = task.train(before, Rng(SEED).at(index), self.local)[0][0].numpy().copy()
+        self.updates[client], self.models[client] = after - self.models[client], after
+
+    def loss(self, model, client):
+        """Cross-entropy of a linear model on a client's training samples."""
+        mine = (self.data.split[client] == 0).numpy()
+        x, y = self.data.x[client].numpy()[mine], self.data.y[client].numpy()[mine]
+        scores = x @ model[:12].reshape(3, 4).T + model[12:]
+        return float(np.mean([np.log(np.exp(row - row[k]).sum()) for row, k in zip(scores, y, strict=True)]))
+
+    def drawn(self, client, index, count, allowed, purpose):
+        """The client draws members that it may choose, all with the same probability."""
+        noise = Rng(SEED).at(index).pairs(purpose, torch.tensor([client]), CLIENTS)[0].tolist()
+        return sorted((j for j in range(CLIENTS) if j in allowed and j != client), key=lambda j: noise[j])[:count]
+
+    def merge(self, client, peers):
+        """All have as many samples."""
+        self.models[client] = np.mean([self.models[j] for j in [client, *peers]], axis=0)
+
+    def round(self, index):
+        order = Rng(SEED).at(index).generator("order").permutation(CLIENTS).tolist()
+        whole = self.schedule == "sequential"
+        if self.early and not whole:
+            for client in range(CLIENTS):
+                self.train(client, index)
+        for client in order:
+            if whole and self.early:
+                self.train(client, index)
+            self.exchange(client, index)
+            if whole and not self.early:
+                self.train(client, index)
+        if not whole and not self.early:
+            for client in range(CLIENTS):
+                self.train(client, index)
+
+
+def cosine(a, b):
+    norms = np.linalg.norm(a) * np.linalg.norm(b)
+    return float(a @ b / norms) if norms > 1e-24 else 0.0
+
+
+def split_in_two(scores, start):
+    """Hard EM over two Gaussians: whose scores are in the one with the larger mean; None where it finds nothing."""
+    members, floor = set(start), max(0.01 * np.std(list(scores.values())), 1e-8)
+    if not members or len(members) == len(scores):
+        return None
+    for _ in range(100):
+        parts = [[s for j, s in scores.items() if (j in members) == inside] for inside in (True, False)]
+        if not all(parts):
+            break
+
+        def log(s, part):
+            deviation = max(float(np.std(part)), floor)
+            return np.log(len(part) / len(scores)) - np.log(deviation) - ((s - np.mean(part)) / deviation) ** 2 / 2
+
+        new = {j for j, s in scores.items() if log(s, parts[0]) > log(s, parts[1])}
+        if new == members:
+            break
+        members = new
+    if not members:
+        return None
+    others = set(scores) - members
+    mean = lambda who: np.mean([scores[j] for j in who])  # noqa: E731
+    return others if others and mean(others) > mean(members) else members
+
+
+class PlainPanm(Plain):
+    """PANM: k of the candidates and neighbors in stage one; in stage two a bag, corrected in every second round."""
+
+    def __init__(self, loop):
+        super().__init__(loop)
+        self.method = loop.method
+        self.bags = [set() for _ in range(CLIENTS)]
+
+    def score(self, client, peer):
+        if isinstance(self.method, PanmLoss):
+            return 1 / (self.loss(self.models[peer], client) + 1e-6)
+        last = cosine(self.updates[client], self.updates[peer])
+        way = cosine(self.models[client] - self.first, self.models[peer] - self.first)
+        return 0.5 * last + 0.5 * way
+
+    def exchange(self, client, index):
+        m, bag, number = self.method, self.bags[client], index + 1
+        outside = set(range(CLIENTS)) - bag
+        if number <= m.stage_one_rounds:
+            seen = [*bag, *self.drawn(client, index, m.num_candidates, outside, "candidates")]
+            scores = {j: self.score(client, j) for j in seen}
+            neighbors = sorted(seen, key=lambda j: (-scores[j], j))[: m.num_peers]  # ties go to the lowest id
+            self.bags[client] = set(neighbors)
+        else:
+            if number % m.interval == 0:
+                candidates = self.drawn(client, index, m.num_candidates, outside, "candidates")
+                believed = self.drawn(client, index, m.num_candidates, bag, "believed")
+                scores = {j: self.score(client, j) for j in [*believed, *candidates]}
+                found = split_in_two(scores, believed)
+                self.bags[client] = bag if found is None else found | (bag - set(believed))
+            neighbors = self.drawn(client, index, m.num_peers, self.bags[client], "peers")
+        self.merge(client, neighbors)
+
+
+@pytest.mark.parametrize("order", ["train_first", "exchange_first"])
+@pytest.mark.parametrize("schedule", ["sequential", "sequential_exchange"])
+@pytest.mark.parametrize("kind", [PanmLoss, PanmGrad])
+def test_panm_one_after_another_is_the_plain_loop(kind, schedule, order):
+    """Models and bags of eight clients through both stages, with two corrections of the bag."""
+    method = kind(num_peers=2, num_candidates=3, stage_one_rounds=3, interval=2)
+    loop = started(method, schedule=schedule, order=order)
+    plain, sizes = PlainPanm(loop), set()
+    for index in range(7):
+        plain.round(index)
+        loop.step()
+        np.testing.assert_allclose(loop.state.params.numpy(), np.array(plain.models), rtol=0, atol=1e-10)
+        bags = [set(row.nonzero().flatten().tolist()) for row in loop.state.memory.bag]
+        assert bags == plain.bags
+        sizes |= {len(bag) for bag in bags}
+    assert len(sizes) > 1, "corrections changed bags"
+
+
+class PlainHistory(Plain):
+    """DAC that draws uniformly (tau = 0) and asks all that it ever read what they measured."""
+
+    def __init__(self, loop):
+        super().__init__(loop)
+        self.measured = [{} for _ in range(CLIENTS)]
+        self.told = [{} for _ in range(CLIENTS)]
+
+    def exchange(self, client, index):
+        others = set(range(CLIENTS)) - {client}
+        peers, mine = self.drawn(client, index, 2, others, "peers"), self.measured[client]
+        for j in peers:
+            mine[j] = 1 / (self.loss(self.models[j], client) + 1e-6)
+        for j in others - set(mine):
+            relays = [k for k in mine if j in self.measured[k]]
+            if relays:
+                self.told[client][j] = self.measured[max(relays, key=lambda k: mine[k])][j]
+        self.merge(client, peers)
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "sequential_exchange"])
+def test_what_earlier_peers_measured_is_the_newest_that_they_know(schedule):
+    """DAC's second exchange: a peer that acted before in the round tells what it measured in it."""
+    loop = started(Dac(num_peers=2, tau=0.0, two_hop_scope="history"), schedule=schedule)
+    plain, estimates = PlainHistory(loop), 0
+    for index in range(3):
+        plain.round(index)
+        loop.step()
+        np.testing.assert_allclose(loop.state.params.numpy(), np.array(plain.models), rtol=0, atol=1e-10)
+        memory = loop.state.memory
+        for client in range(CLIENTS):
+            mine, told = plain.measured[client], plain.told[client]
+            assert set((memory.status[client] == 2).nonzero().flatten().tolist()) == set(mine)
+            told = {j: value for j, value in told.items() if j not in mine}
+            assert set((memory.status[client] == 1).nonzero().flatten().tolist()) == set(told)
+            for j, value in (mine | told).items():
+                assert float(memory.similarity[client, j]) == pytest.approx(value, rel=1e-10)
+            estimates += len(told)
+    assert estimates > 0
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "sequential_exchange"])
+def test_a_run_of_two_exchanges_goes_on_to_the_same_bytes(schedule, tmp_path):
+    """Interrupted in stage one and in stage two; a client that stopped early goes on publishing in both exchanges."""
+    method = PanmGrad(num_peers=2, num_candidates=2, stage_one_rounds=3, interval=2)
+    local = LocalTraining(batch_size=5, optimizer="sgd", lr=3.0)
+    settings = tiny_settings(schedule=schedule, local=local, rounds=7, patience=2)
+
+    def run(folder, rounds, *, resume=False):
+        changed = dataclasses.replace(settings, rounds=rounds)
+        return simulate(
+            tiny_federation(CLIENTS), method, model="linear", settings=changed, seed=1, folder=folder, resume=resume
+        )
+
+    whole = run(tmp_path / "whole", 7)
+    for rounds in (2, 5, 7):
+        run(tmp_path / "parts", rounds, resume=rounds > 2)
+    trained = whole.metrics.loc[((whole.metrics["split"] == "train") & (whole.metrics["metric"] == "loss")).to_numpy()]
+    assert 0 < int((trained["round"] == 6).sum()) < CLIENTS, "some stopped, and not all"
+    for name in ("metrics.parquet", "edges.parquet", "checkpoint.safetensors"):
+        assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_answers_to_a_question_of_the_same_round_cannot_have_been_published():
+    with pytest.raises(ConfigError, match="schedule = 'sequential': dac with loss_direction = 'push' is answered"):
+        started(Dac(loss_direction="push"), schedule="sequential")
+
+
+@dataclass(frozen=True)
+class Silent(Random):
+    """A method of a user's with two exchanges that does not say what it publishes."""
+
+    kind: ClassVar[str] = "silent"
+    exchanges: ClassVar[int] = 2
+
+    def exchange(self, rnd, state):
+        rnd.exchange.pull(Message(state.params[:, :0]), torch.full((len(rnd.ids), 1), -1))
+        return super().exchange(rnd, state)
+
+
+@dataclass(frozen=True)
+class Wrong(Silent):
+    """Another one, that says something else than it does."""
+
+    kind: ClassVar[str] = "wrong"
+
+    def messages(self, task, state):
+        return [self.message(task, state)] * 2
+
+
+@dataclass(frozen=True)
+class Short(Silent):
+    """A third one, that leaves an exchange out."""
+
+    kind: ClassVar[str] = "short"
+
+    def messages(self, task, state):
+        return [self.message(task, state)]
+
+
+@dataclass(frozen=True)
+class Told(Silent):
+    """One that says it."""
+
+    kind: ClassVar[str] = "told"
+
+    def messages(self, task, state):
+        return [Message(state.params[:, :0]), self.message(task, state)]
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        (Silent(2), "silent makes 2 exchanges a round, and its `messages` does not say"),
+        (Short(2), "short makes 2 exchanges a round, and its `messages` returns 1"),
+        (Wrong(2), r"exchange 0 of a round publishes models of 0 numbers with nothing; by `messages` it is models of"),
+    ],
+)
+def test_a_method_says_what_it_publishes_in_each_exchange(method, said):
+    with pytest.raises(ConfigError, match=said):
+        started(method, schedule="sequential").step()
+
+
+def test_an_exchange_that_asks_nobody_changes_nothing():
+    """Two exchanges, of which the first is empty, are run in waves like the second alone."""
+    loops = [started(method, schedule="sequential", init="shared") for method in (Told(2), Random(2))]
+    for loop in loops:
+        loop.step()
+        loop.step()
+    assert torch.equal(loops[0].state.params, loops[1].state.params)
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "sequential_exchange"])
+def test_training_comes_first_where_it_is_asked_for(schedule):
+    """Everyone reads everyone, by hand; what is judged are the models before the exchange that ends a round."""
+    loop = started(Random(CLIENTS - 1), schedule=schedule, order="train_first", init="shared")
+    plain = Plain(loop)
+    plain.exchange = lambda client, index: plain.merge(client, [j for j in range(CLIENTS) if j != client])
+    for index in range(2):
+        plain.round(index)
+        loop.step()
+        np.testing.assert_allclose(loop.state.params.numpy(), np.array(plain.models), rtol=0, atol=1e-10)
+    if schedule == "sequential":
+        last = Rng(SEED).at(1).generator("order").permutation(CLIENTS).tolist()[-1]
+        merged = torch.from_numpy(plain.models[last])[None]
+        judged = loop.task.rows(torch.tensor([last])).measure(merged, "validation")["loss"]
+        assert float(loop.validation["loss"][last]) != pytest.approx(float(judged[0]))
