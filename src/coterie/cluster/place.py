@@ -101,7 +101,6 @@ def connect(place: Place, **started: Any) -> Iterator[None]:
         raise ConfigError(f"--on is {place}; expected a place of Ray: ray:auto, ray:HOST:PORT or ray://HOST:PORT")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # workers use their own environment as it is
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # else a line a second while nobody answers
     import ray
 
     if ray.is_initialized():
