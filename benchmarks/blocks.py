@@ -3,8 +3,8 @@
     python benchmarks/blocks.py --out blocks.json                       1, 2 and 4 blocks of 40 clients over Ray
     python benchmarks/blocks.py --large 100000 --out blocks-large.json  Random over clients of a linear model
 
-Blocks are actors of a Ray that is started on this machine. All of them share its processors, so that what is seen is
-what blocks cost, not what several machines gain.
+Blocks are actors of a Ray that is started on this machine. All of them share its processors, which one process uses
+with as many threads; so what is seen is what blocks cost, not what several machines gain.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from coterie.cluster.actors import Actors
 from coterie.cluster.blocks import Given, Stepped, simulate_in_blocks
 from coterie.cluster.place import connect, read
 from coterie.data.federation import Federation, TestSet
+from coterie.engine import use_threads
 from coterie.methods import METHODS
 from coterie.rng import Rng
 from coterie.simulation.run import Settings, simulate
@@ -36,6 +37,9 @@ from coterie.simulation.run import Settings, simulate
 class Measured:
     """Starts blocks, and takes note of their rounds.
 
+    Args:
+        cpus: threads of each block.
+
     Attributes:
         sent: bytes that blocks told each other, by round.
         seconds: of each round, as this process waits for it.
@@ -43,14 +47,15 @@ class Measured:
         ready: seconds until all blocks were there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cpus: int) -> None:
+        self.cpus = cpus
         self.sent, self.seconds, self.most, self.ready = list[int](), list[float](), list[int](), 0.0
 
     @contextmanager
     def start(self, given: Iterable[Given]) -> Iterator[Actors]:
         """Start actors, as `actors.start` does."""
         began = time.perf_counter()
-        with actors.start(given) as crew:
+        with actors.start(given, cpus=self.cpus) as crew:
             self.ready, each = time.perf_counter() - began, crew.each
 
             def timed(name: str, *arguments: Any) -> list[Any]:
@@ -69,13 +74,15 @@ class Measured:
 
 def rounds_of(kind: str, federation: Federation, model: str, settings: Settings, blocks: int | None) -> dict[str, Any]:
     """Run a method, in one process or in blocks; say what a round of it cost, the first two left out."""
-    times, measured = [time.perf_counter()], Measured()
+    cores = os.cpu_count() or 1
+    times, measured = [time.perf_counter()], Measured(max(1, cores // (blocks or 1)))
     more: dict[str, Any] = {"model": model, "settings": settings, "seed": 0}
 
     def note(_: object) -> None:
         times.append(time.perf_counter())
 
     if blocks is None:
+        use_threads(cores)
         simulate(federation, METHODS[kind](), observer=note, **more)
     else:
         simulate_in_blocks(federation, METHODS[kind](), observer=note, blocks=blocks, start=measured.start, **more)
@@ -85,6 +92,7 @@ def rounds_of(kind: str, federation: Federation, model: str, settings: Settings,
         "clients": len(federation),
         "hosted in": "one process" if blocks is None else f"{blocks} block{'s' * (blocks > 1)}",
         "ms a round": 1000 * statistics.median(gaps),
+        "of it in the blocks": 1000 * statistics.median(measured.seconds[2:]) if measured.seconds else None,
         "KiB moved a round": statistics.median(measured.sent[2:]) / 1024 if measured.sent else 0.0,
         "s until all are there": measured.ready,
         "peak MiB of a block": max(measured.most, default=0) / 2**20,

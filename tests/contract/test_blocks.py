@@ -11,10 +11,13 @@ from torch import nn
 
 from coterie.cluster import blocks
 from coterie.cluster.blocks import BlockDied, Given, Threads, simulate_in_blocks
+from coterie.cluster.exchange import BlockExchange
 from coterie.errors import ConfigError
 from coterie.exchange.attacking import Seen
 from coterie.methods import METHODS
+from coterie.methods.base import tensors
 from coterie.rng import Rng
+from coterie.simulation import _memory
 from coterie.simulation.run import Note, Run, simulate
 from coterie.testing import tiny_federation, tiny_settings
 
@@ -135,6 +138,48 @@ def test_a_run_in_blocks_goes_on_in_one_process_and_the_reverse(tmp_path: Path):
                     runs[name] = simulate_in_blocks(data, of(kind), settings=settings, **more, **hosted)
         assert same(runs["whole"], runs["joined"])
         assert same(runs["whole"], runs["parted"])
+
+
+@pytest.mark.parametrize("kind", sorted(METHODS))
+def test_a_block_holds_its_rows_and_gets_what_its_clients_read(kind: str):
+    """Of what clients remember, a row each, as long as the population where it is of all of them; and no board."""
+    crews = list[Threads]()
+
+    @contextmanager
+    def start(given: Iterable[Given]) -> Iterator[Threads]:
+        with Threads.start(given) as crew:
+            crews.append(crew)
+            yield crew
+
+    settings = tiny_settings(rounds=2, engine="loop", patience=1)
+    simulate_in_blocks(
+        tiny_federation(), of(kind), model=small, settings=settings, seed=3, blocks=[1, 3, 2], start=start
+    )
+    for block, ids in zip(crews[0].blocks, ([0], [1, 2, 3], [4, 5]), strict=True):
+        state, own = block.loop.state, block.loop.exchange
+        assert isinstance(own, BlockExchange)
+        assert len(state.params) == len(ids)
+        held = [*tensors(state.memory), *tensors(state.moments), *tensors(state.reputation)]
+        assert all(len(tensor) == len(ids) for tensor in held)
+        for board in own.own.last.values():
+            assert board.ids is not None
+            assert set(board.ids.tolist()) <= set(ids)
+        assert not own.links.postbox.parts, "everything that came was read"
+
+
+def test_a_block_that_does_not_fit_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch):
+    """Where it would be made: the machine that drives it has room."""
+    room = iter([2**40, 2**40, 1000, 1000])
+    monkeypatch.setattr(_memory, "available", lambda _: next(room))
+    with pytest.raises(ConfigError, match=r"needs about .* for models of others.*; found 1000 bytes"):
+        simulate_in_blocks(
+            tiny_federation(), of("dac"), model=small, settings=tiny_settings(), blocks=3, start=Threads.start
+        )
+    monkeypatch.setattr(_memory, "available", lambda _: 1000)
+    with pytest.raises(ConfigError, match=r"for models, .* for the tables of results; found 1000 bytes"):
+        simulate_in_blocks(
+            tiny_federation(), of("dac"), model=small, settings=tiny_settings(), blocks=3, start=Threads.start
+        )
 
 
 class Failing:

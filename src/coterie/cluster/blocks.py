@@ -37,7 +37,7 @@ from coterie.rng import Rng
 from coterie.simulation import attackers, checkpoint
 from coterie.simulation.loop import Loop, Tracker
 from coterie.simulation.record import Record
-from coterie.simulation.run import Note, Observer, Plan, Run, make_task, simulate
+from coterie.simulation.run import Note, Observer, Plan, Run, check_memory, make_task, simulate
 from coterie.simulation.settings import Settings
 
 _TRIES = 3
@@ -120,6 +120,7 @@ class BlockLoop(Loop):
     def __init__(self, given: Given, links: Links) -> None:
         plan, self._final = given.plan, (None, {})
         task = make_task(plan.federation, plan.method, plan.model, plan.settings, pool=given.pool)
+        check_memory(task, plan.federation, plan.method, plan.settings)
         inner = BlockExchange(links, task.ids, given.owner, server=plan.method.server)
         door = attackers.door(inner, plan.attacked, task, plan.seed)
         self.told = Told(task.population)

@@ -6,6 +6,7 @@ block gathers the messages of the cohort and applies the method's pure rule itse
 nobody has the server role. All blocks take part in every exchange, also those of which no client does.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from threading import Condition
@@ -41,14 +42,18 @@ class Postbox:
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
-        self._parts: dict[Address, dict[int, Any]] = {}
+        self.parts: dict[Address, dict[int, Any]] = {}
+        """What was said and is not collected: by address, and by who said it."""
+        self._collected = deque[Address](maxlen=64)
         self._change = Condition()
         self._closed = False
 
     def put(self, address: Address, sender: int, part: Any) -> None:
-        """Take what a block says."""
+        """Take what a block says; what comes a second time, late, is left."""
         with self._change:
-            self._parts.setdefault(address, {})[sender] = part
+            if address in self._collected:
+                return
+            self.parts.setdefault(address, {})[sender] = part
             self._change.notify_all()
 
     def collect(self, address: Address) -> list[Any]:
@@ -58,10 +63,11 @@ class Postbox:
             Interrupted: when the postbox was closed.
         """
         with self._change:
-            self._change.wait_for(lambda: self._closed or len(self._parts.get(address, ())) == self.blocks)
+            self._change.wait_for(lambda: self._closed or len(self.parts.get(address, ())) == self.blocks)
             if self._closed:
                 raise Interrupted("another block of the population has ended")
-            found = self._parts.pop(address)
+            found = self.parts.pop(address)
+            self._collected.append(address)
         return [found[number] for number in range(self.blocks)]
 
     def close(self) -> None:

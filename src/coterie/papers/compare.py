@@ -429,11 +429,13 @@ PREDICTED = {metrics.MODELS_MOVED.name: 0.5, metrics.BANDWIDTH.name: 0.005}
 def predicted(study: StudyConfig) -> list[Line]:
     """Set what a paper prints of costs beside what the cost ledger predicts for a study; that needs no run.
 
-    A prediction is exact where nothing depends on chance or on what is found (PANM's bag is taken for the own cluster).
-    It is within the rule when it is what is printed, rounded alike.
+    A prediction is exact where nothing depends on chance or on what is found: PANM's bag is taken for the own cluster,
+    or for everybody where the study does not say the sizes of clusters. It is within the rule when it is what is
+    printed, rounded alike.
     """
     experiment = study.paper or numbers.EXPERIMENTS.get(study.name)
-    printed = [] if experiment is None else [p for p in numbers.published(experiment) if p.metric in PREDICTED]
+    known = experiment is not None and study.data.num_clients is not None
+    printed = [p for p in numbers.published(str(experiment)) if p.metric in PREDICTED] if known else []
     lines = []
     for entry in study.methods:
         own = [one for one in printed if one.row == entry.paper]
@@ -454,14 +456,15 @@ def predicted(study: StudyConfig) -> list[Line]:
 
 def _costs(study: StudyConfig, label: str) -> dict[str, float]:
     """Return the models that move in a whole run, and the largest bandwidth, in units of a model."""
-    entry, data = study.scaled(label), study.data
-    sizes = next((shift["sizes"] for shift in data.shift if shift.get("sizes")), [data.num_clients])
-    group = round(sum(size**2 for size in sizes) / sum(sizes))
-    setting = Setting(data.num_clients, params=1, samples=int(data.train or 0), group=group)
+    entry, population = study.scaled(label), study.data.num_clients
+    assert population is not None
+    sizes: Sequence[int] = next((own for one in study.data.shifts() if (own := getattr(one, "sizes", None))), ())
+    group = round(sum(size**2 for size in sizes) / sum(sizes)) if sizes else None
+    setting = Setting(population, params=1, samples=0, group=group)
     rounds = [entry.method.cost(setting, index).models for index in range(entry.settings.rounds)]
     most = max(rounds, default=0.0)
     # of what moves at a client of a server one model is what it sends; peers receive alone, each by itself
-    bandwidth = max(0.0, most - 1) if entry.method.server else most / data.num_clients
+    bandwidth = max(0.0, most - 1) if entry.method.server else most / population
     return {metrics.MODELS_MOVED.name: sum(rounds), metrics.BANDWIDTH.name: bandwidth}
 
 

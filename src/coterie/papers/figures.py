@@ -153,6 +153,7 @@ def distributions(runs: Named, *, most: int = 12) -> Drawn:
 
 
 BINS = 30
+HISTOGRAM = ["pairs", "low", "high", "count", "mean", "std", "own_above_other"]
 PAIRS = ("own cluster", "another cluster")
 OWN = Metric("own_cluster", title="neighbors of own cluster", unit="%", scale=PERCENT, digits=2, shown="not")
 
@@ -187,7 +188,7 @@ def similarities(
     panels[0].set_ylabel("share of pairs (%)")
     shared_legend(panels, ncols=2)
     table = pd.concat(tables, ignore_index=True)
-    return figure, table[["method", "round", *(one for one in table if one not in ("method", "round"))]]
+    return figure, table.reindex(columns=["method", "round", *HISTOGRAM])
 
 
 def _told(run: StoredRun, column: str) -> pd.DataFrame:
@@ -232,7 +233,7 @@ def _histograms(
         ]
     if wide:
         axes.set_xscale("log")
-    return pd.DataFrame(rows, columns=["pairs", "low", "high", "count", "mean", "std", "own_above_other"])
+    return pd.DataFrame(rows, columns=HISTOGRAM)
 
 
 def _above(value: Float[np.ndarray, " pairs"], own: Bool[np.ndarray, " pairs"]) -> float:

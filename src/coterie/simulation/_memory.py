@@ -42,6 +42,7 @@ class Forecast:
         memory: what the method remembers of each client, before and after a round, and what clients publish of it.
         record: the tables of metrics and of reads at the end.
         writing: what a checkpoint takes beside, beyond the copies of a round, which it does not need.
+        received: models of clients that other processes host, as they came and as they are read.
     """
 
     models: int
@@ -50,11 +51,12 @@ class Forecast:
     memory: int = 0
     record: int = 0
     writing: int = 0
+    received: int = 0
 
     @property
     def needed(self) -> int:
         """Bytes beside the data."""
-        return self.models + self.block + self.memory + self.record + self.writing
+        return self.models + self.block + self.memory + self.record + self.writing + self.received
 
 
 def forecast(
@@ -72,6 +74,7 @@ def forecast(
     rounds: int = 0,
     reads: float = 0.0,
     stored: bool = False,
+    received: float = 0.0,
 ) -> Forecast:
     """Return the estimated memory of a run.
 
@@ -89,10 +92,11 @@ def forecast(
         rounds: of the run; each leaves rows in the record.
         reads: models that a client asks for in a round.
         stored: whether checkpoints are written.
+        received: models of clients hosted elsewhere that come in a round.
 
     Example:
         >>> forecast(clients=10, params=100, itemsize=4, block=5, data=7, keeps_best=True)
-        Forecast(models=24000, block=8000, data=7, memory=0, record=0, writing=0)
+        Forecast(models=24000, block=8000, data=7, memory=0, record=0, writing=0, received=0)
     """
     row = params * itemsize
     held = _COPIES + keeps_best + 2 * moments + further
@@ -102,7 +106,27 @@ def forecast(
     models, trained = models + min(models // 2, _SCATTERED), min(block, clients) * row * _ROWS
     memory = 2 * remembered + published
     writing = max(0, 2 * kept + remembered - models - trained) + record // _TABLES if stored else 0
-    return Forecast(models, trained, data, memory, record, writing)
+    return Forecast(models, trained, data, memory, record, writing, int(2 * received * row))
+
+
+def of_driver(
+    *, clients: int, params: int, itemsize: int, kept: int, data: int, remembered: int, rounds: int, reads: float
+) -> Forecast:
+    """Return the estimated memory of a process that hosts no clients, and writes what those that do report.
+
+    Args:
+        clients: of the population.
+        params: numbers in a model.
+        itemsize: bytes of a number.
+        kept: models that a checkpoint has of each client, its best one and optimizer values included.
+        data: bytes of inputs and targets.
+        remembered: bytes of the method's memory and of what its server role keeps.
+        rounds: of the run.
+        reads: models that a client asks for in a round.
+    """
+    models = 2 * clients * params * itemsize * kept  # as they come, and as one
+    record = int(_TABLES * _ENTRY * clients * rounds * (_METRICS + reads))
+    return Forecast(models, 0, data, 2 * remembered, record)
 
 
 def grown(small: Sequence[Shape], larger: Sequence[Shape], sizes: tuple[int, int], population: int) -> int:
@@ -134,6 +158,8 @@ def remembered(method: Method, task: Task) -> tuple[int, int]:
     """Return the bytes of what a method remembers and of what clients publish beside models, before any is allocated.
 
     The method's own `init` and `message` are called for two small populations, and their tensors' shapes go on to grow.
+    A task of a block of the population has its clients' share of what they remember and publish, and all of what a
+    server keeps.
     """
     limits = [value for value in dataclasses.asdict(method).values() if type(value) is int and value < 1000]
     most = min(task.population, len(task), max(4, _STAGE // (task.layout.size * task.dtype.itemsize)))
@@ -141,19 +167,19 @@ def remembered(method: Method, task: Task) -> tuple[int, int]:
     sizes = max(1, larger - 2), larger
     if sizes[0] == larger:
         return 0, 0
-    (kept, sent), (more_kept, more_sent) = (_shapes(method, task, size) for size in sizes)
-    population = task.population
-    return grown(kept, more_kept, sizes, population), grown(sent, more_sent, sizes, population)
+    small, larger_ = (_shapes(method, task, size) for size in sizes)
+    share = len(task) / task.population
+    own, server, sent = (grown(one, other, sizes, task.population) for one, other in zip(small, larger_, strict=True))
+    return int(share * own) + server, int(share * sent)
 
 
-def _shapes(method: Method, task: Task, size: int) -> tuple[list[Shape], list[Shape]]:
-    """What a population of some of the clients remembers and publishes."""
+def _shapes(method: Method, task: Task, size: int) -> tuple[list[Shape], ...]:
+    """What a population of some of the clients remembers, what its server keeps, and what it publishes."""
     part = task.among_first(size)
     state = returned_state(method, "init", method.init(part, Rng(0)), part)
-    told = [*tensors(state.memory), *tensors(state.shared)]
     sent = list(method.message(part, state).fields.values()) if isinstance(method, PeerMethod) else []
-    kept, published = ([(tuple(one.shape), one.element_size()) for one in found] for found in (told, sent))
-    return kept, published
+    each = tensors(state.memory), tensors(state.shared), sent
+    return tuple([(tuple(one.shape), one.element_size()) for one in found] for found in each)
 
 
 def copies(*, server: bool, whole: bool, tracks: int, train_first: bool, narrowed: bool = False) -> int:
@@ -250,8 +276,8 @@ def check(wanted: Forecast, device: str, limit: int | None) -> None:
     if limit is None or wanted.needed <= limit:
         return
     names = {
-        "models": "models", "block": "the clients trained at once", "memory": "what the method remembers",
-        "record": "the tables of results", "writing": "writing checkpoints",
+        "models": "models", "received": "models of others", "block": "the clients trained at once",
+        "memory": "what the method remembers", "record": "the tables of results", "writing": "writing checkpoints",
     }  # fmt: skip
     sizes = {text: getattr(wanted, name) for name, text in names.items() if getattr(wanted, name)}
     parts = ", ".join(f"{_size(size)} for {text}" for text, size in sizes.items())

@@ -142,7 +142,7 @@ class Loop:
             raise ConfigError(
                 f"schedule = {settings.schedule!r} is for peer-to-peer methods; {method.kind} has a server"
             )
-        if settings.schedule != "synchronous":
+        if settings.schedule != "synchronous" and isinstance(method, PeerMethod):
             check_messages(method, self.task, self.state, settings.schedule)
 
     def _first(self, task: Task) -> State:

@@ -250,10 +250,10 @@ def simulate(
         with nullcontext() if notes is None else heard(lambda text: notes(Note(label or method.kind, seed, text))):
             task = make_task(taking, method, model, dataclasses.replace(settings, **began))
         if host is None:
-            wanted = _forecast(task, taking, method, settings, stored=folder is not None)
-            _memory.check(wanted, settings.device, _memory.available(settings.device))
+            check_memory(task, taking, method, settings, stored=folder is not None)
             loop = _loop(task, federation, method, settings, seed, exchange, parts, attacked)
         else:
+            check_driver(task, taking, method, settings)
             fixed = dataclasses.replace(settings, engine=task.engine.name, block=task.block)
             plan = Plan(taking, method, model, fixed, seed, attacked)
             hidden = attackers.members(attacked, task.population)
@@ -432,6 +432,41 @@ def check(federation: Federation, method: Method, model: ModelSource, settings: 
     _forecast(make_task(federation, method, model, settings), federation, method, settings, stored=False)
 
 
+def check_memory(
+    task: Task, federation: Federation, method: Method, settings: Settings, *, stored: bool = False
+) -> None:
+    """Refuse a run that cannot fit into the memory of a process that hosts the clients of a task.
+
+    Args:
+        task: of all clients, or of a block of the population.
+        federation: their data.
+        method: the method.
+        settings: of the run.
+        stored: whether this process writes checkpoints.
+
+    Raises:
+        ConfigError: with the numbers.
+    """
+    wanted = _forecast(task, federation, method, settings, stored=stored)
+    _memory.check(wanted, settings.device, _memory.available(settings.device))
+
+
+def check_driver(task: Task, federation: Federation, method: Method, settings: Settings) -> None:
+    """Refuse a run that cannot fit into the memory of the process that drives blocks; see `check_memory`."""
+    moments = method.tracks * settings.local.moments * settings.local.persistent_client_optimizer
+    wanted = _memory.of_driver(
+        clients=len(task),
+        params=task.layout.size,
+        itemsize=task.dtype.itemsize,
+        kept=1 + settings.keeps_best(method.server) + moments,
+        data=federation.nbytes,
+        remembered=_memory.remembered(method, task)[0],
+        rounds=settings.rounds,
+        reads=0.0 if method.server else _reads(method, task),
+    )
+    _memory.check(wanted, "cpu", _memory.available("cpu"))
+
+
 def _forecast(
     task: Task, federation: Federation, method: Method, settings: Settings, *, stored: bool
 ) -> _memory.Forecast:
@@ -439,6 +474,9 @@ def _forecast(
     judges = settings.rules_of(method) is not None
     if judges:  # strikes and pauses, of a byte and four
         remembered += 5 * len(task) * task.population
+    elsewhere = task.population - len(task)
+    reads = 0.0 if method.server else _reads(method, task)
+    share = settings.participation if settings.participation <= 1 else settings.participation / task.population
     return _memory.forecast(
         clients=len(task),
         params=task.layout.size,
@@ -457,9 +495,10 @@ def _forecast(
         moments=method.tracks * settings.local.moments * settings.local.persistent_client_optimizer,
         remembered=remembered,
         published=published,
-        rounds=settings.rounds,
-        reads=0.0 if method.server else _reads(method, task),
+        rounds=0 if elsewhere else settings.rounds,  # the tables of blocks are with the driver
+        reads=reads,
         stored=stored,
+        received=share * elsewhere if method.server else min(elsewhere, reads * len(task)),
     )
 
 

@@ -72,6 +72,16 @@ def test_who_waits_for_a_block_that_has_ended_is_released():
     assert raised == ["another block of the population has ended"]
 
 
+def test_what_comes_twice_is_read_once_and_not_kept():
+    """Ray sends again what it cannot tell has arrived."""
+    box = Postbox(2)
+    for sender in (0, 1, 1):
+        box.put((3, 0, "wanted"), sender, sender)
+    assert box.collect((3, 0, "wanted")) == [0, 1]
+    box.put((3, 0, "wanted"), 1, 1)
+    assert box.parts == {}
+
+
 def test_snapshots_of_blocks_are_that_of_one_process_and_are_parted_again():
     """Clients 1 and 3 stop after a round; in the next, 2 takes no part, and nobody of the second block."""
     whole, blocks = InMemory(torch.arange(5), 5), two()

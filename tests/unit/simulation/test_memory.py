@@ -17,6 +17,7 @@ from coterie.methods.base import PeerMethod
 from coterie.models.layout import source
 from coterie.rng import Rng
 from coterie.simulation import _memory
+from coterie.simulation.run import make_task
 from coterie.testing import tiny_federation
 
 WANTED = _memory.forecast(clients=10, params=100, itemsize=4, block=5, data=2048, keeps_best=False)
@@ -63,6 +64,33 @@ def test_servers_second_models_and_training_first_take_further_copies():
     assert _memory.copies(server=True, **{**whole, "tracks": 2}) == 3
     assert _memory.copies(server=True, **{**whole, "whole": False}) == 0
     assert _memory.copies(server=False, **{**whole, "train_first": True}) == 2
+
+
+def test_a_block_has_its_share_of_what_clients_remember_and_all_that_a_server_keeps():
+    """DAC's three matrices of 8, 1 and 4 bytes a pair, FedGWC's two of 8 and 4; more than those is small."""
+    data, settings = tiny_federation(60), Settings()
+    for kind, whole, part in (("dac", 13 * 60 * 60, 13 * 15 * 60), ("fedgwc", 12 * 60 * 60, 12 * 60 * 60)):
+        method = METHODS[kind]()
+        task = make_task(data, method, "linear", settings)
+        block = make_task(data.host(torch.arange(15, 30)), method, "linear", settings)
+        assert len(block) == 15
+        assert block.population == 60
+        for one, pairs in ((task, whole), (block, part)):
+            kept, _ = _memory.remembered(method, one)
+            assert pairs <= kept < 1.2 * pairs
+    assert _memory.remembered(METHODS["dac"](), block)[1] == _memory.remembered(METHODS["dac"](), task)[1] // 4
+
+
+def test_models_that_come_from_other_processes_count_twice():
+    """Seven of 400 bytes: as they came, and as they are read."""
+    wanted = _memory.forecast(clients=10, params=100, itemsize=4, block=5, data=2048, keeps_best=False, received=7.0)
+    assert wanted.needed == WANTED.needed + 2 * 7 * 400
+
+
+def test_who_drives_blocks_holds_the_models_while_they_are_written_and_the_tables():
+    """10 clients x 2 models x 400 bytes, twice; 50 bytes, twice; 10 x 3 rounds x (5 + 4) rows of 32 bytes, thrice."""
+    wanted = _memory.of_driver(clients=10, params=100, itemsize=4, kept=2, data=7, remembered=50, rounds=3, reads=4.0)
+    assert (wanted.models, wanted.memory, wanted.record, wanted.block) == (16000, 100, 25920, 0)
 
 
 def test_what_fits_exactly_and_what_cannot_be_told_is_let_through():
