@@ -53,6 +53,9 @@ def coverage_table(results: Sequence[compare.Result]) -> str:
         "*Predicted* are costs that follow from the settings of the built-in study. *Within* and *cannot be told* are "
         "of the numbers that stand beside one of ours."
     )
+    for source, again in numbers.PRINTED_AGAIN.items():
+        where = ", ".join(dict.fromkeys(one[0] for one in again))
+        about += f" {source} prints {len(again)} more numbers that repeat one of these ({where}); each is counted once."
     return f"## Coverage\n\n{table(head, [*cells, ('all', *map(str, total))])}\n\n{about}\n"
 
 

@@ -12,6 +12,7 @@ own commit, and writes ages.json, which all pages with stored results show, and 
 """
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -303,7 +304,7 @@ def _origin(runs: Sequence[summary.StoredRun], content: Mapping[str, Any]) -> di
         "dirty": any(one["dirty"] for one in told_),
         "version": first["packages"]["coterie"],
         "made": max(_day(run.folder / summary.PROVENANCE) for run in runs),
-        "command": first["command"],
+        "command": repeated_by([one["command"] for one in told_], content["study"]),
         "config": summary.CONFIG,
         "seeds": sorted({run.seed for run in runs}),
         "machine": {
@@ -318,6 +319,25 @@ def _origin(runs: Sequence[summary.StoredRun], content: Mapping[str, Any]) -> di
         "wall_s": round(sum(t["wall_s"] for t in content["timing"]), 1),
         "train_samples": sum(t["train_samples"] for t in content["timing"]),
     }  # fmt: skip
+
+
+def repeated_by(commands: Sequence[str], study: str) -> str:
+    """Return the command that repeats a study: the first that began a run of it, without the places of that machine.
+
+    Args:
+        commands: what each run was made with; `coterie resume` says nothing of the settings.
+        study: its name, for when every command resumed.
+    """
+    begun = next((one for one in commands if one.split()[:2] == ["coterie", "run"]), f"coterie run {study}")
+    words, kept = iter(shlex.split(begun)), []
+    for word in words:
+        name, _, value = word.partition("=")
+        if name in ("--out", "-o", "--data-dir"):
+            if not value:
+                next(words, None)
+        elif word != "--resume":
+            kept.append(word)
+    return shlex.join(kept)
 
 
 def _day(path: Path) -> str:

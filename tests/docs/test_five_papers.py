@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from coterie.papers import compare
+from coterie.studies.named import builtin
 
 ROOT = Path(__file__).parents[2]
 STORED = ROOT / "docs" / "reference" / "runs"
@@ -20,12 +21,36 @@ def test_the_claims_about_synthetic_concept_shift():
     mse = means("similarity/synthetic", "mse")
     assert mse["Local (tuned)"] < min(mse["L2"], mse["Inverse loss"])
     assert mse["Oracle (tuned)"] < min(mse["Cosine of updates"], mse["Cosine of weights"]) < mse["Local (tuned)"]
+    under_fedavg = {name: mse[name] for name in ("Inverse loss", "Cosine of updates", "Cosine of weights", "L2")}
+    assert max(under_fedavg, key=under_fedavg.__getitem__) == "Inverse loss"
+    gains = {name: value - mse[f"{name} FedSim"] for name, value in under_fedavg.items()}
+    assert min(gains["Inverse loss"], gains["L2"]) > 5 > max(gains["Cosine of updates"], gains["Cosine of weights"]) > 0
+    with_fedsim = [value for name, value in mse.items() if name.startswith("L2 FedSim")]
+    assert len(with_fedsim) == 2, "at two rates"
+    assert max(with_fedsim) < mse["L2"] - 5
+    assert mse["Random"] > 5 * mse["Local"]
     assert round(mse["Random"]) == 169
     assert "Our 169" in PAGE
 
 
 def test_the_claims_about_labels_and_smaller_runs():
     accuracy = means("similarity/cifar10-label-5", "accuracy")
+    assert accuracy["Random"] > accuracy["Local"] + 0.05
+    assert min(accuracy["Cosine of updates"], accuracy["Cosine of weights"]) > accuracy["Inverse loss"]
+    assert accuracy["Inverse loss FedSim"] > accuracy["Inverse loss"]
+    metrics = {name: value for name, value in accuracy.items() if name not in ("Random", "Local", "Oracle")}
+    assert {name[:2] for name, value in metrics.items() if value < accuracy["Inverse loss"]} == {"L2"}
+    assert min(metrics.values()) > accuracy["Random"]
+    rotated = means("similarity/fmnist-covariate-4", "accuracy")
+    under_fedavg = [rotated[name] for name in ("Inverse loss", "Cosine of updates", "Cosine of weights")]
+    assert round(100 * (min(under_fedavg) - rotated["L2"]), 1) == 0.2
+    assert rotated["L2"] > rotated["Random"] < rotated["Cosine of updates FedSim"]
+    domains = means("similarity/domain-cnn", "accuracy")
+    tried = {name: value for name, value in domains.items() if name not in ("Oracle", "Local", "Random")}
+    assert min(tried, key=tried.__getitem__) == "Inverse loss"
+    assert max(tried, key=tried.__getitem__) == "Cosine of weights FedSim"
+    assert domains["L2"] > max(domains["Cosine of updates"], domains["Cosine of weights"])
+    assert domains["Cosine of updates FedSim"] > domains["Cosine of updates"]
     baselines = max(accuracy["Random"], accuracy["Local"])
     assert all(accuracy[name] > baselines for name in ("Inverse loss", "Cosine of updates", "Cosine of weights", "L2"))
     comparison = compare.with_paper(compare.read(STORED / "similarity" / "cifar10-label-5"))
@@ -43,6 +68,35 @@ def test_the_claims_about_server_based_methods():
     assert set(means("fedgwc/cifar100-dirichlet", "n_clusters").values()) == {1.0}
     assert means("fedgwc/cifar10-clean", "n_clusters") == {"FedGWC": 1.0}
     assert means("fedgwc/cifar10-clean-blur", "rand")["FedGWC, 35 meetings"] == 1.0
+    assert means("fedgwc/cifar10-clean-blur", "n_clusters") == {"FedGWC": 3.0, "FedGWC, 35 meetings": 2.0}
+    timing = json.loads((STORED / study / "summary.json").read_text())["timing"]
+    took = {one["label"]: one["train_s"] for one in timing}
+    assert abs(took["SosicFL"] / took["FedAvg"] - 1) < 0.1
+
+
+def verdicts() -> list[tuple[str, str, list[str]]]:
+    """The rows of the tables of claims: claim, verdict, and the studies that it rests on or waits for."""
+    rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
+    return [(claim, verdict, re.findall("`(.+?)`", runs)) for claim, verdict, runs in rows if claim != "claim"]
+
+
+def test_every_claim_has_a_verdict_of_a_kind_that_its_runs_allow():
+    """Held or not held by a run of full size, so far by a smaller one, or cannot be told: no run, or a reason."""
+    known = {*builtin(), *(path.parent.relative_to(STORED).as_posix() for path in STORED.glob("*/*/summary.json"))}
+    assert len(verdicts()) > 40
+    for claim, verdict, names in verdicts():
+        kind = re.match("(not )?held( so far)?|cannot be told: .+", verdict)
+        assert kind, claim
+        assert names, claim
+        for name in names:
+            assert name in known, f"{claim}: no study is called {name}"
+            stored = (STORED / name / "summary.json").exists()
+            if verdict.startswith("cannot be told"):
+                assert stored or "no stored run" in verdict, claim
+                continue
+            assert stored, f"{claim}: {name} is not stored"
+            if not kind[2]:
+                assert compare.full_size(compare.read(STORED / name).study), f"{claim}: {name} is not of full size"
 
 
 def test_what_is_said_not_to_be_stored_is_not():
@@ -50,8 +104,7 @@ def test_what_is_said_not_to_be_stored_is_not():
 
     A verdict with "no stored run" is of the studies of its row; "... have no stored run." is of whole papers.
     """
-    rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
-    waiting = [name for _, verdict, runs in rows if "no stored run" in verdict for name in re.findall("`(.+?)`", runs)]
+    waiting = [name for _, verdict, names in verdicts() if "no stored run" in verdict for name in names]
     assert not [name for name in waiting if (STORED / name).exists()]
     sentences = re.findall(r"([^.]*) ha(?:s|ve) no stored run[;.]", PAGE)
     for source, title in (("dac", "DAC"), ("panm", "PANM")):

@@ -6,13 +6,11 @@ through the object stores of the two machines. Nobody stands in between.
 
 import dataclasses
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from coterie._util import pages
-from coterie.cluster import doctor, packing, place
+from coterie.cluster import doctor, folders, packing, place
 from coterie.cluster.blocks import Block, BlockDied, Given, MachineGone, Start, simulate_in_blocks
 from coterie.cluster.exchange import Address, Interrupted, Links, Part, Postbox
 from coterie.cluster.packing import Packed
@@ -68,8 +66,9 @@ class Host:
         torch.set_num_threads(1)  # sums are added in the same order everywhere
         use_threads(threads)
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        self._modules = tempfile.TemporaryDirectory(prefix="coterie-modules-")
-        packing.unfold(carried, Path(self._modules.name))
+        self._modules = ExitStack()
+        if carried:
+            packing.unfold(carried, self._modules.enter_context(folders.temporary()))
         self._given: Given = packing.unpack(given)
         self._block: Block | None = None
         self._postbox = Postbox(int(self._given.owner.max()) + 1)

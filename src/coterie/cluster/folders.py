@@ -1,13 +1,21 @@
 """A run's folder on two machines: what is new in it, by the digests of its manifest, and how it comes home."""
 
-from collections.abc import Mapping
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from coterie._util import manifest
+from coterie._util.claims import claimed, in_use
 from coterie.results.summary import CONFIG, EDGES, METRICS, PROVENANCE
 from coterie.simulation import checkpoint
 
+_TEMPORARY = "coterie-worker-"
+_YOUNG = 60.0  # seconds in which a folder may not be claimed yet
 _FIRST, _LAST = (CONFIG, checkpoint.FILE), (METRICS, EDGES, PROVENANCE)
 
 
@@ -61,3 +69,19 @@ def put_away(parcel: Parcel, folder: Path) -> None:
     """Write what is new into the folder of the same run here, atomically; see `manifest.replace_files`."""
     if parcel.files:
         manifest.replace_files(folder, parcel.files, parcel.kept)
+
+
+@contextmanager
+def temporary() -> Iterator[Path]:
+    """Give a worker a folder of its machine for the block; those of workers that were killed are removed first."""
+    base = Path(tempfile.gettempdir())
+    for old in base.glob(f"{_TEMPORARY}*"):
+        with suppress(OSError):
+            if old.stat().st_uid == os.getuid() and time.time() - old.stat().st_mtime > _YOUNG and not in_use(old):
+                shutil.rmtree(old)
+    made = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
+    try:
+        with claimed(made):
+            yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)

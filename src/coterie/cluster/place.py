@@ -116,13 +116,29 @@ def connect(place: Place, **started: Any) -> Iterator[None]:
             configure_logging=False,
             **(own if place.address == "local" else {}),
         )
-    except (ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
-        first = " ".join(str(error).split())[:200]
-        raise ConfigError(f"--on {place}: no Ray answers there ({first}); `ray status` on that machine tells") from None
+    except (ConnectionError, TimeoutError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise ConfigError(f"--on {place}: no Ray answers there ({_first(error)}); {_advice()}") from None
+    except ImportError as error:  # of what only Ray's client needs
+        raise ConfigError(f"--on {place}: {_first(error)}; {extras.install('cluster')}") from None
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _first(error: Exception) -> str:
+    """The beginning of what an error says, in one line."""
+    return " ".join(str(error).split())[:200]
+
+
+def _advice() -> str:
+    """What to try where a Ray is there, and does not let this process in."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
+        return "put the token of that cluster into ~/.ray/auth_token here; `ray get-auth-token` there prints it"
+    return (
+        "if it was started with a token, export RAY_AUTH_MODE=token, and copy ~/.ray/auth_token from there; else "
+        "`ray status` on that machine tells"
+    )
 
 
 def _reach(place: Place) -> None:

@@ -8,12 +8,10 @@ by this process, which sends what is there, and writes what comes back with each
 worker dies, its run starts again from the last checkpoint that came home. The data of a seed are held once a machine.
 """
 
+import atexit
 import math
-import os
 import queue
-import shutil
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -25,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from coterie._util import manifest
-from coterie._util.claims import claimed, in_use
+from coterie._util.claims import claimed
 from coterie.cluster import doctor, folders, packing, place
 from coterie.cluster.packing import Packed
 from coterie.cluster.place import Place, connect
@@ -38,8 +36,6 @@ from coterie.studies.run import FAILURE, note_failure
 RETRIES = 3
 _TOGETHER = 0.2  # seconds for which messages of a worker are collected
 _TURN = 1.0  # seconds after which this process looks up from waiting
-_TEMPORARY = "coterie-run-"
-_YOUNG = 60.0  # seconds in which a folder may not be claimed yet
 
 
 @runtime_checkable
@@ -153,7 +149,7 @@ class RayRuns(FanOut):
         packed = packing.pack(work if keeper is None else keeper.moved(keeper.folder))
         self._count(data=packed.nbytes)
         carried = packing.modules(_modules_of(work))
-        common = ray.put((packed, carried, list(sys.argv), self.cpus))
+        common = _put((packed, carried, list(sys.argv), self.cpus))
         store = _Store(self)
         tasks = _tasks(ray, self.cpus, self.gpus)
         waiting, under_way = iter(jobs), dict[int, _Run]()
@@ -204,6 +200,8 @@ class RayRuns(FanOut):
                         if run.folder is not None:
                             note_failure(run.folder, value)
                         raise value
+        except (ray.exceptions.RayError, ConnectionError) as error:
+            raise WorkerDied(f"the connection to Ray is lost: {_first(error)}; resume goes on") from None
         finally:
             tasks.stop()
             for run in under_way.values():
@@ -283,8 +281,6 @@ class _Store:
             job: with or without a `federation`.
             others: the payloads of the jobs under way; what none of them refers to is let go.
         """
-        import ray
-
         data = getattr(job, "federation", None)
         used = {id(ref) for _, refs in others for ref in refs}
         self._held = {key: (value, ref) for key, (value, ref) in self._held.items() if id(ref) in used or value is data}
@@ -293,8 +289,27 @@ class _Store:
         if id(data) not in self._held:
             packed = packing.pack(data)
             self._owner._count(data=packed.nbytes)
-            self._held[id(data)] = data, ray.put(packed)
+            self._held[id(data)] = data, _put(packed)
         return packing.pack(replace(job, federation=None)), [self._held[id(data)][1]]
+
+
+def _put(value: Any) -> Any:
+    """Put something into Ray's store, which writes to disk what its memory has no room for.
+
+    Raises:
+        WorkerDied: when there is no room at all, or Ray is gone.
+    """
+    import ray
+
+    try:
+        return ray.put(value)
+    except (ray.exceptions.RayError, ConnectionError) as error:
+        raise WorkerDied(f"Ray does not take the data of a run: {_first(error)}; resume goes on") from None
+
+
+def _first(error: BaseException) -> str:
+    """The beginning of what an error says, in one line."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _tasks(ray: Any, cpus: float, gpus: float) -> Any:
@@ -410,7 +425,7 @@ def work_on(
 
     packed, carried, argv, cpus = ray.get(common[0]) if isinstance(common, list) else common
     heard: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-    with _folder() as root:
+    with folders.temporary() as root:
         arguments = (packed, carried, argv, cpus, payload, there, home, root, heard)
         threading.Thread(target=_do, args=arguments, name="coterie-run", daemon=True).start()
         ended = False
@@ -450,7 +465,7 @@ def _do(
         torch.set_num_threads(1)
         use_threads(max(1, int(cpus)))
         warnings.showwarning = show
-        _import_from(carried, root)
+        _import_from(carried)
         work, job = packing.unpack(packed), packing.unpack(payload[0])
         if payload[1]:
             job = replace(job, federation=packing.unpack(ray.get(payload[1][0])))
@@ -479,28 +494,13 @@ def _do(
         heard.put(("failed", WorkerDied(f"a worker failed: {''.join(traceback.format_exception(error))}")))
 
 
+_kept = ExitStack()
 _imported: set[str] = set()
 
 
-def _import_from(carried: Mapping[str, bytes], root: Path) -> None:
+def _import_from(carried: Mapping[str, bytes]) -> None:
     """Make the user's modules importable, once in a process: those of one command do not change."""
     if carried and not _imported:
-        folder = Path(tempfile.mkdtemp(prefix="coterie-modules-"))
-        packing.unfold(carried, folder)
+        packing.unfold(carried, _kept.enter_context(folders.temporary()))
         _imported.update(carried)
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """A folder of this machine for the block; those of workers that were killed are removed first."""
-    base = Path(tempfile.gettempdir())
-    for old in base.glob(f"{_TEMPORARY}*"):
-        with suppress(OSError):
-            if old.stat().st_uid == os.getuid() and time.time() - old.stat().st_mtime > _YOUNG and not in_use(old):
-                shutil.rmtree(old)
-    made = Path(tempfile.mkdtemp(prefix=_TEMPORARY))
-    try:
-        with claimed(made):
-            yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+        atexit.register(_kept.close)

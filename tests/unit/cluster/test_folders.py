@@ -59,3 +59,19 @@ def test_a_file_that_is_not_what_was_written_does_not_count_as_known(tmp_path):
     assert manifest.digests(tmp_path / "run") == {}
     with pytest.raises(KeyError):
         folders.news(tmp_path / "run", {})[1]["checkpoint.safetensors"]
+
+
+def test_what_a_killed_worker_left_is_removed_and_what_is_in_use_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(folders, "_YOUNG", -1.0)
+    left = tmp_path / "coterie-worker-left"
+    left.mkdir()
+    (left / "model.bin").write_bytes(b"much")
+    with folders.temporary() as one:
+        assert not left.exists()
+        with folders.temporary() as other:
+            assert one.exists()
+            assert one != other
+        assert not other.exists()
+    assert list(tmp_path.iterdir()) == []

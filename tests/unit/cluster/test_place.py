@@ -81,6 +81,32 @@ def test_where_nobody_listens_one_line_says_so_at_once(text):
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [(None, "export RAY_AUTH_MODE=token, and copy"), ("token", "put the token of that cluster into")],
+)
+def test_where_ray_does_not_let_us_in_one_line_says_what_its_token_needs(mode, said, monkeypatch):
+    """Ray takes half a minute to say so: here by what it raises."""
+    ray = pytest.importorskip("ray")
+
+    def refuse(**_: object) -> None:
+        raise ray.exceptions.AuthenticationError("RPC error: InvalidAuthToken")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(place, "_reach", lambda place: None)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    with pytest.raises(ConfigError, match=f"no Ray answers there .*InvalidAuthToken.*{said}") as told:
+        _enter(connect(read("ray:127.0.0.1:6379")))
+    assert "\n" not in str(told.value)
+
+
+def _enter(context):
+    with context:
+        pass
+
+
 def test_without_a_ray_on_this_machine_auto_says_what_starts_one(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: None)

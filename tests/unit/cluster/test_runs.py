@@ -16,6 +16,7 @@ from coterie.simulation.run import Progress
 from coterie.simulation.workers import WorkerDied
 from coterie.studies import config
 from coterie.studies.run import run_study
+from coterie.studies.sweep import run_sweep
 from coterie.studies.tune import tune
 
 ray = pytest.importorskip("ray")
@@ -190,6 +191,31 @@ def test_tuning_chooses_what_this_machine_would(cluster):
     there = tune(study, grid, widenings=0, over=RayRuns(), workers=4)
     assert sorted(map(str, here.trials)) == sorted(map(str, there.trials))
     assert here.choices == there.choices
+
+
+@pytest.mark.slow
+def test_a_sweep_leaves_the_bytes_of_this_machine(cluster, tmp_path):
+    text = STUDY.replace("rounds = 3", "rounds = 1").replace(
+        "seeds = [0, 1]", "seeds = [0]\nsweep = { lr = [0.1, 0.2] }"
+    )
+    study = config.loads(text)
+    run_sweep(study, out=tmp_path / "here")
+    run_sweep(study, out=tmp_path / "there", over=RayRuns(), workers=4)
+    here, there = files(tmp_path / "here"), files(tmp_path / "there")
+    assert here.keys() == there.keys()
+    assert [name for name in here if here[name] != there[name]] == []
+    assert len([name for name in here if name.endswith("metrics.parquet")]) == 4
+
+
+def test_where_ray_has_no_room_for_data_one_line_says_so(cluster, monkeypatch):
+    def full(value):
+        raise ray.exceptions.ObjectStoreFullError("no space\nis left")
+
+    monkeypatch.setattr(ray, "put", full)
+    with pytest.raises(
+        WorkerDied, match=r"^Ray does not take the data of a run: .*no space is left.*; resume goes on$"
+    ):
+        list(RayRuns()(print, ["one"], 1, print))
 
 
 def test_the_machines_are_looked_at_before_the_first_run(cluster, monkeypatch):

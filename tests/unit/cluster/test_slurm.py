@@ -1,7 +1,9 @@
-"""Runs as jobs, with submitit's executor of this machine; and how a study stands."""
+"""Runs as jobs, with submitit's executor of this machine and a pretended Slurm; and how a study stands."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,8 @@ from coterie.cluster.status import Stand, look
 from coterie.errors import ConfigError
 from coterie.studies import config
 from coterie.studies.run import FAILURE, Job, run_folder, run_study
+
+from .pretend_slurm import COMMANDS
 
 pytest.importorskip("submitit")
 STUDY = """
@@ -49,6 +53,25 @@ def jobs(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")]))
 
 
+@pytest.fixture
+def partition(jobs, monkeypatch, tmp_path):
+    """Slurm's commands on the path; give their folder."""
+    place = tmp_path / "slurm"
+    place.mkdir()
+    text = Path(__file__).with_name("pretend_slurm.py").read_text()
+    for name in COMMANDS:
+        (place / name).write_text(f"#!{sys.executable}\n{text}")
+        (place / name).chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(place), os.environ["PATH"]]))
+    monkeypatch.setattr(slurm, "_TURN", 0.1)
+    yield place
+    (place / "hold").unlink(missing_ok=True)
+    for path in place.glob("*.json"):
+        if "process" in (job := json.loads(path.read_text())):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job["process"], signal.SIGKILL)
+
+
 def tables(folder):
     return {
         str(path.relative_to(folder)): path.read_bytes()
@@ -66,6 +89,24 @@ def test_a_study_as_jobs_leaves_the_bytes_of_this_machine(jobs, tmp_path):
     assert len(done.summary["timing"]) == 2
     asked = json.loads((tmp_path / "there/tiny" / FOLDER / ASKED).read_text())
     assert set(asked["jobs"]) == {"local/seed-0", "Gossip/seed-0"}
+    assert [one.state for one in look(tmp_path / "there/tiny")] == ["done", "done"]
+
+
+def test_an_array_of_slurm_leaves_the_bytes_of_this_machine(partition, tmp_path):
+    """One array for all runs, with what the place says; a method in a file beside the study, in another folder."""
+    study = config.loads(STUDY)
+    run_study(study, out=tmp_path / "here")
+    heard = []
+    run_study(
+        study, out=tmp_path / "there", over=SlurmRuns(read("slurm:cpu:time=7,mem=2GB"), cpus=2), workers=2,
+        observer=heard.append,
+    )  # fmt: skip
+    assert tables(tmp_path / "here") == tables(tmp_path / "there")
+    (script,) = partition.glob("*.sbatch")
+    asked = {line.partition("=")[0]: line.partition("=")[2] for line in script.read_text().splitlines()}
+    said = {name: asked[f"#SBATCH --{name}"] for name in ("array", "partition", "time", "mem", "cpus-per-task")}
+    assert said == {"array": "0-1%2", "partition": "cpu", "time": "7", "mem": "2GB", "cpus-per-task": "2"}
+    assert {step.label for step in heard} == {"local", "Gossip"}
     assert [one.state for one in look(tmp_path / "there/tiny")] == ["done", "done"]
 
 

@@ -330,3 +330,18 @@ def test_notes_are_filled_in_from_what_is_stored():
     )
     with pytest.raises(KeyError):
         reproduction.filled('{{value("FedAvg", "rand")}}', folder)
+
+
+@pytest.mark.parametrize(
+    ("commands", "told"),
+    [
+        (["coterie run a/b -q --json"], "coterie run a/b -q --json"),
+        (["coterie run a/b --seeds 3 --out /big/disk --data-dir=/data --resume"], "coterie run a/b --seeds 3"),
+        (["coterie resume /big/disk/a/b", "coterie run a/b -o /big/disk --scale 0.1"], "coterie run a/b --scale 0.1"),
+        (["coterie resume /big/disk/a/b --workers 2"], "coterie run a/b"),
+        (["coterie run a/b --set 'methods.DAC.tau=[1, 2]'"], "coterie run a/b --set 'methods.DAC.tau=[1, 2]'"),
+    ],
+)
+def test_the_command_that_is_stored_repeats_the_study_elsewhere(commands, told):
+    """Places of the machine that ran it are left out, and a run that was resumed is told as it was begun."""
+    assert stored.repeated_by(commands, "a/b") == told

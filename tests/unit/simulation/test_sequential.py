@@ -231,10 +231,13 @@ class PlainPanm(Plain):
 
 @pytest.mark.parametrize("order", ["train_first", "exchange_first"])
 @pytest.mark.parametrize("schedule", ["sequential", "sequential_exchange"])
-@pytest.mark.parametrize("kind", [PanmLoss, PanmGrad])
-def test_panm_one_after_another_is_the_plain_loop(kind, schedule, order):
-    """Models and bags of eight clients through both stages, with two corrections of the bag."""
-    method = kind(num_peers=2, num_candidates=3, stage_one_rounds=3, interval=2)
+@pytest.mark.parametrize(("kind", "candidates"), [(PanmLoss, 1), (PanmGrad, 3)])
+def test_panm_one_after_another_is_the_plain_loop(kind, candidates, schedule, order):
+    """Models and bags of eight clients through both stages, with two corrections of the bag.
+
+    With one candidate a client averages, in a correction, with members of the bag that it did not score.
+    """
+    method = kind(num_peers=2, num_candidates=candidates, stage_one_rounds=3, interval=2)
     loop = started(method, schedule=schedule, order=order)
     plain, sizes = PlainPanm(loop), set()
     for index in range(7):
