@@ -102,6 +102,7 @@ def connect(place: Place, **started: Any) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # workers use their own environment as it is
     import ray
+    from ray.exceptions import RayError
 
     if ray.is_initialized():
         yield
@@ -116,7 +117,7 @@ def connect(place: Place, **started: Any) -> Iterator[None]:
             configure_logging=False,
             **(own if place.address == "local" else {}),
         )
-    except (ConnectionError, TimeoutError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except (ConnectionError, TimeoutError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(f"--on {place}: no Ray answers there ({_first(error)}); {_advice()}") from None
     except ImportError as error:  # of what only Ray's client needs
         raise ConfigError(f"--on {place}: {_first(error)}; {extras.install('cluster')}") from None

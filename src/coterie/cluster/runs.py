@@ -144,6 +144,7 @@ class RayRuns(FanOut):
             WorkerDied: when a worker died more often than `retries`, or failed by an error that is none of these.
         """
         import ray
+        from ray.exceptions import RayError
 
         keeper = work if isinstance(work, Foldered) else None
         packed = packing.pack(work if keeper is None else keeper.moved(keeper.folder))
@@ -200,7 +201,7 @@ class RayRuns(FanOut):
                         if run.folder is not None:
                             note_failure(run.folder, value)
                         raise value
-        except (ray.exceptions.RayError, ConnectionError) as error:
+        except (RayError, ConnectionError) as error:
             raise WorkerDied(f"the connection to Ray is lost: {_first(error)}; resume goes on") from None
         finally:
             tasks.stop()
@@ -300,10 +301,11 @@ def _put(value: Any) -> Any:
         WorkerDied: when there is no room at all, or Ray is gone.
     """
     import ray
+    from ray.exceptions import RayError
 
     try:
         return ray.put(value)
-    except (ray.exceptions.RayError, ConnectionError) as error:
+    except (RayError, ConnectionError) as error:
         raise WorkerDied(f"Ray does not take the data of a run: {_first(error)}; resume goes on") from None
 
 
