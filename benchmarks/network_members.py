@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,28 +43,23 @@ local = {{ epochs = 1, lr = 0.003 }}
 """
 DAC, FEDAVG = "kind = 'dac'\nnum_peers = 2", "kind = 'fedavg'"
 NETWORK = {"deadline": 5.0, "start": 300.0, "linger": 10.0, "server_wait": 5.0}
-Chunks = list[tuple[bytes, bytes]]
+START = 300.0  # how long the attacker waits for the others
 
 
-class Attacker(stranger.Player):
+class Attacker(stranger.Node):
     """Takes part as it should. Each attack below changes one thing."""
 
-    def publish(self, round: int) -> None:
-        """Publish what the attack makes of this round's message."""
-        place = stranger.Place(round, 0, self.client)
-        self.member.keep(place, self.sealed(place))
+    def publish(self, address: stranger.Address, to: str, tensors: stranger.Tensors) -> None:
+        """Publish what the attack makes of a message."""
+        super().publish(address, to, self.sent(tensors))
 
-    def sealed(self, place: stranger.Place) -> Chunks:
-        """The chunks of a round's message."""
-        return self.member.seal(place, self.sent())
+    def sent(self, tensors: stranger.Tensors) -> stranger.Tensors:
+        """The tensors of a message."""
+        return tensors
 
-    def sent(self) -> stranger.Tensors:
-        """The tensors of a round's message."""
-        return self.message(self.row)
-
-    def attack(self) -> None:
+    def attack(self, data: stranger.Data) -> None:
         """The whole run of the attacker."""
-        self.run()
+        stranger.take_part(self, data)
 
 
 class Gone(Attacker):
@@ -71,155 +67,166 @@ class Gone(Attacker):
 
     reached = FAR
 
-    def attack(self) -> None:
+    def find(self, address: stranger.Address, asker: str) -> list[stranger.Part] | None:
+        """Answer no question for a message."""
+        raise stranger.ErrorReply("gone")
+
+    def attack(self, data: stranger.Data) -> None:
         """Lie until nobody is running."""
-        self.member.answer = lambda asked: "gone"  # type: ignore[method-assign]
-        self.member.newest = self.member.round = self.reached
-        self.member.meet()
+        self.newest = self.round = self.reached
+        self.start()
 
 
 class ForgedHeads(Attacker):
     """Sends models as it should; its heads are not its own: another member's name, no signature, another's answer."""
 
-    def attack(self) -> None:
-        """Take part with the others' heads instead of an own one."""
-        honest, asked = self.member.head, Counter[str]()
+    kept, asked = b"", 0
 
-        def head(nonce: str) -> bytes:
-            asked["heads"] += 1
-            if self.member.round < 1:
-                return honest(nonce)
-            other = json.loads(honest(nonce)[64:]) | {"peer": self.member.others[0], "round": FAR, "state": "running"}
-            text = stranger.canonical(other)
-            forged = [bytes(64) + text, stranger.sign(self.member.key, "head", text) + text, self.kept]
-            return forged[asked["heads"] % 3]
-
-        self.kept = honest("0")  # an answer to a question that nobody asks again
-        self.member.head = head  # type: ignore[method-assign]
-        self.run()
+    def head(self, nonce: str) -> bytes:
+        """Own heads before round 1, so that the others know it; then forged ones, in turn."""
+        honest = super().head(nonce)
+        if self.round < 1:
+            self.kept = honest  # an answer to a question that nobody asks again
+            return honest
+        other = json.loads(honest[64:]) | {"peer": self.others()[0], "round": FAR, "state": "running"}
+        text = stranger.canonical(other)
+        self.asked += 1
+        return [bytes(64) + text, stranger.sign(self.key, "head", text) + text, self.kept][self.asked % 3]
 
 
 class Wide(Attacker):
     """A column more than the model has."""
 
-    def sent(self) -> stranger.Tensors:
+    def sent(self, tensors: stranger.Tensors) -> stranger.Tensors:
         """A row that is too long."""
-        return self.message(np.append(self.row, np.float32(0)))
+        return {**tensors, "params": np.append(tensors["params"], np.float32(0))}
 
 
 class Extra(Attacker):
     """An extra that no message of the method has."""
 
-    def sent(self) -> stranger.Tensors:
+    def sent(self, tensors: stranger.Tensors) -> stranger.Tensors:
         """One tensor too many."""
-        return {**self.message(self.row), "field.extra": np.zeros(3, np.float32)}
+        return {**tensors, "field.extra": np.zeros(3, np.float32)}
 
 
 class Renamed(Attacker):
     """The right tensors under other names."""
 
-    def sent(self) -> stranger.Tensors:
+    def sent(self, tensors: stranger.Tensors) -> stranger.Tensors:
         """`field.sample` instead of `field.samples`."""
-        tensors = self.message(self.row)
-        return {**tensors, "field.sample": tensors.pop("field.samples")}
+        return {"field.sample" if name == "field.samples" else name: tensor for name, tensor in tensors.items()}
 
 
 class Huge(Attacker):
     """A model of 1e30."""
 
-    def sent(self) -> stranger.Tensors:
+    def sent(self, tensors: stranger.Tensors) -> stranger.Tensors:
         """Finite numbers without use."""
-        return self.message(np.full_like(self.row, 1e30))
+        return {**tensors, "params": np.full_like(tensors["params"], 1e30)}
 
 
 class Turned(Attacker):
     """The own model, turned and five times as large."""
 
-    def sent(self) -> stranger.Tensors:
+    def sent(self, tensors: stranger.Tensors) -> stranger.Tensors:
         """-5 x."""
-        return self.message(-5 * self.row)
+        return {**tensors, "params": -5 * tensors["params"]}
 
 
 class Samples(Attacker):
     """Noise that says it comes of 2^62 samples."""
 
-    def sent(self) -> stranger.Tensors:
+    random = np.random.default_rng(0)
+
+    def sent(self, tensors: stranger.Tensors) -> stranger.Tensors:
         """Noise with a large weight."""
-        noise = self.random.normal(size=self.row.shape).astype(np.float32)
-        return self.message(noise, **{"field.samples": np.array(2.0**62, "<f4")})
+        noise = self.random.normal(size=tensors["params"].shape).astype(np.float32)
+        return {**tensors, "params": noise, "field.samples": np.array(2.0**62, np.float32)}
 
 
 class Replayed(Attacker):
     """From round 3 on, the signed message of round 2."""
 
-    def sealed(self, place: stranger.Place) -> Chunks:
+    def sealed(self, address: stranger.Address, to: str, tensors: stranger.Tensors) -> list[stranger.Part]:
         """An old message at a new address."""
-        if place.round <= 2:
-            self.old = super().sealed(place)
+        if address.round <= 2:
+            self.old = super().sealed(address, to, tensors)
         return self.old
 
 
 class OldRoster(Attacker):
     """Says that it has a roster of version 99, and sends that of version 1 to whoever asks; version 2 is in force."""
 
-    def attack(self) -> None:
+    def attack(self, data: stranger.Data) -> None:
         """Take part with the roster of before."""
-        self.member.roster["version"] = 99
-        self.run()
+        self.roster.top["version"] = 99
+        super().attack(data)
 
 
 class OldKey(Attacker):
     """Goes on with the key and certificate that the organizer has replaced."""
 
-    def attack(self) -> None:
+    def answered(self, round: int, client: int) -> bool:
+        """Whether a question for a client's model gets any answer."""
+        address = stranger.Address("model", round, 0, client)
+        try:
+            self.read(host(self, client), address, {"params": ("F32", (stranger.PARAMS,))}, 1.0)
+        except stranger.ErrorReply as error:
+            return error.code not in ("nothing", "timeout")  # the engine's own
+        except stranger.Refused:
+            pass
+        return True
+
+    def attack(self, data: stranger.Data) -> None:
         """Ask for heads and models, and publish, whether or not anybody hears it."""
-        self.got = 0
-        self.member.keep(stranger.Place(0, 0, self.client), self.member.seal(stranger.Place(0, 0, self.client), {}))
+        self.publish(stranger.Address("model", 0, 0, self.client), "", {})
         for round in range(3):
             for client in (0, 1):
-                head = self.member.head_of(self.member.host[client])
-                found = self.member.ask(stranger.Place(round, 0, client), {"params": ("F32", (None,))}, 1.0)
-                self.got += head is not None or found != "unreachable"
-        assert self.got == 0, "somebody answers the old key"
+                assert self.ask_head(host(self, client)) is None, "somebody answers the old key"
+                assert not self.answered(round, client), "somebody answers the old key"
 
 
 class Server(Attacker):
     """A member in the server role whose answers have another form than the method's: a column more."""
 
-    def answer(self) -> stranger.Tensors:
+    def reply_tensors(self) -> stranger.Tensors:
         """The answer to a request."""
-        return {"table": np.zeros((1, self.model.size + 1), np.float32), "index": np.zeros(1, np.int64)}
+        return {"table": np.zeros((1, stranger.PARAMS + 1), np.float32), "index": np.zeros(1, np.int64)}
 
-    def attack(self) -> None:
+    def attack(self, data: stranger.Data) -> None:
         """Choose everybody, and answer whatever comes."""
-        member, population = self.member, self.member.roster["population"]
-        member.meet()
-        member.round = 0
+        self.start()
+        self.round = 0
         for round in (-1, 0):
             for number in range(2):
-                place = stranger.Place(round, number, -1, "cohort")
-                member.publish(place, {"ids": np.arange(population)})
-            for client in range(1, population):
+                self.publish(stranger.Address("cohort", round, number, -1), "", {"ids": np.arange(self.population)})
+            for client in range(1, self.population):
                 for exchange in (1024, 1025, 2048):
-                    place = stranger.Place(round, exchange, client, "reply")
-                    member.publish(place, self.answer(), to=member.host[client])
+                    address = stranger.Address("reply", round, exchange, client)
+                    self.publish(address, host(self, client), self.reply_tensors())
 
 
 class ServerRows(Server):
     """An answer with two models where the method shows one."""
 
-    def answer(self) -> stranger.Tensors:
+    def reply_tensors(self) -> stranger.Tensors:
         """A row more."""
-        return {"table": np.zeros((2, self.model.size), np.float32), "index": np.arange(2)}
+        return {"table": np.zeros((2, stranger.PARAMS), np.float32), "index": np.arange(2)}
 
 
 class ServerNames(Server):
     """An answer with an extra that the method does not have."""
 
-    def answer(self) -> stranger.Tensors:
+    def reply_tensors(self) -> stranger.Tensors:
         """A tensor more."""
-        fine = {"table": np.zeros((1, self.model.size), np.float32), "index": np.zeros(1, np.int64)}
+        fine = {"table": np.zeros((1, stranger.PARAMS), np.float32), "index": np.zeros(1, np.int64)}
         return {**fine, "field.extra": np.zeros(1, np.float32)}
+
+
+def host(node: stranger.Node, client: int) -> str:
+    """The member that hosts a client."""
+    return next(name for name, member in node.roster.members.items() if client in member["clients"])
 
 
 ATTACKS: dict[str, type[Attacker]] = {
@@ -250,13 +257,13 @@ def credentials(keys: Path, folder: Path, name: str) -> Path:
     return folder
 
 
-def data_of(study: config.StudyConfig, client: int) -> dict[str, np.ndarray]:
+def data_of(study: config.StudyConfig, client: int) -> stranger.Data:
     """The client's samples as plain arrays, scaled as the model of a node gets them."""
     federation = build_federation(study.data, study.seeds[0], None).host([client])
     x = (federation.x[0].flatten(1).numpy() / 255 - federation.mean[0]) / federation.std[0]
     y, held = federation.y[0].numpy(), federation.split[0].numpy() == 1
     kept = federation.split[0].numpy() == 0
-    return {"x": x[kept], "y": y[kept], "x_validation": x[held], "y_validation": y[held], "classes": np.array(10)}
+    return stranger.Data(x[kept], y[kept], x[held], y[held])
 
 
 def outcome(place: Path, reader: int, attacker: int) -> dict[str, Any]:
@@ -306,7 +313,8 @@ def attacked(folder: Path, name: str, *, rounds: int = ROUNDS, port: int = PORT)
         rosters.write(keys / "roster.toml", replace(known, version=2), keys / "organizer.key")
     if kind is OldKey:
         (folder / "new").mkdir()
-        setup.rekey(keys, me, stranger.request(me, "127.0.0.1", folder / "new"))
+        stranger.request(me, "127.0.0.1", folder / "new")
+        setup.rekey(keys, me, folder / "new" / f"{me}.csr")
     honest = {other: file for other, file in files.items() if other != me}
     events: dict[str, Counter[str]] = {other: Counter() for other in honest}
     ended = dict.fromkeys(honest, False)
@@ -321,18 +329,21 @@ def attacked(folder: Path, name: str, *, rounds: int = ROUNDS, port: int = PORT)
 
     began = time.perf_counter()
     (folder / "logs").mkdir()
-    with fleet.Fleet(honest, logs=folder / "logs", listener=look) as nodes:
+    with (
+        (folder / "logs/attacker.jsonl").open("w") as told,
+        redirect_stdout(told),
+        fleet.Fleet(honest, logs=folder / "logs", listener=look) as nodes,
+    ):
         for other in honest:
             nodes.start(other)
-        member = stranger.Member(own, me, lambda event, **details: None)
+        attacker = kind(own, me, START)
         try:
-            player = kind(member, data_of(study, int(me[-2:])))
-            player.attack()
-            member.state = "done"
+            attacker.attack(data_of(study, int(me[-2:])))
+            attacker.state = "done"
             while any(process.poll() is None for process in nodes.processes.values()):
                 threading.Event().wait(0.2)
         finally:
-            member.leave()
+            attacker.leave()
         statuses = nodes.wait(120)
     result: netlab.Result = {
         "attack": name, "what": " ".join((kind.__doc__ or "").split()), "method": study.methods[0].label,

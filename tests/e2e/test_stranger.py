@@ -57,7 +57,7 @@ def rows(study: config.StudyConfig, client: int) -> dict[str, np.ndarray]:
     x = (federation.x[0].flatten(1).numpy() / 255 - federation.mean[0]) / federation.std[0]
     y, held = federation.y[0].numpy(), federation.split[0].numpy() == 1
     kept = federation.split[0].numpy() == 0
-    return {"x": x[kept], "y": y[kept], "x_validation": x[held], "y_validation": y[held], "classes": np.array(10)}
+    return {"x": x[kept], "y": y[kept], "x_validation": x[held], "y_validation": y[held]}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_client_written_from_the_documents_joins_publishes_and_reads(tmp_path,
         file.write_text(NODE.format(name=name, role="server" if server and name == "north" else "peer"))
 
     events: dict[str, list[Mapping[str, Any]]] = {name: [] for name in files}
-    command = [sys.executable, stranger.__file__, "run", tmp_path, "stranger", tmp_path / "data.npz"]
+    command = [sys.executable, stranger.__file__, "run", tmp_path, "stranger", tmp_path / "data.npz", "300", "60"]
     with fleet.Fleet(files, logs=tmp_path, listener=lambda name, event: events[name].append(event)) as nodes:
         for name in files:
             nodes.start(name)

@@ -1,25 +1,32 @@
-"""A member of a run that was written from docs/reference/wire.md alone: it imports nothing of Coterie.
+"""One member of a run, written from the page "The wire format" alone; it imports nothing of Coterie.
 
-    python stranger.py request NAME HOST FOLDER       make NAME.key and NAME.csr
-    python stranger.py run FOLDER NAME DATA.npz       take part in the run of FOLDER/roster.toml
+    python stranger.py run FOLDER NAME DATA.npz [START [DEADLINE]]
 
-The folder holds roster.toml, roster.toml.sig, organizer.pub, ca.pem, NAME.key and NAME.pem. DATA.npz holds x, y,
-x_validation and y_validation; the model is one linear layer. What happens is told on standard output, one JSON object a
-line. It knows the peer-to-peer methods with one exchange a round, and FedAvg.
+takes part as the member NAME; START and DEADLINE are seconds to wait for the others, at the start and in a round. The
+folder holds roster.toml, roster.toml.sig, organizer.pub, ca.pem, NAME.key and NAME.pem; the data are x, y, x_validation
+and y_validation. What happens is told on standard output, one JSON object a line. Each part is named after the section
+of the page that it follows.
+
+It leaves out: more than one client a member, the server role, other methods than DAC and FedAvg and other settings of
+these than the defaults, other models than the linear one on the bundled digits, other optimizers than plain SGD,
+frozen weights, `join` and clients that stop.
 """
 
 import hashlib
 import ipaddress
 import json
 import math
-import secrets
+import os
+import random
+import re
+import struct
 import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,829 +37,1007 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
-from cryptography.x509.oid import NameOID
 
-CHUNK = 512 * 1024
-KEPT = 8
-TYPES = {
-    "F16": "<f2", "F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "U8": "|u1", "BOOL": "|b1",
-}  # fmt: skip
-NAMES = {np.dtype(code): name for name, code in TYPES.items()}
+Params = np.ndarray
 Tensors = dict[str, np.ndarray]
-Shapes = Mapping[str, tuple[str, tuple[int | None, ...]]]
+Expected = dict[str, tuple[str, tuple[int | None, ...]]]  # by name, type and shape; None: any length to the population
+
+HEAD_WAIT, PAUSE, DEADLINE, SERVER_WAIT, START, LINGER = 2.0, 0.5, 30.0, 600.0, 60.0, 120.0  # Limits and times
+KEPT_ROUNDS, MAX_OPEN, CHUNK = 8, 8, 524288
 
 
 class Refused(Exception):
-    """What a member sent is not as it must be; the code is that of the page."""
+    """What came failed a check."""
 
-    def __init__(self, code: str, text: str = "") -> None:
-        super().__init__(f"{code}: {text}")
+    def __init__(self, code: str, detail: object = ""):
+        super().__init__(f"{code} {detail}".strip())
         self.code = code
 
 
-# ---------------------------------------------------------------- JSON, keys, signatures, hashes
+class ErrorReply(Exception):
+    """A question that was answered, or is to be answered, with an error reply; `nothing` is an empty set of replies."""
+
+    def __init__(self, code: str):
+        super().__init__(code)
+        self.code = code
 
 
-def canonical(document: Any) -> bytes:
-    """Canonical JSON."""
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+def tell(event: str, **fields: Any) -> None:
+    print(json.dumps({"event": event, **fields}) + "\n", end="", flush=True)  # one piece: threads tell, too
 
 
-def strict(text: bytes, code: str) -> Any:
-    """Read JSON without a key that occurs twice, NaN or infinity."""
+# ---------------------------------------------------------------------------------------------- Words and notation
+
+
+def canonical(value: Any) -> bytes:
+    """Canonical JSON. Python writes floats and escapes as the page asks for."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def parse(data: bytes, code: str) -> dict[str, Any]:
+    """The JSON object in `data`, without a key twice, NaN or infinity."""
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(items)) != len(items):
-            raise Refused("duplicate_key", code)
+        if len({key for key, _ in items}) < len(items):
+            raise Refused("duplicate_key")
         return dict(items)
 
-    def constant(word: str) -> Any:
-        raise ValueError(word)
+    def number(text: str) -> float:
+        if not math.isfinite(value := float(text)):
+            raise ValueError(f"{text} is no number")
+        return value
 
     try:
-        return json.loads(text.decode(), object_pairs_hook=pairs, parse_constant=constant)
+        found = json.loads(data.decode(), object_pairs_hook=pairs, parse_float=number, parse_constant=number)
     except (ValueError, RecursionError) as error:
-        raise Refused(code, str(error)) from None
+        raise Refused(code, error) from None
+    if type(found) is not dict:
+        raise Refused(code, "is no object")
+    return found
 
 
-def text_of(key: ec.EllipticCurvePublicKey) -> str:
-    """The text of a public key."""
-    form = serialization.PublicFormat.CompressedPoint
-    return key.public_bytes(serialization.Encoding.X962, form).hex()
+def require(found: dict[str, Any], types: dict[str, type], code: str) -> None:
+    """Exactly these keys, with these types (`type`: true is no integer, 3 is no float)."""
+    if found.keys() != types.keys():
+        raise Refused(code, f"keys {sorted(found.keys() ^ types.keys())}")
+    for key, kind in types.items():
+        if type(found[key]) is not kind:
+            raise Refused(code, f"{key} is no {kind.__name__}")
+
+
+# -------------------------------------------------------------------------------------------- Keys and certificates
+
+
+def key_text(key: ec.EllipticCurvePublicKey) -> str:
+    return key.public_bytes(serialization.Encoding.X962, serialization.PublicFormat.CompressedPoint).hex()
 
 
 def fingerprint(key: ec.EllipticCurvePublicKey) -> str:
-    """The fingerprint of a public key."""
     form = serialization.PublicFormat.SubjectPublicKeyInfo
     return hashlib.sha256(key.public_bytes(serialization.Encoding.DER, form)).hexdigest()
 
 
 def sign(key: ec.EllipticCurvePrivateKey, what: str, data: bytes) -> bytes:
-    """Sign data of some sort: "manifest", "head" or "roster"."""
     r, s = decode_dss_signature(key.sign(f"coterie {what} 1\n".encode() + data, ec.ECDSA(hashes.SHA256())))
     return r.to_bytes(32, "big") + s.to_bytes(32, "big")
 
 
-def signed_by(key: str, what: str, signature: bytes, data: bytes) -> bool:
-    """Whether a signature is by the key of a text."""
-    if len(signature) != 64:
-        return False
-    public = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), bytes.fromhex(key))
-    r, s = int.from_bytes(signature[:32], "big"), int.from_bytes(signature[32:], "big")
+def verify(key: str, what: str, signature: bytes, data: bytes) -> None:
     try:
-        public.verify(encode_dss_signature(r, s), f"coterie {what} 1\n".encode() + data, ec.ECDSA(hashes.SHA256()))
-    except InvalidSignature:
-        return False
-    return True
+        if len(signature) != 64:
+            raise ValueError("not 64 bytes")
+        der = encode_dss_signature(int.from_bytes(signature[:32], "big"), int.from_bytes(signature[32:], "big"))
+        public = ec.EllipticCurvePublicKey.from_encoded_point(ec.SECP256R1(), bytes.fromhex(key))
+        public.verify(der, f"coterie {what} 1\n".encode() + data, ec.ECDSA(hashes.SHA256()))
+    except (ValueError, InvalidSignature) as error:
+        raise Refused("signature", error) from None
 
 
-def study_hash(settings: Mapping[str, Any]) -> str:
-    """The hash of the settings in a head."""
-    return hashlib.sha256(canonical({k: v for k, v in settings.items() if k != "model.frozen"})).hexdigest()
-
-
-def schema_hash(slots: list[tuple[str, list[int]]], dtype: str, trainable: int, *frozen: str) -> str:
-    """The hash of a model's tensors."""
-    return hashlib.sha256(canonical([slots, dtype, trainable, *frozen])).hexdigest()
-
-
-def frozen_digest(tensors: Mapping[str, np.ndarray]) -> str:
-    """The digest of frozen weights; their types are those of PyTorch."""
-    digest = hashlib.sha256()
-    for name, tensor in tensors.items():
-        digest.update(f"{name} {tensor.shape} torch.{tensor.dtype}\n".encode() + tensor.tobytes())
-    return digest.hexdigest()
-
-
-def request(name: str, host: str, folder: Path) -> Path:
-    """Make a key and a request for its certificate."""
+def request(name: str, host: str, folder: Path) -> None:
+    """Make NAME.key (mode 0600) and the certificate request NAME.csr."""
     key = ec.generate_private_key(ec.SECP256R1())
+    pem, private = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    with open(os.open(folder / f"{name}.key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(key.private_bytes(pem, private, serialization.NoEncryption()))
     try:
-        where: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(host))
+        alternative: x509.GeneralName = x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
-        where = x509.DNSName(host)
-    csr = (
-        x509.CertificateSigningRequestBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
-        .add_extension(x509.SubjectAlternativeName([where]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    (folder / f"{name}.key").touch(mode=0o600)
-    (folder / f"{name}.key").write_bytes(key.private_bytes(pem, pkcs8, serialization.NoEncryption()))
-    (folder / f"{name}.csr").write_bytes(csr.public_bytes(pem))
-    return folder / f"{name}.csr"
+        alternative = x509.DNSName(host)
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    csr = x509.CertificateSigningRequestBuilder().subject_name(subject)
+    csr = csr.add_extension(x509.SubjectAlternativeName([alternative]), critical=False)
+    (folder / f"{name}.csr").write_bytes(csr.sign(key, hashes.SHA256()).public_bytes(pem))
 
 
-# ---------------------------------------------------------------- the roster and the links
+# ------------------------------------------------------------------------------------------------------- The roster
+
+# the type of each field, and its value when it is absent; None: required
+ROSTER = {
+    "run": (str, None),
+    "population": (int, None),
+    "version": (int, 1),
+    "protocol": (int, 1),
+    "study": (str, ""),
+    "schema": (str, ""),
+    "server": (str, ""),
+    "clusters": (list, []),
+    "issued": (str, ""),
+    "removed": (list, []),
+    "members": (list, None),
+}
+MEMBER = {
+    "name": (str, None),
+    "address": (str, None),
+    "clients": (list, None),
+    "key": (str, ""),
+    "certificate": (str, ""),
+    "expires": (str, ""),
+    "subject": (str, ""),
+}
+NAME = re.compile(r"[a-z0-9-]{1,63}")
 
 
-FIELDS: dict[str, type] = {
-    "run": str, "population": int, "version": int, "protocol": int, "study": str, "schema": str, "server": str,
-    "clusters": list, "issued": str, "removed": list, "members": list,
-}  # fmt: skip
-MEMBER: dict[str, type] = {
-    "name": str, "address": str, "clients": list, "key": str, "certificate": str, "expires": str, "subject": str,
-}  # fmt: skip
-
-
-def read_roster(data: bytes, organizer: str) -> dict[str, Any]:
-    """Read a roster as it travels: the signature, then the file."""
-    if not signed_by(organizer, "roster", data[:64], data[64:]):
-        raise Refused("signature", "the roster is not the organizer's")
-    roster = tomllib.loads(data[64:].decode())
-    for table, known in [(roster, FIELDS), *((member, MEMBER) for member in roster.get("members", []))]:
-        for name, value in table.items():
-            if type(value) is not known.get(name):
-                raise Refused("roster", f"{name} is unknown or of another type")
-    roster = {"version": 1, "protocol": 1, "server": "", "removed": [], **roster}
-    clients = sorted([*roster["removed"], *(c for member in roster["members"] for c in member["clients"])])
-    if roster["protocol"] != 1 or clients != list(range(roster["population"])):
-        raise Refused("roster", "another protocol, or clients that are missing")
-    return roster
-
-
-def configuration(roster: Mapping[str, Any], me: str, folder: Path) -> dict[str, Any]:
-    """The configuration of the engine, as on the page."""
-    base = f"coterie/1/{roster['run']}"
-    names = [member["name"] for member in roster["members"]]
-    common = {member["name"]: member.get("subject") or member["name"] for member in roster["members"]}
-    addresses = [f"tls/{member['address']}" for member in roster["members"]]
-    place = names.index(me)
-    watch = ["liveliness_query", "declare_liveliness_subscriber"]
-    own = ["reply", "declare_queryable", "liveliness_token"]
-
-    def rule(id: str, flow: str, messages: list[str], key: str) -> dict[str, Any]:
-        return {"id": id, "permission": "allow", "flows": [flow], "messages": messages, "key_exprs": [f"{base}/{key}"]}
-
-    rules = [
-        rule("watch", "ingress", watch, "*/alive"), rule("out-mine", "egress", own, f"{me}/**"),
-        rule("out-watch", "egress", watch, "*/alive"),
-    ]  # fmt: skip
-    subjects = [{"id": "members", "cert_common_names": [common[name] for name in names]}]
-    policies = [{"rules": [one["id"] for one in rules], "subjects": ["members"]}]
-    for name in names:
-        rules.append(rule(f"own-{name}", "ingress", own, f"{name}/**"))
-        rules.append(rule(f"ask-{name}", "ingress", ["query"], f"{me}/*/{name}"))
-        subjects.append({"id": f"cn-{name}", "cert_common_names": [common[name]]})
-        rules.append(rule(f"out-ask-{name}", "egress", ["query"], f"{name}/*/{me}"))
-        own_rules = [f"own-{name}", f"ask-{name}", f"out-ask-{name}"]
-        policies.append({"rules": own_rules, "subjects": [f"cn-{name}"]})
-    pair = {"private_key": str(folder / f"{me}.key"), "certificate": str(folder / f"{me}.pem")}
-    return {
-        "mode": "peer",
-        "listen": {"endpoints": [addresses[place]]},
-        "connect": {
-            "endpoints": addresses[:place], "timeout_ms": -1, "exit_on_failure": False,
-            "retry": {"period_init_ms": 500, "period_max_ms": 2000, "period_increase_factor": 1.5},
-        },
-        "scouting": {"multicast": {"enabled": False}, "gossip": {"enabled": False}},
-        "adminspace": {"enabled": False},
-        "transport": {
-            "unicast": {"accept_pending": 1000},
-            "shared_memory": {"enabled": False},
-            "link": {
-                "protocols": ["tls"],
-                "rx": {"max_message_size": 8388608},
-                "tx": {"lease": 10000},
-                "tls": {
-                    "root_ca_certificate": str(folder / "ca.pem"),
-                    **{f"{side}_{what}": path for side in ("listen", "connect") for what, path in pair.items()},
-                    "enable_mtls": True, "verify_name_on_connect": True, "close_link_on_expiration": True,
-                },
-            },
-        },
-        "low_pass_filter": [
-            {"id": f"cap-{kind}", "flows": ["ingress"], "messages": [kind], "key_exprs": ["coterie/**"],
-             "size_limit": limit} for kind, limit in (("query", 65536), ("reply", 1048576))
-        ],
-        "access_control": {
-            "enabled": True, "default_permission": "deny",
-            "rules": rules, "subjects": subjects, "policies": policies,
-        },
-    }  # fmt: skip
-
-
-# ---------------------------------------------------------------- messages
+def fields(table: Any, known: dict[str, tuple[type, Any]]) -> dict[str, Any]:
+    if type(table) is not dict or table.keys() - known.keys():
+        raise Refused("roster", "unknown fields")
+    filled = {name: table.get(name, default) for name, (_, default) in known.items()}
+    for name, (kind, _) in known.items():
+        if type(filled[name]) is not kind:
+            raise Refused("roster", f"{name} is no {kind.__name__}")
+    return filled
 
 
 @dataclass(frozen=True)
-class Place:
-    """Round, exchange, client and kind of a message."""
+class Roster:
+    data: bytes  # the bytes of the file
+    signature: bytes
+    top: dict[str, Any]
+    members: dict[str, dict[str, Any]]  # in the order by which they dial
 
+    @staticmethod
+    def read(signature: bytes, data: bytes, organizer: str) -> "Roster":
+        if len(data) > 2**20:
+            raise Refused("roster", "is too long")
+        verify(organizer, "roster", signature, data)
+        try:
+            top = fields(tomllib.loads(data.decode()), ROSTER)
+        except ValueError as error:
+            raise Refused("roster", error) from None
+        members = [fields(member, MEMBER) for member in top["members"]]
+        ids = [client for member in members for client in member["clients"]] + top["removed"]
+        if any(type(client) is not int for client in ids) or sorted(ids) != list(range(top["population"])):
+            raise Refused("roster", "not every client once")
+        if top["protocol"] != 1 or not 1 <= len(members) <= 1000:
+            raise Refused("roster", "another protocol, or number of members")
+        if not all(NAME.fullmatch(name) for name in [top["run"], *(member["name"] for member in members)]):
+            raise Refused("roster", "a name")
+        for unique in ("name", "address", "key"):
+            if len({member[unique] for member in members}) < len(members):
+                raise Refused("roster", f"two members have the same {unique}")
+        return Roster(data, signature, top, {member["name"]: member for member in members})
+
+    @staticmethod
+    def load(folder: Path, organizer: str) -> "Roster":
+        signature = bytes.fromhex((folder / "roster.toml.sig").read_text().strip())
+        return Roster.read(signature, (folder / "roster.toml").read_bytes(), organizer)
+
+
+# -------------------------------------------------------------------------------------------------------- The links
+
+
+def link_config(roster: Roster, me: str, folder: Path) -> str:
+    run, names = roster.top["run"], list(roster.members)
+    common = {name: member["subject"] or name for name, member in roster.members.items()}
+    own, alive = f"coterie/1/{run}/{me}", f"coterie/1/{run}/*/alive"
+    watches = ["liveliness_query", "declare_liveliness_subscriber"]
+    answers = ["reply", "declare_queryable", "liveliness_token"]
+
+    def rule(name: str, flow: str, messages: list[str], key: str) -> dict[str, Any]:
+        return {"id": name, "permission": "allow", "flows": [flow], "messages": messages, "key_exprs": [key]}
+
+    rules = [
+        rule("watch", "ingress", watches, alive),
+        rule("out-mine", "egress", answers, f"{own}/**"),
+        rule("out-watch", "egress", watches, alive),
+    ]
+    subjects: list[dict[str, Any]] = [{"id": "members", "cert_common_names": list(common.values())}]
+    policies: list[dict[str, Any]] = [{"rules": ["watch", "out-mine", "out-watch"], "subjects": ["members"]}]
+    for name in names:
+        rules.append(rule(f"own-{name}", "ingress", answers, f"coterie/1/{run}/{name}/**"))
+        rules.append(rule(f"ask-{name}", "ingress", ["query"], f"{own}/*/{name}"))
+        rules.append(rule(f"out-ask-{name}", "egress", ["query"], f"coterie/1/{run}/{name}/*/{me}"))
+        subjects.append({"id": f"cn-{name}", "cert_common_names": [common[name]]})
+        policies.append({"rules": [f"{kind}-{name}" for kind in ("own", "ask", "out-ask")], "subjects": [f"cn-{name}"]})
+    retry = {"period_init_ms": 500, "period_max_ms": 2000, "period_increase_factor": 1.5}
+    dial = [f"tls/{roster.members[name]['address']}" for name in names[: names.index(me)]]
+    key, certificate = str(folder / f"{me}.key"), str(folder / f"{me}.pem")
+    tls = {
+        "root_ca_certificate": str(folder / "ca.pem"),
+        "listen_private_key": key,
+        "listen_certificate": certificate,
+        "connect_private_key": key,
+        "connect_certificate": certificate,
+        "enable_mtls": True,
+        "verify_name_on_connect": True,
+        "close_link_on_expiration": True,
+    }
+    link = {"protocols": ["tls"], "rx": {"max_message_size": 8388608}, "tx": {"lease": 10000}, "tls": tls}
+    cap = {"flows": ["ingress"], "key_exprs": ["coterie/**"]}
+    return json.dumps(
+        {
+            "mode": "peer",
+            "listen": {"endpoints": [f"tls/{roster.members[me]['address']}"]},
+            "connect": {"endpoints": dial, "timeout_ms": -1, "exit_on_failure": False, "retry": retry},
+            "scouting": {"multicast": {"enabled": False}, "gossip": {"enabled": False}},
+            "adminspace": {"enabled": False},
+            "transport": {"unicast": {"accept_pending": 1000}, "shared_memory": {"enabled": False}, "link": link},
+            "low_pass_filter": [
+                {"id": "cap-query", "messages": ["query"], "size_limit": 65536, **cap},
+                {"id": "cap-reply", "messages": ["reply"], "size_limit": 1048576, **cap},
+            ],
+            "access_control": {
+                "enabled": True,
+                "default_permission": "deny",
+                "rules": rules,
+                "subjects": subjects,
+                "policies": policies,
+            },
+        }
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ The payload
+
+CODES = {"F16": "<f2", "F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "U8": "u1", "BOOL": "?"}
+TYPES = {name: np.dtype(code) for name, code in CODES.items()}
+
+
+def encode(tensors: Tensors) -> bytes:
+    header, body = {}, b""
+    for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
+        tensor = tensors[name]
+        kind = next(kind for kind, dtype in TYPES.items() if dtype == tensor.dtype)
+        data = tensor.astype(TYPES[kind]).tobytes()
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [len(body), len(body) + len(data)]}
+        body += data
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + body
+
+
+def decode(payload: bytes, expected: Expected, population: int) -> Tensors:
+    length = int.from_bytes(payload[:8], "little")
+    if len(payload) < 8 or length > min(65536, len(payload) - 8):
+        raise Refused("header", "length")
+    header, start = parse(payload[8 : 8 + length], "header"), 8 + length
+    if header.keys() != expected.keys():
+        raise Refused("names", sorted(header))
+    tensors, ranges = {}, []
+    for name, entry in header.items():
+        if type(entry) is not dict:
+            raise Refused("header", name)
+        require(entry, {"dtype": str, "shape": list, "data_offsets": list}, "header")
+        shape, offsets = entry["shape"], entry["data_offsets"]
+        if len(offsets) != 2 or any(type(number) is not int or not 0 <= number < 2**40 for number in shape + offsets):
+            raise Refused("header", name)
+        kind, want = expected[name]
+        if entry["dtype"] != kind:
+            raise Refused("dtype", f"{name} {entry['dtype']}")
+        fits = (n == w if w is not None else n <= population for n, w in zip(shape, want, strict=False))
+        if len(shape) != len(want) or not all(fits):
+            raise Refused("shape", f"{name} {shape}")
+        begin, end = offsets
+        if end - begin != math.prod(shape) * TYPES[kind].itemsize or start + end > len(payload):
+            raise Refused("layout", name)
+        if (start + begin) % TYPES[kind].itemsize:
+            raise Refused("layout", f"{name} is not aligned")
+        ranges.append((begin, end))
+        data = payload[start + begin : start + end]
+        if kind == "BOOL" and set(data) - {0, 1}:
+            raise Refused("boolean", name)
+        tensor = np.frombuffer(data, TYPES[kind]).reshape(shape)
+        if tensor.dtype.kind == "f" and not np.isfinite(tensor).all():
+            raise Refused("not_finite", name)
+        tensors[name] = tensor.astype(np.float32) if kind == "F16" else tensor
+    at = 0
+    for begin, end in sorted(ranges):
+        if begin != at:
+            raise Refused("layout", "a gap or an overlap")
+        at = end
+    if start + at != len(payload):
+        raise Refused("layout", "bytes behind the last tensor")
+    return tensors
+
+
+# ------------------------------------------------------------------------------------------------------- A message
+
+MANIFEST = {
+    "v": int,
+    "run": str,
+    "peer": str,
+    "inc": int,
+    "round": int,
+    "exchange": int,
+    "client": int,
+    "kind": str,
+    "to": str,
+    "codec": str,
+    "bytes": int,
+    "chunk": int,
+    "sha256": str,
+    "schema": str,
+}
+RANGES = {
+    "inc": (0, 2**53 - 1),
+    "round": (-1, 2**31 - 1),
+    "exchange": (0, 65535),
+    "client": (-1, 2**31 - 1),
+    "bytes": (0, 2**40 - 1),
+    "chunk": (1024, 524288),
+}
+Part = tuple[bytes, bytes]  # the attachment and the payload of one reply
+
+
+@dataclass(frozen=True)
+class Address:
+    """What a question for a message asks for."""
+
+    kind: str
     round: int
     exchange: int
     client: int
-    kind: str = "model"
 
 
-def write_payload(tensors: Tensors) -> bytes:
-    """Write a payload: the tensors of the largest types first, so that each is aligned."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header, position = {}, 0
-    for name in order:
-        tensor = tensors[name]
-        end = position + tensor.nbytes
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + b"".join(tensors[name].tobytes() for name in order)
+def seal(key: ec.EllipticCurvePrivateKey, manifest: dict[str, Any], payload: bytes, chunk: int = CHUNK) -> list[Part]:
+    digest = hashlib.sha256(payload).hexdigest()
+    text = canonical({**manifest, "v": 1, "bytes": len(payload), "chunk": chunk, "sha256": digest})
+    chunks = [payload[at : at + chunk] for at in range(0, len(payload), chunk)] or [b""]
+    parts = [(struct.pack(">I", number), data) for number, data in enumerate(chunks)]
+    parts[0] = (parts[0][0] + sign(key, "manifest", text) + text, parts[0][1])
+    return parts
 
 
-def read_payload(payload: bytes, shapes: Shapes, *, half: bool = False, gaps: bool = False) -> Tensors:
-    """Read a payload of expected tensors; None in a shape is any length.
-
-    Args:
-        payload: the bytes.
-        shapes: type and shape of each tensor.
-        half: whether models travel as F16.
-        gaps: whether extras with an axis may hold NaN.
-    """
-    size = int.from_bytes(payload[:8], "little")
-    if len(payload) < 8 or size > min(65536, len(payload) - 8):
-        raise Refused("header")
-    header, data = strict(payload[8 : 8 + size], "header"), payload[8 + size :]
-    if not isinstance(header, dict):
-        raise Refused("header")
-    if set(header) != set(shapes):
-        raise Refused("names", f"{sorted(header)}")
-    position, out = 0, {}
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise Refused("header", name)
-        kind, shape = shapes[name]
-        sent = "F16" if half and name in ("params", "table") else kind
-        if entry["dtype"] != sent:
-            raise Refused("dtype", name)
-        found, (begin, end) = entry["shape"], entry["data_offsets"]
-        if not all(type(number) is int and 0 <= number < 1 << 40 for number in [*found, begin, end]):
-            raise Refused("header", name)
-        if len(found) != len(shape) or any(w is not None and w != f for w, f in zip(shape, found, strict=True)):
-            raise Refused("shape", f"{name} {found}")
-        dtype = np.dtype(TYPES[sent])
-        if begin != position or end - begin != math.prod(found) * dtype.itemsize or end > len(data):
-            raise Refused("layout", name)
-        position = end
-        if sent == "BOOL" and any(byte > 1 for byte in data[begin:end]):
-            raise Refused("boolean", name)
-        value = np.frombuffer(data[begin:end], dtype).reshape(found)
-        padded = gaps and name.startswith("field.") and value.ndim > 0
-        if dtype.kind == "f" and not (np.isfinite(value) | (padded & np.isnan(value))).all():
-            raise Refused("not_finite", name)
-        out[name] = value.astype(TYPES[kind])
-    if position != len(data):
-        raise Refused("layout", "bytes that belong to no tensor")
-    return out
-
-
-MANIFEST: dict[str, tuple[type, Callable[[Any], bool]]] = {
-    "v": (int, lambda v: True),
-    "run": (str, lambda v: True),
-    "peer": (str, lambda v: True),
-    "inc": (int, lambda v: 0 <= v < 1 << 53),
-    "round": (int, lambda v: -1 <= v < 1 << 31),
-    "exchange": (int, lambda v: 0 <= v < 1 << 16),
-    "client": (int, lambda v: -1 <= v < 1 << 31),
-    "kind": (str, lambda v: v in ("model", "request", "reply", "cohort", "probe", "join")),
-    "to": (str, lambda v: True),
-    "codec": (str, lambda v: v in ("safetensors", "safetensors-f16")),
-    "bytes": (int, lambda v: 0 <= v < 1 << 40),
-    "chunk": (int, lambda v: 1024 <= v <= CHUNK),
-    "sha256": (str, lambda v: len(v) == 64 and set(v) <= set("0123456789abcdef")),
-    "schema": (str, lambda v: True),
-}
+# ------------------------------------------------------------------------------ What a reader checks, in this order
 
 
 @dataclass
 class Reader:
-    """Reads one message that was asked for, in the order of checks of the page.
+    """What a reader knows of those whom it asks."""
 
-    Args:
-        run: the run's id.
-        peer: who was asked.
-        key: the text of its key.
-        me: who asks.
-        place: what was asked for.
-        schema: of the roster.
-        shapes: of the tensors.
-        largest: the largest length of a payload.
-        inc: the newest incarnation seen of the sender.
-    """
-
-    run: str
-    peer: str
-    key: str
     me: str
-    place: Place
+    run: str
     schema: str
-    shapes: Shapes
-    largest: int
-    inc: int = 0
-    manifest: dict[str, Any] = field(default_factory=dict)
-    payload: bytes = b""
-    next: int = 0
+    population: int
+    newest: dict[str, int] = field(default_factory=dict)  # incarnation, by sender
 
-    def feed(self, attachment: bytes, chunk: bytes) -> None:
-        """Take the next chunk."""
-        if len(attachment) < 4 or int.from_bytes(attachment[:4], "big") != self.next:
-            raise Refused("chunk")
-        if self.next == 0:
-            self._open(attachment[4:68], attachment[68:])
-        elif len(attachment) != 4:
-            raise Refused("chunk")
-        left = self.manifest["bytes"] - len(self.payload)
-        if len(chunk) != min(left, self.manifest["chunk"]) or (self.next and not left):
-            raise Refused("chunk")
-        self.payload += chunk
-        self.next += 1
-
-    def _open(self, signature: bytes, text: bytes) -> None:
-        if len(text) > 4096:
-            raise Refused("manifest")
-        if not signed_by(self.key, "manifest", signature, text):
-            raise Refused("signature")
-        m = strict(text, "manifest")
-        if not isinstance(m, dict):
-            raise Refused("manifest")
-        if m.get("v") != 1:
-            raise Refused("version")
-        if set(m) != set(MANIFEST) or any(type(m[k]) is not t or not fits(m[k]) for k, (t, fits) in MANIFEST.items()):
-            raise Refused("manifest")
-        asked = self.place
-        for code, fine in (
-            ("run", m["run"] == self.run),
-            ("sender", m["peer"] == self.peer),
-            ("reader", m["to"] in ("", self.me)),
-            ("address", Place(m["round"], m["exchange"], m["client"], m["kind"]) == asked),
-            ("replay", m["inc"] >= self.inc),
-            ("schema", m["schema"] == self.schema),
-            ("size", m["bytes"] <= self.largest),
-        ):
-            if not fine:
-                raise Refused(code)
-        self.manifest = m
-
-    def tensors(self) -> Tensors:
-        """The tensors, when all chunks have come."""
-        if not self.manifest or len(self.payload) != self.manifest["bytes"]:
-            raise Refused("truncated")
-        if hashlib.sha256(self.payload).hexdigest() != self.manifest["sha256"]:
+    def open(self, parts: Iterable[Part], sender: str, key: str, address: Address, expected: Expected) -> Tensors:
+        replies = iter(parts)
+        attachment, data = next(replies, (b"", b""))
+        if attachment[:4] != b"\0\0\0\0" or len(attachment) < 68 or len(attachment) > 68 + 4096:  # 1
+            raise Refused("chunk", "the first")
+        verify(key, "manifest", attachment[4:68], attachment[68:])  # 2
+        manifest = parse(attachment[68:], "manifest")  # 3
+        require(manifest, MANIFEST, "manifest")
+        for name, (low, high) in RANGES.items():
+            if not low <= manifest[name] <= high:
+                raise Refused("manifest", name)
+        if manifest["codec"] not in ("safetensors", "safetensors-f16"):
+            raise Refused("manifest", "codec")
+        if manifest["v"] != 1:
+            raise Refused("version", manifest["v"])
+        if manifest["run"] != self.run:  # 4
+            raise Refused("run", manifest["run"])
+        if manifest["peer"] != sender:
+            raise Refused("sender", manifest["peer"])
+        if manifest["to"] != (self.me if address.kind == "reply" else ""):
+            raise Refused("reader", manifest["to"])
+        if Address(manifest["kind"], manifest["round"], manifest["exchange"], manifest["client"]) != address:
+            raise Refused("address", manifest)
+        if manifest["inc"] < self.newest.get(sender, 0):
+            raise Refused("replay", manifest["inc"])
+        if manifest["schema"] != self.schema:
+            raise Refused("schema", manifest["schema"])
+        self.newest[sender] = manifest["inc"]
+        if manifest["codec"] == "safetensors-f16":
+            halves = expected.keys() & {"params", "table"}
+            expected = {name: ("F16" if name in halves else kind, shape) for name, (kind, shape) in expected.items()}
+        size, chunk = manifest["bytes"], manifest["chunk"]
+        shapes = [(kind, [self.population if n is None else n for n in shape]) for kind, shape in expected.values()]
+        if size > sum(TYPES[kind].itemsize * math.prod(shape) for kind, shape in shapes) + 65536 + 8:  # 5
+            raise Refused("size", size)
+        payload = b""
+        for number in range(max(1, -(-size // chunk))):  # 6
+            if number:
+                attachment, data = next(replies, (b"", b""))
+                if not attachment:
+                    raise Refused("truncated", f"{number} chunks")
+                if attachment != struct.pack(">I", number):
+                    raise Refused("chunk", number)
+            if len(data) != min(chunk, size - len(payload)):
+                raise Refused("truncated", f"chunk {number} has {len(data)} bytes")
+            payload += data
+        if next(replies, None) is not None:
+            raise Refused("chunk", "one too many")
+        if hashlib.sha256(payload).hexdigest() != manifest["sha256"]:
             raise Refused("digest")
-        half, gaps = self.manifest["codec"] == "safetensors-f16", self.place.kind == "request"
-        return read_payload(self.payload, self.shapes, half=half, gaps=gaps)
+        tensors = decode(payload, expected, self.population)  # 7
+        if "index" in tensors and (tensors["index"] < 0).any():
+            raise Refused("index")
+        if "ids" in tensors:
+            ids = tensors["ids"]
+            if (np.diff(ids) <= 0).any() or (ids < 0).any() or (ids >= self.population).any():
+                raise Refused("cohort", ids.tolist())
+        return tensors
+
+
+# ------------------------------------------------------------------------------- The order of params, and the model
+
+FEATURES, CLASSES = 64, 10
+SLOTS = [["1.weight", [CLASSES, FEATURES]], ["1.bias", [CLASSES]]]
+PARAMS = CLASSES * (FEATURES + 1)
 
 
 @dataclass
-class _Asked:
-    """A question that waits for its message."""
+class Data:
+    """The client's own data. What it learns is its own affair: here, a linear softmax model, by gradient descent."""
 
-    query: Any
-    asker: str
-    place: Place
-    until: float
-
-
-class Member:
-    """A member of a run: links, questions, answers.
-
-    Args:
-        folder: its files.
-        name: its name.
-        tell: told what happens.
-    """
-
-    def __init__(self, folder: Path, name: str, tell: Callable[..., None]) -> None:
-        self.folder, self.name, self.tell = folder, name, tell
-        self.organizer = (folder / "organizer.pub").read_text().strip()
-        signature = bytes.fromhex((folder / "roster.toml.sig").read_text().strip())
-        self.sealed = signature + (folder / "roster.toml").read_bytes()
-        self.roster = read_roster(self.sealed, self.organizer)
-        key = serialization.load_pem_private_key((folder / f"{name}.key").read_bytes(), None)
-        assert isinstance(key, ec.EllipticCurvePrivateKey)
-        self.key = key
-        self.members = {member["name"]: member for member in self.roster["members"]}
-        self.others = [other for other in self.members if other != name]
-        self.clients = self.members[name]["clients"]
-        self.host = {client: other["name"] for other in self.members.values() for client in other["clients"]}
-        if self.members[name]["key"] != text_of(key.public_key()):
-            raise SystemExit(f"the roster has another key for {name}")
-        self.base = f"coterie/1/{self.roster['run']}"
-        self.inc = int(time.time())
-        self.round, self.state, self.met, self.settings = -1, "starting", list[str](), dict[str, Any]()
-        self.reasons: list[str] = []
-        self._incs: dict[str, int] = {}
-        self._kept: dict[Place, tuple[str, list[tuple[bytes, bytes]]]] = {}
-        self.newest, self._waiting = -2, list[_Asked]()
-        self._change, self._closing, self._token = threading.Condition(), False, None
-        self.session = zenoh.open(zenoh.Config.from_json5(json.dumps(self.configuration())))
-        channel = zenoh.handlers.FifoChannel(64)
-        self._questions = self.session.declare_queryable(f"{self.base}/{name}/**", channel)
-        self._threads = [threading.Thread(target=run) for run in (self._listen, self._give_up)]
-        for thread in self._threads:
-            thread.start()
-
-    def configuration(self) -> dict[str, Any]:
-        """The configuration of the engine."""
-        return configuration(self.roster, self.name, self.folder)
-
-    # ------------------------------------------------------------ answers
-
-    def head(self, nonce: str) -> bytes:
-        """How this member is."""
-        text = canonical({
-            "run": self.roster["run"], "peer": self.name, "inc": self.inc, "nonce": nonce, "round": self.round,
-            "state": self.state, "protocol": 1, "study": self.roster["study"], "schema": self.roster["schema"],
-            "roster": self.roster["version"], "time": time.time(), "met": self.met, "settings": self.settings,
-        })  # fmt: skip
-        return sign(self.key, "head", text) + text
-
-    def _listen(self) -> None:
-        for query in self._questions.handler:
-            key = str(query.key_expr)
-            parts = key.removeprefix(f"{self.base}/").split("/")
-            if len(parts) != 3 or parts[0] != self.name or parts[2] not in self.members:
-                self._refuse(query, "forbidden")
-            elif parts[1] == "head":
-                self._send(query, [(None, self.head(str(query.parameters).removeprefix("n=")))])
-            elif parts[1] == "roster":
-                self._send(query, [(None, self.sealed)])
-            else:
-                self._question(query, parts[1], parts[2])
-
-    def _question(self, query: Any, kind: str, asker: str) -> None:
-        try:
-            given = dict(part.split("=", 1) for part in str(query.parameters).split(";"))
-            place = Place(int(given["r"]), int(given["x"]), int(given["c"]), kind)
-            until = time.monotonic() + min(float(given["w"]), 3600.0)
-        except (ValueError, KeyError):
-            self._refuse(query, "forbidden")
-            return
-        with self._change:
-            self._waiting.append(_Asked(query, asker, place, until))
-            self._change.notify_all()
-
-    def _give_up(self) -> None:
-        """Answer the questions that can be answered, and those that have waited long enough."""
-        while True:
-            with self._change:
-                if self._closing:
-                    return
-                due = [(asked, found) for asked in self._waiting if (found := self.answer(asked)) is not None]
-                for asked, _ in due:
-                    self._waiting.remove(asked)
-                if not due:
-                    first = min((asked.until for asked in self._waiting), default=None)
-                    self._change.wait(None if first is None else max(0.0, first - time.monotonic()))
-            for asked, found in due:
-                if isinstance(found, str):
-                    self._refuse(asked.query, found)
-                else:
-                    self._send(asked.query, found)
-
-    def answer(self, asked: _Asked) -> str | list[tuple[bytes, bytes]] | None:
-        """The chunks of a message, the code of an error, or None while the question waits."""
-        if asked.place in self._kept:
-            to, chunks = self._kept[asked.place]
-            return chunks if to in ("", asked.asker) else "forbidden"
-        if asked.place.round < self.newest:
-            return "gone"
-        return "not_ready" if asked.until <= time.monotonic() else None
-
-    def _send(self, query: Any, chunks: Any) -> None:
-        try:
-            with query:
-                for attachment, chunk in chunks:
-                    query.reply(query.key_expr, chunk, attachment=attachment)
-        except zenoh.ZError as error:
-            self.tell("not_sent", text=str(error))
-
-    def _refuse(self, query: Any, code: str) -> None:
-        try:
-            with query:
-                query.reply_err(canonical({"code": code, "round": self.newest}))
-        except zenoh.ZError as error:
-            self.tell("not_sent", text=str(error))
-
-    def seal(self, place: Place, tensors: Tensors, to: str = "", **changes: Any) -> list[tuple[bytes, bytes]]:
-        """Sign a message, and cut it into chunks; `changes` are other entries of the manifest."""
-        payload = write_payload(tensors)
-        manifest = canonical({
-            "v": 1, "run": self.roster["run"], "peer": self.name, "inc": self.inc, "round": place.round,
-            "exchange": place.exchange, "client": place.client, "kind": place.kind, "to": to, "codec": "safetensors",
-            "bytes": len(payload), "chunk": CHUNK, "sha256": hashlib.sha256(payload).hexdigest(),
-            "schema": self.roster["schema"], **changes,
-        })  # fmt: skip
-        first = sign(self.key, "manifest", manifest) + manifest
-        return [
-            (number.to_bytes(4, "big") + (first if number == 0 else b""), payload[number * CHUNK :][:CHUNK])
-            for number in range(max(1, -(-len(payload) // CHUNK)))
-        ]
-
-    def publish(self, place: Place, tensors: Tensors, to: str = "") -> None:
-        """Publish a message."""
-        self.keep(place, self.seal(place, tensors, to), to)
-
-    def keep(self, place: Place, chunks: list[tuple[bytes, bytes]], to: str = "") -> None:
-        """Keep the chunks of a message for those who ask; from the first one on, the token says that this one lives."""
-        with self._change:
-            self._kept[place] = (to, chunks)
-            self.newest = max(self.newest, place.round)
-            rounds = sorted({known.round for known in self._kept})[-KEPT:]
-            self._kept = {known: what for known, what in self._kept.items() if known.round in rounds}
-            self._change.notify_all()
-        if self._token is None:
-            self._token = self.session.liveliness().declare_token(f"{self.base}/{self.name}/alive")
-
-    # ------------------------------------------------------------ questions
-
-    def _replies(self, selector: str, seconds: float) -> Iterator[Any]:
-        channel = zenoh.handlers.FifoChannel(16)
-        mode = zenoh.ConsolidationMode.NONE
-        yield from self.session.get(f"{self.base}/{selector}", channel, timeout=seconds, consolidation=mode)
-
-    def ask(self, place: Place, shapes: Shapes, seconds: float, peer: str = "") -> Tensors | str:
-        """Ask for a message; return its tensors, or why there is none."""
-        peer = peer or self.host[place.client]
-        largest = 72 * 1024 + sum(
-            np.dtype(TYPES[kind]).itemsize * math.prod(n if n is not None else 1 << 20 for n in shape)
-            for kind, shape in shapes.values()
-        )
-        reader = Reader(
-            self.roster["run"], peer, self.members[peer]["key"], self.name, place, self.roster["schema"], shapes,
-            largest, self._incs.get(peer, 0),
-        )  # fmt: skip
-        question = f"r={place.round};x={place.exchange};c={place.client};w={0.8 * seconds:.3f}"
-        try:
-            for reply in self._replies(f"{peer}/{place.kind}/{self.name}?{question}", seconds):
-                if reply.ok is None:
-                    return self._why(reply.err.payload.to_bytes())
-                attachment = reply.ok.attachment
-                reader.feed(b"" if attachment is None else attachment.to_bytes(), reply.ok.payload.to_bytes())
-            if not reader.next:
-                return "unreachable"
-            tensors = reader.tensors()
-        except Refused as refused:
-            return f"refused:{refused.code}"
-        self._incs[peer] = reader.manifest["inc"]
-        return tensors
+    x: np.ndarray
+    y: np.ndarray
+    x_validation: np.ndarray
+    y_validation: np.ndarray
 
     @staticmethod
-    def _why(payload: bytes) -> str:
-        try:
-            return str(strict(payload, "error")["code"])
-        except (Refused, KeyError, TypeError):
-            return "unreachable"
+    def load(path: Path) -> "Data":
+        with np.load(path) as arrays:
+            x, x_validation = arrays["x"].astype(np.float32), arrays["x_validation"].astype(np.float32)
+            return Data(x, arrays["y"], x_validation, arrays["y_validation"])
 
-    def head_of(self, peer: str) -> dict[str, Any] | None:
-        """Ask a member for its head; None when none came, or one that is not right."""
-        nonce = secrets.token_hex(8)
-        for reply in self._replies(f"{peer}/head/{self.name}?n={nonce}", 2.0):
-            if reply.ok is None:
-                return None
-            data = reply.ok.payload.to_bytes()
-            if len(data) > 65600 or not signed_by(self.members[peer]["key"], "head", data[:64], data[64:]):
-                return None
-            head = strict(data[64:], "head")
-            right = (head["run"], head["peer"], head["nonce"]) == (self.roster["run"], peer, nonce)
-            return head if right and type(head["time"]) is float else None
+    @staticmethod
+    def probabilities(params: Params, x: np.ndarray) -> np.ndarray:
+        scores = x @ params[:-CLASSES].reshape(CLASSES, FEATURES).T + params[-CLASSES:]
+        powers = np.exp(scores - scores.max(axis=1, keepdims=True))
+        return powers / powers.sum(axis=1, keepdims=True)
+
+    def similarity(self, params: Params) -> float:
+        """The inverse of the loss of a model on the own data."""
+        of_label = self.probabilities(params, self.x)[np.arange(len(self.y)), self.y]
+        return float(1 / (1e-6 - np.log(of_label + 1e-12).mean()))
+
+    def accuracy(self, params: Params) -> float:
+        return float((self.probabilities(params, self.x_validation).argmax(axis=1) == self.y_validation).mean())
+
+    def train(self, params: Params, settings: dict[str, Any]) -> Params:
+        params, batch = params.copy(), settings["local.batch_size"]
+        for _ in range(settings["local.epochs"]):
+            order = np.random.default_rng().permutation(len(self.y))
+            for some in (order[at : at + batch] for at in range(0, len(order), batch)):
+                error = (self.probabilities(params, self.x[some]) - np.eye(CLASSES)[self.y[some]]) / len(some)
+                step = np.concatenate([(error.T @ self.x[some]).ravel(), error.sum(axis=0)])
+                params -= (settings["local.lr"] * step).astype(np.float32)
+        return params
+
+
+# ---------------------------------------------------------------------------------------------------------- Hashes
+
+
+def study_hash(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(canonical({k: v for k, v in settings.items() if k != "model.frozen"})).hexdigest()
+
+
+def schema_hash(slots: list[Any], dtype: str, trainable: int, frozen: str | None = None) -> str:
+    return hashlib.sha256(canonical([slots, dtype, trainable] + ([frozen] if frozen else []))).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------- A head
+
+HEAD = {
+    "run": str,
+    "peer": str,
+    "inc": int,
+    "nonce": str,
+    "round": int,
+    "state": str,
+    "protocol": int,
+    "study": str,
+    "schema": str,
+    "roster": int,
+    "time": float,
+    "met": list,
+    "settings": dict,
+}
+
+
+def read_head(reply: bytes, key: str, run: str, peer: str, nonce: str) -> dict[str, Any]:
+    if not 64 < len(reply) <= 64 + 65536:
+        raise Refused("head", "length")
+    verify(key, "head", reply[:64], reply[64:])
+    head = parse(reply[64:], "head")
+    require(head, HEAD, "head")
+    if (head["run"], head["peer"], head["nonce"], head["protocol"]) != (run, peer, nonce, 1):
+        raise Refused("head", "not what was asked for")
+    if head["state"] not in ("starting", "running", "done") or not -1 <= head["round"] < 2**31:
+        raise Refused("head", "state or round")
+    if any(type(name) is not str for name in head["met"]):
+        raise Refused("head", "met")
+    if any(value is not None and type(value) not in (str, int, float, bool) for value in head["settings"].values()):
+        raise Refused("head", "settings")
+    return head
+
+
+# ------------------------------------------------------------------------------------------- Questions and answers
+
+
+class Node:
+    """One member: its link to the others, what it has published, and what it knows of them."""
+
+    def __init__(self, folder: Path, name: str, start: float = START, deadline: float = DEADLINE):
+        self.folder, self.me = folder, name
+        self.start_wait, self.deadline = start, deadline
+        self.organizer = (folder / "organizer.pub").read_text().strip()
+        private = serialization.load_pem_private_key((folder / f"{name}.key").read_bytes(), None)
+        assert isinstance(private, ec.EllipticCurvePrivateKey)
+        self.key = private
+        self.roster = Roster.load(folder, self.organizer)
+        self.seen = folder / f"{name}.seen"  # the newest version that this node has seen
+        if self.seen.exists() and self.roster.top["version"] < int(self.seen.read_text()):
+            raise SystemExit("the roster is older than one that this node has seen")
+        self.check_roster(self.roster)
+        self.run: str = self.roster.top["run"]
+        (self.client,) = self.roster.members[name]["clients"]  # this program hosts one
+        self.population: int = self.roster.top["population"]
+        self.server: str = self.roster.top["server"]
+        if schema_hash(SLOTS, "torch.float32", PARAMS) != self.roster.top["schema"]:
+            raise SystemExit("the roster has another model")
+        self.inc = int(time.time())
+        self.reader = Reader(name, self.run, self.roster.top["schema"], self.population)
+        self.round, self.state, self.met = -1, "starting", list[str]()
+        self.settings: dict[str, Any] = {}  # of the study: empty until some head has told them
+        self.changed = threading.Condition()  # guards what follows
+        self.newest = -2  # the newest round in which it has published
+        self.messages: dict[Address, tuple[str, list[Part] | None]] = {}  # for whom, and its chunks; None: withheld
+        self.open_questions: dict[str, dict[Address, object]] = {}
+        self.closing = False
+        self.alive: set[str] = set()
+        self.left_out: set[str] = set()
+        self.read_count = self.missed = 0
+        self.last_read = (0, time.monotonic())  # the last round in which it received a message, and when
+        self.began, self.pace = time.monotonic(), 0.0  # of the round that it is in; seconds of the one before
+        self.token: zenoh.LivelinessToken | None = None
+        self.open_session()
+
+    def check_roster(self, roster: Roster) -> None:
+        """A member with its own key, certificate and clients."""
+        member = roster.members.get(self.me)
+        certificate = x509.load_pem_x509_certificate((self.folder / f"{self.me}.pem").read_bytes())
+        if member is None or member["key"] != key_text(self.key.public_key()):
+            raise Refused("roster", "this node is no member with its key")
+        if member["certificate"] != certificate.fingerprint(hashes.SHA256()).hex():
+            raise Refused("roster", "it names another certificate of this node")
+        self.seen.write_text(str(roster.top["version"]))
+
+    def open_session(self) -> None:
+        self.session = zenoh.open(zenoh.Config.from_json5(link_config(self.roster, self.me, self.folder)))
+        base = f"coterie/1/{self.run}"
+        self.session.declare_queryable(f"{base}/{self.me}/**", self.on_query)
+        self.session.liveliness().declare_subscriber(f"{base}/*/alive", self.on_token, history=True)
+        if self.token is not None:
+            self.token = self.session.liveliness().declare_token(f"{base}/{self.me}/alive")
+
+    def on_token(self, sample: zenoh.Sample) -> None:
+        name = str(sample.key_expr).split("/")[3]
+        if sample.kind == zenoh.SampleKind.PUT:
+            self.alive.add(name)
+        else:
+            self.alive.discard(name)
+
+    def others(self) -> list[str]:
+        return [name for name in self.roster.members if name != self.me and name not in self.left_out]
+
+    # Answers: a thread for each question, which waits until it can be answered.
+
+    def on_query(self, query: zenoh.Query) -> None:
+        threading.Thread(target=self.answer, args=(query,), daemon=True).start()
+
+    def answer(self, query: zenoh.Query) -> None:
+        with query:
+            try:
+                try:
+                    self.reply(query, str(query.key_expr).split("/"), str(query.parameters))
+                except ErrorReply as error:
+                    query.reply_err(canonical({"code": error.code, "round": self.newest}))
+            except zenoh.ZError as error:  # the link went while it was answered
+                tell("unanswered", error=str(error))
+
+    def reply(self, query: zenoh.Query, key: list[str], parameters: str) -> None:
+        if len(key) != 6 or "*" in "".join(key) or key[5] not in self.roster.members:
+            raise ErrorReply("forbidden")
+        kind, asker = key[4], key[5]
+        if kind == "head":
+            nonce = re.fullmatch(r"n=([A-Za-z0-9]{1,64})", parameters)
+            if nonce is None:
+                raise ErrorReply("forbidden")
+            query.reply(query.key_expr, self.head(nonce[1]))
+        elif kind == "roster":
+            query.reply(query.key_expr, self.roster.signature + self.roster.data)
+        elif kind in ("model", "request", "reply", "cohort", "probe", "join"):
+            pairs = {name: value for name, _, value in (part.partition("=") for part in parameters.split(";"))}
+            integers = all(re.fullmatch(r"-?[0-9]{1,10}", pairs.get(name, "")) for name in "rxc")
+            decimal = re.fullmatch(r"[0-9]{1,10}(\.[0-9]*)?", pairs.get("w", ""))
+            if len(parameters) > 200 or not integers or not decimal:
+                raise ErrorReply("forbidden")
+            address = Address(kind, int(pairs["r"]), int(pairs["x"]), int(pairs["c"]))
+            self.reply_message(query, asker, address, min(float(pairs["w"]), 3600))
+        else:
+            raise ErrorReply("forbidden")
+
+    def reply_message(self, query: zenoh.Query, asker: str, address: Address, wait: float) -> None:
+        ticket, end = object(), time.monotonic() + wait
+        with self.changed:
+            mine = self.open_questions.setdefault(asker, {})
+            if address not in mine and len(mine) >= MAX_OPEN:
+                raise ErrorReply("busy")
+            mine[address] = ticket  # ends an earlier question for the same message
+            self.changed.notify_all()
+        try:
+            with self.changed:
+                while (parts := self.find(address, asker)) is None:
+                    if mine.get(address) is not ticket:
+                        raise ErrorReply("busy")
+                    if self.closing:
+                        raise ErrorReply("closing")
+                    if time.monotonic() >= end:
+                        raise ErrorReply("not_ready")
+                    self.changed.wait(end - time.monotonic())
+            for attachment, data in parts:
+                query.reply(query.key_expr, data, attachment=attachment)
+        finally:
+            with self.changed:
+                if mine.get(address) is ticket:
+                    del mine[address]
+
+    def find(self, address: Address, asker: str) -> list[Part] | None:
+        """The chunks of a message, None if it may still come, or the reason why there is none."""
+        if address in self.messages:
+            to, parts = self.messages[address]
+            if to not in ("", asker):
+                raise ErrorReply("forbidden")
+            if parts is None:
+                raise ErrorReply("withheld")
+            return parts
+        if address.kind == "probe" and (address.exchange, address.client) == (0, -1) and address.round >= -1:
+            return self.sealed(address, "", {"probe": np.zeros(2**20, np.uint8)})
+        if self.newest > address.round:
+            raise ErrorReply("gone")
         return None
 
-    def meet(self, seconds: float = 300.0) -> None:
-        """Wait for the others, and learn the settings of the study from one of them."""
-        until, found = time.monotonic() + seconds, dict[str, dict[str, Any]]()
-        while len(found) < len(self.others) and time.monotonic() < until:
-            for peer in self.others:
-                if peer not in found and (head := self.head_of(peer)) is not None:
-                    found[peer] = head
-            if len(found) < len(self.others):
-                time.sleep(0.5)
-        same = [head for head in found.values() if (head["study"], head["schema"]) == self.agreed]
-        right = [head["settings"] for head in same if study_hash(head["settings"]) == self.roster["study"]]
-        if not right:
-            raise SystemExit("nobody runs the study of the roster")
-        self.settings, self.met, self.state = right[0], sorted(found), "running"
-        self.tell("met", peers=self.met)
+    def sealed(self, address: Address, to: str, tensors: Tensors) -> list[Part]:
+        manifest = {"run": self.run, "peer": self.me, "inc": self.inc, "to": to, "codec": "safetensors"}
+        manifest |= {"schema": self.roster.top["schema"], **vars(address)}
+        return seal(self.key, manifest, encode(tensors))
 
-    @property
-    def agreed(self) -> tuple[str, str]:
-        """The hashes on the roster."""
-        return self.roster["study"], self.roster["schema"]
+    def publish(self, address: Address, to: str, tensors: Tensors) -> None:
+        finite = all(np.isfinite(tensor).all() for tensor in tensors.values())
+        parts = self.sealed(address, to, tensors) if finite else None
+        with self.changed:
+            self.messages[address] = (to, parts)
+            self.newest = max(self.newest, address.round)
+            for old in [old for old in self.messages if old.round <= self.newest - KEPT_ROUNDS]:
+                del self.messages[old]
+            self.changed.notify_all()
+        if self.token is None:  # with the node's first message
+            self.token = self.session.liveliness().declare_token(f"coterie/1/{self.run}/{self.me}/alive")
 
-    def close(self, seconds: float = 120.0) -> None:
-        """Say that this one is done, stay until nobody is running any more or nobody makes progress, and leave."""
-        self.state = "done"
-        until, before = time.monotonic() + seconds, None
-        while time.monotonic() < until:
-            heads = [self.head_of(peer) for peer in self.others]
-            now = [(head["state"], head["round"]) for head in heads if head is not None]
-            if all(state != "running" for state, _ in now):
+    def head(self, nonce: str) -> bytes:
+        if not self.settings:
+            raise ErrorReply("not_ready")
+        text = canonical(
+            {
+                "run": self.run,
+                "peer": self.me,
+                "inc": self.inc,
+                "nonce": nonce,
+                "round": self.round,
+                "state": self.state,
+                "protocol": 1,
+                "study": study_hash(self.settings),
+                "schema": self.roster.top["schema"],
+                "roster": self.roster.top["version"],
+                "time": float(time.time()),
+                "met": self.met,
+                "settings": self.settings,
+            }
+        )
+        return sign(self.key, "head", text) + text
+
+    # Questions.
+
+    def ask(self, member: str, kind: str, parameters: str, wait: float) -> Iterable[Part]:
+        """The replies to one question. An error reply is raised; so is an empty set."""
+        selector = f"coterie/1/{self.run}/{member}/{kind}/{self.me}" + (f"?{parameters}" if parameters else "")
+        count = 0
+        for reply in self.session.get(selector, consolidation=zenoh.ConsolidationMode.NONE, timeout=wait):
+            answer = reply.result
+            if isinstance(answer, zenoh.ReplyError):
+                try:
+                    code = parse(answer.payload.to_bytes(), "error")["code"]
+                except (Refused, KeyError):
+                    code = "timeout"  # the engine's own
+                raise ErrorReply(str(code))
+            count += 1
+            yield b"" if answer.attachment is None else answer.attachment.to_bytes(), answer.payload.to_bytes()
+        if not count:
+            raise ErrorReply("nothing")
+
+    def read(self, member: str, address: Address, expected: Expected, wait: float) -> Tensors:
+        parameters = f"r={address.round};x={address.exchange};c={address.client};w={0.8 * wait:.3f}"
+        parts = self.ask(member, address.kind, parameters, wait)
+        try:
+            tensors = self.reader.open(parts, member, self.roster.members[member]["key"], address, expected)
+        except Refused as error:
+            tell("refused", peer=member, code=error.code, detail=str(error))
+            raise
+        self.read_count += 1
+        self.last_read = (address.round, time.monotonic())
+        return tensors
+
+    def ask_head(self, member: str) -> dict[str, Any] | None:
+        nonce = os.urandom(8).hex()
+        try:
+            (_, reply), *_ = self.ask(member, "head", f"n={nonce}", HEAD_WAIT)
+            return read_head(reply, self.roster.members[member]["key"], self.run, member, nonce)
+        except (ErrorReply, Refused, zenoh.ZError) as error:
+            if isinstance(error, Refused):
+                tell("refused", peer=member, code=error.code, detail=str(error))
+            return None
+
+    def ask_heads(self) -> dict[str, dict[str, Any]]:
+        """The signed heads of all other members that answer."""
+        with ThreadPoolExecutor(max(1, len(self.others()))) as pool:
+            found = dict(zip(self.others(), pool.map(self.ask_head, self.others()), strict=True))
+        return {name: head for name, head in found.items() if head is not None}
+
+    # The beginning of a round, where a node takes a new roster.
+
+    def begin(self, round: int) -> None:
+        if self.round >= 0:
+            self.pace = time.monotonic() - self.began
+        self.round, self.began = round, time.monotonic()
+        candidates = []
+        try:
+            if (self.folder / "roster.toml").read_bytes() != self.roster.data:
+                candidates.append(Roster.load(self.folder, self.organizer))
+            member = random.choice(self.others())
+            head = self.ask_head(member)
+            if head is not None and head["roster"] > self.roster.top["version"]:
+                (_, reply), *_ = self.ask(member, "roster", "", HEAD_WAIT)
+                candidates.append(Roster.read(reply[:64], reply[64:], self.organizer))
+        except (ErrorReply, Refused, ValueError, OSError) as error:
+            tell("roster_refused", error=str(error))
+        for roster in candidates:
+            if roster.top["version"] > self.roster.top["version"] and roster.top["run"] == self.run:
+                self.take(roster)
+
+    def take(self, roster: Roster) -> None:
+        same = ("population", "study", "schema", "server", "clusters")
+        if any(roster.top[name] != self.roster.top[name] for name in same):
+            raise Refused("roster", "another study")
+        self.check_roster(roster)
+        if roster.members[self.me]["clients"] != self.roster.members[self.me]["clients"]:
+            raise Refused("roster", "this node has other clients")
+        self.roster = roster
+        self.session.close()
+        self.open_session()
+        tell("roster", version=roster.top["version"])
+
+    # ---------------------------------------------------------------------------------------------- Start and end
+
+    def start(self) -> bool:
+        """Meet the others. True if they began without this node."""
+        heads: dict[str, dict[str, Any]] = {}
+        end, others = time.monotonic() + self.start_wait, self.others()
+        while len(heads) < len(others) and time.monotonic() < end:
+            asked = time.monotonic()
+            heads |= self.ask_heads()
+            for head in heads.values():
+                if not self.settings and study_hash(head["settings"]) == self.roster.top["study"]:
+                    self.settings = head["settings"]
+            if 2 * sum(head["state"] == "running" and head["round"] > 0 for head in heads.values()) > len(others):
                 break
-            if now != before:
-                before, until = now, time.monotonic() + seconds
-            time.sleep(0.5)
+            time.sleep(max(0, asked + PAUSE - time.monotonic()))
+        if not self.settings:
+            raise SystemExit("nobody told the settings of the study")
+        self.rounds: int = self.settings["rounds"]
+        own = (self.roster.top["study"], self.roster.top["schema"])
+        self.left_out = {name for name, head in heads.items() if (head["study"], head["schema"]) != own}
+        self.met = [name for name in heads if name not in self.left_out]
+        self.alive |= set(self.met)
+        self.state = "running"
+        tell("met", met=self.met, left_out=sorted(self.left_out))
+        return any(head["state"] == "running" and self.me not in head["met"] for head in heads.values())
+
+    def stay(self) -> None:
+        """Answer until nobody needs this node any more, and leave."""
+        known, change = dict[str, tuple[str, int]](), time.monotonic()
+        while time.monotonic() < change + LINGER:
+            heads = {name: (head["state"], head["round"]) for name, head in self.ask_heads().items()}
+            for name in set(known) - set(heads):
+                if name in self.alive:  # it was busy; otherwise it has left
+                    heads[name] = known[name]
+            if all(state != "running" for state, _ in heads.values()):
+                break
+            if heads != known:
+                known, change = heads, time.monotonic()
+            time.sleep(PAUSE)
         self.leave()
 
     def leave(self) -> None:
-        """Undeclare all, and close."""
-        with self._change:
-            self._closing = True
-            waiting, self._waiting = self._waiting, []
-            self._change.notify_all()
-        for asked in waiting:
-            self._refuse(asked.query, "closing")
-        if self._token is not None:
-            self._token.undeclare()
-        self._questions.undeclare()
-        for thread in self._threads:
-            thread.join()
+        with self.changed:
+            self.closing = True
+            self.changed.notify_all()
         self.session.close()
 
+    # -------------------------------------------------------------------------------------------------- Catching up
 
-# ---------------------------------------------------------------- the model, and the rounds
-
-
-class Linear:
-    """One linear layer with softmax and cross-entropy: a row of the weights (outputs × inputs), then the biases."""
-
-    def __init__(self, inputs: int, classes: int) -> None:
-        self.shape, self.size = (classes, inputs), classes * (inputs + 1)
-        self.slots = [("1.weight", [classes, inputs]), ("1.bias", [classes])]
-
-    def outputs(self, row: np.ndarray, x: np.ndarray) -> np.ndarray:
-        """Logarithms of the probabilities."""
-        cut = self.shape[0] * self.shape[1]
-        z = x @ row[:cut].reshape(self.shape).T.astype(np.float64) + row[cut:]
-        z = z - z.max(1, keepdims=True)
-        return z - np.log(np.exp(z).sum(1, keepdims=True))
-
-    def loss(self, row: np.ndarray, x: np.ndarray, y: np.ndarray) -> float:
-        """Mean cross-entropy."""
-        return float(-self.outputs(row, x)[np.arange(len(y)), y].mean())
-
-    def accuracy(self, row: np.ndarray, x: np.ndarray, y: np.ndarray) -> float:
-        """Share of right answers."""
-        return float((self.outputs(row, x).argmax(1) == y).mean())
-
-    def trained(self, row: np.ndarray, x: np.ndarray, y: np.ndarray, steps: int = 20, lr: float = 0.1) -> np.ndarray:
-        """The model after some steps of gradient descent on all samples."""
-        row, truth = row.astype(np.float64), np.eye(self.shape[0])[y]
-        for _ in range(steps):
-            error = (np.exp(self.outputs(row, x)) - truth) / len(y)
-            row = row - lr * np.concatenate([(error.T @ x).ravel(), error.sum(0)])
-        return row.astype(np.float32)
+    def catch_up(self, round: int) -> int:
+        """The round to go to: the newest that more than half of the others have reached."""
+        heads = self.ask_heads()
+        half = (len(self.roster.members) - 1) // 2
+        reached = sorted((head["round"] for head in heads.values()), reverse=True)
+        target = reached[half] if len(reached) > half else round
+        if self.pace:  # others are at most ten times as fast, and keep eight rounds
+            last, when = self.last_read
+            target = min(target, last + KEPT_ROUNDS + int(10 * (time.monotonic() - when) / self.pace))
+        target = max(round, min(target, self.rounds - 1))
+        if target > round:
+            tell("catch_up", round=round, to=target)
+        return target
 
 
-class Player:
-    """Takes part in a run with one client.
-
-    Args:
-        member: the member.
-        data: x, y, x_validation, y_validation.
-    """
-
-    def __init__(self, member: Member, data: Mapping[str, np.ndarray]) -> None:
-        self.member, self.data = member, data
-        (self.client,) = member.clients
-        self.model = Linear(data["x"].shape[1], int(data["classes"]))
-        dtype = "torch.float32"
-        if schema_hash(self.model.slots, dtype, self.model.size) != member.roster["schema"]:
-            raise SystemExit("the run has another model")
-        self.row = np.zeros(self.model.size, np.float32)
-        self.first = self.row
-        self.read = self.missed = 0
-        self.random = np.random.default_rng(self.client)
-
-    def train(self) -> None:
-        """Train on the own data."""
-        self.row = self.model.trained(self.row, self.data["x"], self.data["y"])
-
-    def wanted(self) -> Shapes:
-        """The tensors of a message of this method, by the table of the documents."""
-        shapes: dict[str, tuple[str, tuple[int | None, ...]]] = {
-            "params": ("F32", (self.model.size,)), "field.samples": ("F32", ())
-        }  # fmt: skip
-        if self.member.settings["method"] in ("dac", "dac-var"):
-            everybody = (self.member.roster["population"],)
-            shapes |= {"field.similarity": ("F32", everybody), "field.known": ("BOOL", everybody)}
-        return shapes
-
-    def message(self, row: np.ndarray, **changes: Any) -> Tensors:
-        """What this client publishes: it has measured nobody yet, as far as others hear."""
-        plain = {name: np.zeros([n or 0 for n in shape], TYPES[kind]) for name, (kind, shape) in self.wanted().items()}
-        return {**plain, "params": row, "field.samples": np.array(len(self.data["y"]), "<f4"), **changes}
-
-    def publish(self, round: int) -> None:
-        """Publish this round's message."""
-        self.member.publish(Place(round, 0, self.client), self.message(self.row))
-
-    def round(self, round: int) -> None:
-        """Publish, read peers, average those that are no worse than a model that has learned nothing, train."""
-        settings, population = self.member.settings, self.member.roster["population"]
-        self.publish(round)
-        peers = [c for c in range(population) if c != self.client and c in self.member.host]
-        count = min(settings["method.num_peers"], len(peers))
-        models, weights = [self.row], [float(len(self.data["y"]))]
-        bound = self.model.loss(self.first, self.data["x_validation"], self.data["y_validation"])
-        for peer in self.random.choice(peers, count, replace=False).tolist():
-            found = self.member.ask(Place(round, 0, peer), self.wanted(), 60.0)
-            if isinstance(found, str):
-                self.missed += 1
-                self.member.tell("missing", round=round, client=peer, reason=found)
-                continue
-            self.read += 1
-            loss = self.model.loss(found["params"], self.data["x_validation"], self.data["y_validation"])
-            if loss <= bound:
-                models.append(found["params"])
-                weights.append(float(found["field.samples"]))
-        self.row = np.average(models, axis=0, weights=weights).astype(np.float32)
-        self.train()
-
-    # ------------------------------------------------------------ with a server
-
-    def cohort(self, round: int, number: int) -> list[int]:
-        """Ask the server for a cohort."""
-        found = self.insist(Place(round, number, -1, "cohort"), {"ids": ("I64", (None,))})
-        return found["ids"].tolist()
-
-    def insist(self, place: Place, shapes: Shapes) -> Tensors:
-        """Ask the server until it answers."""
-        pause = 0.2
-        while isinstance(found := self.member.ask(place, shapes, 61.0, self.member.roster["server"]), str):
-            self.member.tell("waiting", round=place.round, reason=found)
-            self.missed += 1
-            time.sleep(pause)
-            pause = min(2 * pause, 5.0)
-        self.read += 1
-        return found
-
-    def serve(self, round: int, exchange: int, tensors: Tensors, models: int) -> Tensors:
-        """Send a request, and return the answer, which shows some models."""
-        place = Place(round, exchange, self.client, "request")
-        self.member.publish(place, tensors, to=self.member.roster["server"])
-        shapes: Shapes = {
-            "table": ("F32", (models or None, self.model.size)), "index": ("I64", (models,))
-        }  # fmt: skip
-        return self.insist(Place(round, exchange, self.client, "reply"), shapes)
-
-    def fetch(self, round: int, exchange: int) -> np.ndarray:
-        """Fetch the server's model."""
-        return self.serve(round, exchange, {"params": np.zeros(0, np.float32)}, 1)["table"][0]
-
-    def served_round(self, round: int) -> None:
-        """A round of FedAvg; round -1 is the warm-up."""
-        number = 0
-        if round >= 0:
-            if self.client in self.cohort(round, 0):
-                self.row = self.fetch(round, 1024)
-                self.train()
-                self.serve(round, 1025, self.message(self.row), 0)
-            number = 1
-        if round < 0 or (round + 1) % self.member.settings["validate_every"] == 0:
-            self.cohort(round, number)
-            self.row = self.fetch(round, 1024 * (number + 1))
-
-    # ------------------------------------------------------------ the whole run
-
-    def run(self) -> None:
-        """Take part from the start to the end."""
-        member, served = self.member, bool(self.member.roster["server"])
-        member.meet()
-        if served:
-            self.served_round(-1)
-        else:
-            self.train()
-        for round in range(member.settings["rounds"]):
-            member.round = round
-            self.served_round(round) if served else self.round(round)
-            member.tell("round", round=round, read=self.read)
-        member.round = member.settings["rounds"]
-        score = self.model.accuracy(self.row, self.data["x_validation"], self.data["y_validation"])
-        member.tell("done", read=self.read, missed=self.missed, accuracy=score)
+# -------------------------------------------------------------------------------------- Exchanges, without a server
 
 
-def tell(event: str, **details: Any) -> None:
-    """Tell what happens."""
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    print(json.dumps({"time": now, "event": event, **details}), flush=True)
+def dac(node: Node, data: Data, late: bool) -> Params:
+    num_peers = min(node.settings["method.num_peers"], node.population - 1)
+    expected: Expected = {
+        "params": ("F32", (PARAMS,)),
+        "field.samples": ("F32", ()),
+        "field.similarity": ("F32", (node.population,)),
+        "field.known": ("BOOL", (node.population,)),
+    }
+    similarity, known = np.zeros(node.population, np.float32), np.zeros(node.population, bool)
+    params = data.train(np.zeros(PARAMS, np.float32), node.settings)  # the warm-up
+    round = node.catch_up(0) if late else 0
+    while round < node.rounds:
+        node.begin(round)
+        node.publish(
+            Address("model", round, 0, node.client),
+            "",
+            {
+                "params": params,
+                "field.samples": np.array(len(data.y), np.float32),
+                "field.similarity": similarity,
+                "field.known": known,
+            },
+        )
+        present = [name for name in node.others() if name in node.alive]
+        hosts = {client: name for name in present for client in node.roster.members[name]["clients"]}
+        count = min(num_peers, len(hosts))
+        peers = np.random.default_rng().choice(sorted(hosts), count, replace=False).tolist()
+        with ThreadPoolExecutor(max(1, len(peers))) as pool:
+            asked = {
+                peer: pool.submit(node.read, hosts[peer], Address("model", round, 0, peer), expected, node.deadline)
+                for peer in peers
+            }
+        models, missing = [params], {}
+        for peer, answer in asked.items():
+            try:
+                models.append(answer.result()["params"])
+                similarity[peer], known[peer] = data.similarity(models[-1]), True
+            except (ErrorReply, Refused) as error:
+                missing[peer] = error.code
+        node.missed += num_peers - (len(models) - 1)
+        mixed = np.average(models, axis=0, weights=[data.similarity(model) for model in models])
+        params = data.train(mixed.astype(np.float32), node.settings)
+        tell("round", round=round, read=len(models) - 1, missing=missing, accuracy=data.accuracy(params))
+        round = node.catch_up(round + 1) if "gone" in missing.values() else round + 1
+    return params
 
 
-def main(arguments: list[str]) -> None:
-    """Run a command."""
-    command, *rest = arguments
-    if command == "request":
-        name, host, folder = rest
-        request(name, host, Path(folder))
-        return
-    folder, name, data = rest
-    member = Member(Path(folder), name, tell)
-    try:
-        Player(member, dict(np.load(data))).run()
-        member.close()
-    except BaseException:
-        member.leave()
-        raise
+# ----------------------------------------------------------------------------------------- Exchanges, with a server
+
+
+class LeftOut(Exception):
+    """The server went on without this client."""
+
+
+def ask_server(node: Node, address: Address, expected: Expected) -> Tensors:
+    """Ask again and again, until it comes or the server's signed head has passed the round."""
+    pause, heard = 0.2, time.monotonic()
+    while time.monotonic() < heard + SERVER_WAIT:
+        try:
+            return node.read(node.server, address, expected, 2 * node.deadline + 1)
+        except (ErrorReply, Refused) as error:
+            code = error.code
+        head = node.ask_head(node.server)
+        if head is not None:
+            heard = time.monotonic()
+            if head["round"] > address.round or (code == "absent" and head["round"] == address.round):
+                raise LeftOut(code)
+        time.sleep(pause)
+        pause = min(2 * pause, 5)
+    raise SystemExit("the server does not answer")
+
+
+def fedavg(node: Node, data: Data) -> Params:
+    params = np.zeros(PARAMS, np.float32)
+
+    def in_cohort(round: int, number: int) -> bool:
+        found = ask_server(node, Address("cohort", round, number, -1), {"ids": ("I64", (None,))})
+        return node.client in found["ids"]
+
+    def exchange(round: int, number: int, tensors: Tensors, models: int) -> np.ndarray:
+        """Publish a request, and ask for the reply, which shows this many models."""
+        node.publish(Address("request", round, number, node.client), node.server, tensors)
+        expected: Expected = {"table": ("F32", (models, PARAMS)), "index": ("I64", (models,))}
+        return ask_server(node, Address("reply", round, number, node.client), expected)["table"]
+
+    def fetch(round: int, cohort: int) -> Params:
+        return exchange(round, 1024 * (cohort + 1), {"params": np.zeros(0, np.float32)}, 1)[0]
+
+    def learn(round: int) -> None:  # 1
+        if round >= 0 and in_cohort(round, 0):
+            trained = data.train(fetch(round, 0), node.settings)
+            exchange(round, 1025, {"params": trained, "field.samples": np.array(len(data.y), np.float32)}, 0)
+
+    def measure(round: int) -> None:  # 2
+        nonlocal params
+        first, last = (0 if round == -1 else 1), round == node.rounds - 1
+        validates = round == -1 or (round + 1) % node.settings["validate_every"] == 0 or last
+        for number in range(first, first + validates + (last and node.settings["evaluate"] == "final")):
+            if in_cohort(round, number):
+                params = fetch(round, number)
+
+    round = -1
+    while round < node.rounds:
+        node.begin(round)
+        before, left_out = node.read_count, None
+        for step in (learn, measure):
+            try:
+                step(round)
+            except LeftOut as error:
+                left_out = str(error)
+                node.missed += 1
+                if left_out != "absent":  # otherwise it is in step again at the next cohort
+                    break
+        tell("round", round=round, read=node.read_count - before, left_out=left_out, accuracy=data.accuracy(params))
+        round = node.catch_up(round + 1) if left_out == "gone" else round + 1
+    return params
+
+
+# ---------------------------------------------------------------------------------------------------- The whole run
+
+
+def take_part(node: Node, data: Data) -> Params:
+    """From the start to the last round; the node goes on answering."""
+    late = node.start()
+    method = node.settings["method"]
+    if method not in ("dac", "fedavg"):
+        raise SystemExit(f"this program does not know the method {method}")
+    params = dac(node, data, late) if method == "dac" else fedavg(node, data)
+    node.round, node.state = node.rounds, "done"
+    return params
+
+
+def main(folder: Path, name: str, path: Path, *times: float) -> None:
+    zenoh.try_init_log_from_env()  # the engine's log, when RUST_LOG is set
+    data, node = Data.load(path), Node(folder, name, *times)
+    params = take_part(node, data)
+    node.stay()
+    result = {"rounds": node.rounds, "read": node.read_count, "missed": node.missed}
+    tell("done", **result, accuracy=data.accuracy(params))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if not 5 <= len(sys.argv) <= 7 or sys.argv[1] != "run":
+        raise SystemExit("usage: stranger.py run FOLDER NAME DATA.npz [START [DEADLINE]]")
+    main(Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), *map(float, sys.argv[5:]))
