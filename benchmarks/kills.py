@@ -248,6 +248,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 results.append(row(kind, nodes, Path(folder)))
             print(json.dumps(results[-1]), flush=True)
+            results.sort(key=lambda one: one["method"])
             if arguments.out is not None:
                 parts = ("cluster", "exchange", "simulation")
                 keep(arguments.out, results, parts, vars(arguments), seeds=(0,), order=92)

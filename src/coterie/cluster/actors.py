@@ -216,8 +216,10 @@ def start(given: Iterable[Given], *, cpus: int = 1, gpus: float | None = None) -
 
     alive = machines()
     options: dict[str, Any] = {"num_cpus": _rounded(share([one.get("CPU", 0) for one in alive], len(refs), cpus))}
-    if device.startswith("cuda"):
-        options["num_gpus"] = gpus or _rounded(share([one.get("GPU", 0) for one in alive], len(refs), 1))
+    if gpus is None and device.startswith("cuda"):
+        gpus = _rounded(share([one.get("GPU", 0) for one in alive], len(refs), 1))
+    if gpus:
+        options["num_gpus"] = gpus
     options |= {"concurrency_groups": {"post": 1}, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
     actor: Any = ray.remote(**options)(Host)
     hosts = [actor.remote(ref, carried, cpus) for ref in refs]

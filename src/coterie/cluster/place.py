@@ -17,6 +17,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from coterie._util import extras
@@ -107,9 +108,11 @@ def connect(place: Place, **started: Any) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    _reach(place)
-    own: dict[str, Any] = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", **started}
     logging.getLogger("ray").setLevel(logging.ERROR)
+    _reach(place)
+    if place.address == "local":
+        (Path.home() / ".ray").mkdir(mode=0o700, exist_ok=True)  # where Ray puts a token that all may read
+    own: dict[str, Any] = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", **started}
     try:
         ray.init(
             address=place.address,
@@ -152,11 +155,15 @@ def _reach(place: Place) -> None:
         return
     address = place.address.removeprefix("ray://")
     if address == "auto":
-        from ray._private.utils import read_ray_address
+        from ray._private.services import get_ray_address_from_environment
 
-        address = os.environ.get("RAY_ADDRESS") or read_ray_address() or ""
+        none = f"--on {place}: no Ray runs on this machine; `ray start` joins a cluster or begins one"
+        try:
+            address = get_ray_address_from_environment(address, None)
+        except ConnectionError:
+            raise ConfigError(none) from None
         if not _HOST.fullmatch(address.removeprefix("ray://")):
-            raise ConfigError(f"--on {place}: no Ray runs on this machine; `ray start` joins a cluster or begins one")
+            raise ConfigError(none)
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS).close()

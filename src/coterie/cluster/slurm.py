@@ -34,6 +34,8 @@ from coterie.simulation.workers import Emit, FanOut, WorkerDied, cores, one_thre
 FOLDER, ASKED = ".jobs", "asked.json"
 MINUTES = 24 * 60
 """The time limit of a job, where the place says none."""
+HAND_INS = 20
+"""How often a job that runs out of its time is handed in again."""
 _TURN = 5.0  # seconds between two looks at the jobs
 _ENDED = re.compile(r"COMPLETED|FAILED|CANCELLED.*|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|FINISHED|.*NO .*")
 
@@ -236,7 +238,8 @@ def _executor(place: Place, folder: Path, cpus: int, gpus: int, at_once: int, st
     folder.mkdir(parents=True, exist_ok=True)
     partition, settings = _settings(place)
     try:
-        executor = submitit.AutoExecutor(folder=folder, cluster="local" if partition == "local" else "slurm")
+        kind = "local" if partition == "local" else "slurm"
+        executor = submitit.AutoExecutor(folder=folder, cluster=kind, **{f"{kind}_max_num_timeout": HAND_INS})
         time_ = int(settings.pop("time", MINUTES))
         executor.update_parameters(name=f"coterie-{study.name}", timeout_min=time_, cpus_per_task=cpus)
         if partition != "local":
@@ -286,7 +289,7 @@ def _why(job: Any) -> str:
     except Exception:  # submitit's: there is no result
         log = job.stderr() or ""
         lines = [line.strip() for line in log.splitlines() if line.strip()]
-        return lines[-1][:200] if lines else "it left no log"
+        return lines[-1][:200] if lines else f"Slurm says {job.state}"
     kind, value = outcome if outcome[0] == "error" else outcome[1]
     return "" if kind == "done" else str(value).strip().splitlines()[-1][:200]
 

@@ -4,6 +4,7 @@ Their folder has a file for each job (`12_0.json`: state, process). While a file
 pending.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -54,8 +55,11 @@ def serve(at_once, *tasks):
         for job, process in [*running.items()]:
             if process.poll() is not None:
                 del running[job]
-                if state(job)["State"] == "RUNNING":
+                if (found := state(job)["State"]) == "RUNNING":
                     put(job, State="FAILED" if process.returncode else "COMPLETED")
+                elif found == "REQUEUED":
+                    put(job, State="PENDING")
+                    waiting.append(job)
         time.sleep(0.05)
 
 
@@ -95,11 +99,25 @@ def sacct(*words):
             print(f"{job['JobID']}|{job['State']}|{job['NodeList']}")
 
 
-def scancel(job, *_):
+def scancel(job, option="", name=""):
+    """End a job; or send a signal to what it started, as when its time is over."""
     found = state(job)
+    if option == "--signal":
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                _, parent, group = path.read_text().rpartition(")")[2].split()[:3]
+                if int(group) == found["process"] and int(path.parent.name) != int(group) and parent == group:
+                    os.kill(int(path.parent.name), signal.Signals[f"SIG{name}"])
+        return
     put(job, State="CANCELLED by 0")
     if "process" in found:
         os.killpg(found["process"], signal.SIGKILL)
+
+
+def scontrol(verb, job):
+    """Put a job back into the queue, where it waits until its process has ended."""
+    assert verb == "requeue"
+    put(job, State="REQUEUED")
 
 
 if __name__ == "__main__":

@@ -102,6 +102,20 @@ def test_where_ray_does_not_let_us_in_one_line_says_what_its_token_needs(mode, s
     assert "\n" not in str(told.value)
 
 
+def test_the_token_that_ray_makes_here_is_for_its_user_alone(tmp_path, monkeypatch):
+    """Its file is readable by all, and so its folder is not."""
+
+    def start(**_):
+        (tmp_path / ".ray" / "auth_token").write_text("secret")
+        raise ConnectionError("enough")
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("ray.init", start)
+    with pytest.raises(ConfigError, match="enough"):
+        _enter(connect(read("ray:local")))
+    assert (tmp_path / ".ray").stat().st_mode & 0o777 == 0o700
+
+
 def _enter(context):
     with context:
         pass
@@ -109,8 +123,21 @@ def _enter(context):
 
 def test_without_a_ray_on_this_machine_auto_says_what_starts_one(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("ray._private.utils.read_ray_address", lambda: None)
+    monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: None)
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)
     with pytest.raises(ConfigError, match="--on ray:auto: no Ray runs on this machine; `ray start`"):
+        place._reach(read("ray:auto"))
+
+
+def test_auto_finds_a_ray_whose_address_another_has_removed(monkeypatch):
+    """Ray notes the last one in a file, which any Ray of this machine removes when it ends."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray._private.services.find_bootstrap_address", lambda folder: None)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        monkeypatch.setattr("ray._private.services.find_gcs_addresses", lambda: {address})
+        place._reach(read("ray:auto"))
+    with pytest.raises(ConfigError, match=f"no Ray answers at {address}"):
         place._reach(read("ray:auto"))
 
 

@@ -4,20 +4,27 @@ import json
 import os
 import signal
 import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from coterie.cluster import doctor, runs
+from coterie.cluster import actors, doctor, runs
+from coterie.cluster.blocks import simulate_in_blocks
 from coterie.cluster.place import connect, read
 from coterie.cluster.runs import RayRuns, runs_on
+from coterie.data.arrays import from_arrays
 from coterie.errors import ConfigError
+from coterie.methods import Local
 from coterie.simulation.run import Progress
 from coterie.simulation.workers import WorkerDied
 from coterie.studies import config
 from coterie.studies.run import run_study
 from coterie.studies.sweep import run_sweep
 from coterie.studies.tune import tune
+from coterie.testing import tiny_federation, tiny_settings
 
 ray = pytest.importorskip("ray")
 pytestmark = [
@@ -181,6 +188,55 @@ def test_runs_see_the_gpu_that_ray_gives_them(cluster, relayed, monkeypatch):
     found = dict(RayRuns(cpus=1, gpus=0.5)(visible, ["a", "b"], 2, heard.append))
     assert found == {"a": "0", "b": "0"}
     assert sorted(map(str, heard)) == ["doing a", "doing b"]
+
+
+@pytest.mark.slow
+def test_two_blocks_share_the_gpu_that_is_asked_for(cluster):
+    left = []
+
+    @contextmanager
+    def start(given):
+        with actors.start(given, gpus=0.5) as crew:
+            end = time.monotonic() + 30  # Ray's count of what is left comes late
+            while (free := ray.available_resources().get("GPU", 0.0)) and time.monotonic() < end:
+                time.sleep(0.1)
+            left.append(free)
+            yield crew
+
+    settings = tiny_settings(rounds=1)
+    simulate_in_blocks(tiny_federation(), Local(), model="linear", settings=settings, blocks=2, start=start)
+    assert left == [0.0]
+
+
+LARGE = """
+name = "large"
+data = { dataset = "own" }
+model = { kind = "own" }
+rounds = 2
+seeds = [0, 1]
+engine = "vmap"
+
+[[methods]]
+kind = "local"
+"""
+
+
+@pytest.mark.slow
+def test_data_that_ray_has_no_room_for_in_memory_change_nothing(cluster, tmp_path):
+    """Two seeds of 120 MB each; Ray was given 80 MB, and puts the rest on disk."""
+
+    def federation(seed):
+        draws = np.random.default_rng(seed)
+        return from_arrays(draws.random((3000, 10_000), "float32"), draws.integers(0, 2, 3000), num_clients=4)
+
+    assert federation(0).nbytes > 100 * 2**20
+    study = config.loads(LARGE)
+    more = {"federation": federation, "model": "linear"}
+    run_study(study, out=tmp_path / "here", **more)
+    run_study(study, out=tmp_path / "there", over=RayRuns(), workers=2, **more)
+    here, there = files(tmp_path / "here"), files(tmp_path / "there")
+    assert here.keys() == there.keys()
+    assert [name for name in here if here[name] != there[name]] == []
 
 
 @pytest.mark.slow

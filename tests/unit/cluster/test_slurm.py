@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,13 +18,14 @@ from coterie.cluster import slurm, status
 from coterie.cluster.place import Place, read
 from coterie.cluster.slurm import ASKED, FOLDER, SlurmRuns
 from coterie.cluster.status import Stand, look
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, CoterieError
+from coterie.simulation import checkpoint
 from coterie.studies import config
 from coterie.studies.run import FAILURE, Job, run_folder, run_study
 
 from .pretend_slurm import COMMANDS
 
-pytest.importorskip("submitit")
+submitit = pytest.importorskip("submitit")
 STUDY = """
 name = "tiny"
 rounds = 1
@@ -64,6 +67,7 @@ def partition(jobs, monkeypatch, tmp_path):
         (place / name).chmod(0o755)
     monkeypatch.setenv("PATH", os.pathsep.join([str(place), os.environ["PATH"]]))
     monkeypatch.setattr(slurm, "_TURN", 0.1)
+    monkeypatch.setattr(submitit.SlurmJob, "watcher", type(submitit.SlurmJob.watcher)(delay_s=1))  # not ten minutes
     yield place
     (place / "hold").unlink(missing_ok=True)
     for path in place.glob("*.json"):
@@ -108,6 +112,75 @@ def test_an_array_of_slurm_leaves_the_bytes_of_this_machine(partition, tmp_path)
     assert said == {"array": "0-1%2", "partition": "cpu", "time": "7", "mem": "2GB", "cpus-per-task": "2"}
     assert {step.label for step in heard} == {"local", "Gossip"}
     assert [one.state for one in look(tmp_path / "there/tiny")] == ["done", "done"]
+
+
+@contextlib.contextmanager
+def handed_in(folder, text=STUDY):
+    """A study that waits for its jobs in a thread; at the end of the block it is waited for, and told."""
+    told = {}
+
+    def wait():
+        try:
+            run_study(config.loads(text), out=folder, over=SlurmRuns(read("slurm:cpu")), workers=2)
+        except CoterieError as error:
+            told["error"] = str(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    try:
+        place = folder / "tiny" / FOLDER
+        until(lambda: (place / ASKED).exists() and json.loads((place / ASKED).read_text())["jobs"])
+        yield told
+    finally:
+        waiting.join(120)
+    assert not waiting.is_alive()
+
+
+def until(true):
+    """Wait for a condition, for a minute at most."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*the others go on")
+def test_a_job_that_was_queued_and_cancelled_is_told_and_handed_in_again(partition, tmp_path):
+    """One of two is cancelled while both wait; the other is done, and `resume` does the rest."""
+    (partition / "hold").touch()
+    with handed_in(tmp_path / "there") as told:
+        folder = tmp_path / "there/tiny"
+        assert [one.state for one in look(folder)] == ["queued", "queued"]
+        subprocess.run([partition / "scancel", "1_1"], check=True)
+        (partition / "hold").unlink()
+    assert told["error"] == "job 1_1 ended without a result: Slurm says CANCELLED by 0; resume goes on"
+    found = {one.job.label: (one.state, one.reason) for one in look(folder)}
+    assert found == {"local": ("done", ""), "Gossip": ("failed", "Slurm says CANCELLED by 0")}
+    study = config.loads(STUDY)
+    run_study(study, out=tmp_path / "here")
+    run_study(study, out=tmp_path / "there", over=SlurmRuns(read("slurm:cpu")), workers=2, resume=True)
+    assert [one.state for one in look(folder)] == ["done", "done"]
+    assert tables(tmp_path / "here") == tables(tmp_path / "there")
+
+
+@pytest.mark.slow
+def test_a_job_that_runs_out_of_time_goes_on_to_the_bytes_of_this_machine(partition, tmp_path):
+    """Slurm tells it so by a signal; it hands itself in again, under its number, and begins at its checkpoint."""
+    text = STUDY.replace("rounds = 1", "rounds = 300\ncheckpoint_seconds = 0")
+    text = text.partition('[[methods]]\nkind = "random"')[0]
+    run_study(config.loads(text), out=tmp_path / "here")
+    with handed_in(tmp_path / "there", text) as told:
+        run = tmp_path / "there/tiny/local/seed-0"
+        until(lambda: (checkpoint.rounds_done(run) or 0) > 5)
+        subprocess.run([partition / "scancel", "1", "--signal", "USR2"], check=True)
+        until(lambda: json.loads((partition / "1.json").read_text())["State"] == "PENDING")
+        before = checkpoint.rounds_done(run)
+        assert 5 < before < 300
+    assert told == {}
+    assert tables(tmp_path / "here") == tables(tmp_path / "there")
+    log = "".join(path.read_text() for path in (tmp_path / "there/tiny" / FOLDER).glob("*.out"))
+    assert f"Requeued job 1 ({slurm.HAND_INS} remaining timeouts)" in log
 
 
 def test_a_job_that_is_no_longer_asked_for_does_nothing(tmp_path):
