@@ -49,7 +49,8 @@ kind = "panm-loss"
 ```
 
 Instead of `[[methods]]`, methods can be changed by name, as with `--set`: `methods.DAC.tau = 10`, or `DAC.tau = 10` in
-a table `[methods]`. Everything is inherited but `name`. `--set` changes the merged study. What is stored with a run is
+a table `[methods]`. Everything is inherited but `name`. `--set` changes the merged study;
+`--set 'use_methods=["DAC", "Random"]'` runs some of its methods. What is stored with a run is
 complete and extends nothing; `coterie studies NAME --resolved` prints a built-in study so. Built-in files whose names
 begin with `_`, such as `similarity/_base`, hold what the studies of a paper share; they are extended and not run.
 """

@@ -76,6 +76,8 @@ def parse(content: Mapping[str, Any], overrides: Iterable[str] = (), *, to_run: 
     content = copy.deepcopy(dict(content))
     for assignment in overrides:
         assign(content, assignment)
+    if "use_methods" in content:
+        _extend(content, {"use_methods": content.pop("use_methods")})
     known = {"data", "model", "local", "stopping", "methods", *_RUN_KEYS, *_FREE}
     for key in content:
         if key not in known:
@@ -249,9 +251,7 @@ def _extend(base: dict[str, Any], own: dict[str, Any]) -> None:
     Last, `use_methods` says which run, in which order.
     """
     unset, used, methods = own.pop("unset", []), own.pop("use_methods", None), own.pop("methods", {})
-    for name, value in (("unset", unset), ("use_methods", used or [])):
-        require(isinstance(value, list) and all(isinstance(v, str) for v in value), name, value, "a list of names")
-    for path in unset:
+    for path in _names("unset", unset):
         _unset(base, keys(path), path)
     _merge(base, own, "")
     merged = base.setdefault("methods", [])
@@ -271,7 +271,12 @@ def _extend(base: dict[str, Any], own: dict[str, Any]) -> None:
             else:
                 raise ConfigError(f"{unknown('method', label, map(_label, merged))}; a new one needs a kind")
     if used is not None:
-        base["methods"] = [entry for name in used for entry in _named(merged, name)]
+        base["methods"] = [entry for name in _names("use_methods", used) for entry in _named(merged, name)]
+
+
+def _names(key: str, value: object) -> list[str]:
+    require(isinstance(value, list) and all(isinstance(name, str) for name in value), key, value, "a list of names")
+    return value
 
 
 def _unset(content: dict[str, Any], parts: Sequence[str], path: str) -> None:

@@ -267,6 +267,13 @@ def test_a_method_that_is_not_there_is_added_and_use_methods_chooses_and_orders(
     assert labels(extended('use_methods = ["New", "random"]\n' + new)) == ["New", "Gossip"]
 
 
+def test_an_assignment_too_chooses_methods_and_the_file_need_not_extend_another():
+    assert labels(read('use_methods=["local"]')) == ["local"]
+    assert labels(config.loads('use_methods = ["local", "random"]\n' + STUDY)) == ["local", "Gossip"]
+    with pytest.raises(ConfigError, match="unknown method of this study 'Gosip'; did you mean 'Gossip'"):
+        read('use_methods=["Gosip"]')
+
+
 def test_what_is_unset_has_its_default_again(extended):
     study = extended('unset = ["rounds", "stopping", "methods.local.lr", "methods.random"]')
     assert (study.settings.rounds, study.settings.patience) == (Settings().rounds, None)
