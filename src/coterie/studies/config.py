@@ -274,7 +274,7 @@ def _extend(base: dict[str, Any], own: dict[str, Any]) -> None:
         base["methods"] = [entry for name in _names("use_methods", used) for entry in _named(merged, name)]
 
 
-def _names(key: str, value: object) -> list[str]:
+def _names(key: str, value: Any) -> list[str]:
     require(isinstance(value, list) and all(isinstance(name, str) for name in value), key, value, "a list of names")
     return value
 
