@@ -59,6 +59,22 @@ def test_the_claims_about_labels_and_smaller_runs():
         assert all(one.kept for one in compare.with_paper(compare.read(STORED / "similarity" / name)).chain)
 
 
+def test_the_claims_about_clusters_of_unequal_size():
+    rows = json.loads((STORED / "dac/cifar10-rotation-70-20-5-5/summary.json").read_text())["rows"]
+    percent = {(row["label"], row["cluster"]): 100 * row["mean"] for row in rows if row["metric"] == "accuracy"}
+    assert percent["DAC", "rotation 180"] > percent["PENS", "rotation 180"] + 5
+    for cluster in ("rotation 10", "rotation 350"):
+        assert percent["DAC", cluster] > percent["Oracle", cluster] + 9
+        assert percent["PENS", cluster] > percent["Oracle", cluster] + 5
+        assert f"{percent['DAC', cluster]:.1f} %" in PAGE
+        assert f"{percent['Oracle', cluster]:.1f} %" in PAGE
+    for method in ("DAC", "PENS"):
+        assert f"{percent[method, 'rotation 180']:.1f} %" in PAGE
+    comparison = compare.with_paper(compare.read(STORED / "dac/cifar10-rotation-70-20-5-5"))
+    below = [100 * (line.paper - line.ours) for line in comparison.lines if "rotation" in line.cluster]
+    assert sum(2.5 < difference < 8.5 for difference in below) > len(below) / 2
+
+
 def test_the_claims_about_server_based_methods():
     study = "sosicfl/cifar10-simplecnn-5-fold"
     local, overall = means(study, "accuracy"), means(study, "global_accuracy")
