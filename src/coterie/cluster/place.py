@@ -15,7 +15,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -111,7 +111,8 @@ def connect(place: Place, **started: Any) -> Iterator[None]:
     logging.getLogger("ray").setLevel(logging.ERROR)
     _reach(place)
     if place.address == "local":
-        (Path.home() / ".ray").mkdir(mode=0o700, exist_ok=True)  # where Ray puts a token that all may read
+        with suppress(OSError, RuntimeError):  # nobody's home, or read-only: then Ray leaves no token either
+            (Path.home() / ".ray").mkdir(mode=0o700, exist_ok=True)  # where Ray puts a token that all may read
     own: dict[str, Any] = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", **started}
     try:
         ray.init(
