@@ -1,23 +1,23 @@
 """Stored results: what each says about where it comes from, and how old it is.
 
     coterie run similarity/synthetic
-    python scripts/stored.py keep runs/similarity/synthetic [--in-parts]
+    python scripts/stored.py keep runs/similarity/synthetic [--in-parts | --join]
     python scripts/stored.py                  (`--check` only says whether what it writes is up to date)
 
 A stored result is a file of docs/reference/runs that a program of benchmarks wrote, with its head as "origin", or a
 folder with a study's summary.json, config.toml, runs.json (the values of each run) and origin.json: the head, and what
-the runs took. The head is written by the program that made the result, and names the parts of the package whose result
+the runs took. `--join` adds runs to those that are stored: other methods with the same seeds, or other seeds of the
+same methods. The head is written by the program that made the result, and names the parts of the package whose result
 it is (`coterie._util.origin.head`). Without arguments the script counts the commits to these parts since the result's
 own commit, and writes ages.json, which all pages with stored results show, and docs/reference/stored-results.md.
 """
 
 import json
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -32,6 +32,7 @@ from coterie.errors import CoterieError
 from coterie.methods import METHODS
 from coterie.results import summary
 from coterie.simulation import final_metrics
+from coterie.studies import config
 
 PAGE, AGES = REFERENCE / "stored-results.md", STORED / "ages.json"
 FIELDS = ("commit", "dirty", "version", "made", "command", "config", "seeds", "machine", "speaks_of")
@@ -251,16 +252,17 @@ def render(until: str) -> dict[Path, str]:
 # ---------------------------------------------------------------------- studies
 
 
-def keep(run: Path, *, in_one_go: bool = True, where: Path | None = None) -> Path:
+def keep(run: Path, *, in_one_go: bool = True, join: bool = False, where: Path | None = None) -> Path:
     """Store what a study came to: summary, settings, the values of each run, and where it comes from.
 
     Args:
         run: the folder of a finished study.
         in_one_go: whether it ran without a break, so that its duration can be told.
+        join: add the runs to those that are stored (see `joined`), in place of them.
         where: the folder of stored results; the repository's own when None.
 
     Raises:
-        CoterieError: when a run has no provenance, or there is a run that has not finished.
+        CoterieError: when a run has no provenance, there is a run that has not finished, or runs cannot be joined.
     """
     runs, unread = summary.find_runs([run])
     open_ = [str(problem.folder) for problem in unread] + [str(one.folder) for one in runs if not one.finished]
@@ -269,18 +271,134 @@ def keep(run: Path, *, in_one_go: bool = True, where: Path | None = None) -> Pat
     content = summary.summarize(run)
     content["rows"] += _left_out(runs, content["rows"])
     target = (where or STORED) / content["study"]
+    each = [{"label": one.label, "seed": one.seed, "values": values(one), **by_client(one)} for one in runs]
+    told_ = _origin(runs, content)
+    settings = summary.text_of(run, summary.CONFIG)
+    if in_one_go and not join:
+        started, ended = (run / summary.CONFIG).stat().st_mtime, (run / "summary.json").stat().st_mtime
+        told_["elapsed_s"] = round(ended - started, 1)
+    if join:
+        content, each, told_, settings = joined(target, content, each, told_, settings)
     target.mkdir(parents=True, exist_ok=True)
     text = json.dumps(summary.json_ready(content), indent=1, ensure_ascii=False) + "\n"
     write_atomically(target / "summary.json", text.encode())
-    shutil.copy(run / summary.CONFIG, target / summary.CONFIG)
-    each = [{"label": one.label, "seed": one.seed, "values": values(one), **by_client(one)} for one in runs]
+    write_atomically(target / summary.CONFIG, settings.encode())
     write_atomically(target / "runs.json", _lines(summary.json_ready(each)))
-    told_ = _origin(runs, content)
-    if in_one_go:
-        started, ended = (run / summary.CONFIG).stat().st_mtime, (run / "summary.json").stat().st_mtime
-        told_["elapsed_s"] = round(ended - started, 1)
     write_atomically(target / "origin.json", (json.dumps(told_, indent=1) + "\n").encode())
     return target
+
+
+Content = dict[str, Any]
+
+
+def joined(
+    target: Path, content: Content, each: list[Content], told_: Content, settings: str
+) -> tuple[Content, list[Content], Content, str]:
+    """Return what is stored, with more runs: other methods with the same seeds, or other seeds of the same methods.
+
+    Every method keeps the seeds of the others. What needs the clients of several runs side by side, pairs of methods
+    and times to an accuracy, is left out: the values of clients are not stored.
+
+    Args:
+        target: the folder of the stored study.
+        content: what is in `summary.json`, of the runs to add.
+        each: the same of `runs.json`.
+        told_: the same of `origin.json`.
+        settings: the same of `config.toml`.
+
+    Raises:
+        CoterieError: when no such study is stored, or its settings, methods or seeds do not fit.
+    """
+    if not (target / "summary.json").exists():
+        raise CoterieError(f"{content['study']} is not stored, there is nothing to join; leave out --join")
+    before, head = (json.loads((target / name).read_text()) for name in ("summary.json", "origin.json"))
+    runs = _stored_runs(target, before, head)
+    first, second = (
+        config.loads(text, content["study"], to_run=False) for text in ((target / summary.CONFIG).read_text(), settings)
+    )
+    ours, theirs = ({entry.label: entry for entry in study.methods} for study in (first, second))
+    same = ours.keys() & theirs.keys()
+    other = replace(second, seeds=first.seeds, methods=tuple(theirs.get(label, ours[label]) for label in ours))
+    if difference := config.difference(first, other):
+        raise CoterieError(f"the stored runs have other settings: {difference}")
+    if before.get("left_out") or content.get("left_out") or "new_clients" in content:
+        raise CoterieError("runs that were left out, and new clients, cannot be joined; run the study anew")
+    seeds = sorted({run["seed"] for run in runs}), sorted({run["seed"] for run in each})
+    if not (seeds[0] == seeds[1] and not same) and not (ours.keys() == theirs.keys() and not {*seeds[0]} & {*seeds[1]}):
+        raise CoterieError("give other methods with the same seeds, or other seeds of the same methods")
+    methods = [*first.methods, *(entry for entry in second.methods if entry.label not in same)]
+    study = replace(first, methods=tuple(methods), seeds=tuple(sorted({*seeds[0], *seeds[1]})))
+    order = [entry.label for entry in methods]
+    both = sorted([*runs, *each], key=lambda run: (order.index(run["label"]), run["seed"]))
+    known = {(row["label"], row["cluster"], row["metric"]): row for row in [*before["rows"], *content["rows"]]}
+    rows = []
+    for (label, cluster, metric), row in known.items():
+        found = [run["values"].get(metric, {}).get(cluster) for run in both if run["label"] == label]
+        if None not in found:  # what not every run has measured has no mean
+            mean, deviation = summary.over_seeds(np.array(found))
+            rows.append({**row, "mean": mean, "std": deviation, "seeds": len(found)})
+    lists = {name: [*before.get(name, ()), *content.get(name, ())] for name in ("timing", "participation", "undefined")}
+    spent = [*before.get("spent", ()), *content.get("spent", ())] if not same else []
+    out = {
+        **{name: content[name] for name in ("study", "metrics", "scale") if name in content},
+        "seeds": list(study.seeds), "left_out": [], "rows": sorted(rows, key=lambda row: order.index(row["label"])),
+        **lists, "spent": spent,
+    }  # fmt: skip
+    return out, both, _joined_heads(head, told_, study), config.dumps(study)
+
+
+def _stored_runs(target: Path, content: Content, head: Content) -> list[Content]:
+    """Return the values of each stored run; of a single seed, the rows of the summary are those."""
+    if (target / "runs.json").exists():
+        return json.loads((target / "runs.json").read_text())
+    if len(head["seeds"] or ()) != 1:
+        raise CoterieError(f"{content['study']} was stored without the values of its runs; run it anew")
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for row in content["rows"]:
+        found.setdefault(row["label"], {}).setdefault(row["metric"], {})[row["cluster"]] = row["mean"]
+    return [{"label": label, "seed": head["seeds"][0], "values": one} for label, one in found.items()]
+
+
+def _joined_heads(first: Content, second: Content, study: config.StudyConfig) -> Content:
+    """Return the head of joined runs: that of the newer ones, as old as the oldest of both, with the work of both."""
+    commits = [one for head in (first, second) for one in head.get("commits", [head["commit"]])]
+    runs = first["runs"], second["runs"]
+    trained = dict(first["rounds_trained"])
+    for label, rounds in second["rounds_trained"].items():
+        share = len(second["seeds"]) / len(study.seeds)
+        trained[label] = round(share * rounds + (1 - share) * trained[label], 1) if label in trained else rounds
+    return {
+        **second, **{name: first[name] for name in ("inferred",) if name in first},
+        **_of_commits(commits), "dirty": None if first["dirty"] is None else first["dirty"] or second["dirty"],
+        "made": max(first["made"], second["made"]), "seeds": list(study.seeds),
+        "command": _command(first["command"], study),
+        "speaks_of": sorted({*first["speaks_of"], *second["speaks_of"]}),
+        "engines": sorted({*first["engines"], *second["engines"]}), "runs": sum(runs), "rounds_trained": trained,
+        **{name: round(first[name] + second[name], 1) for name in ("wall_s", "train_samples")},
+    }  # fmt: skip
+
+
+def _of_commits(commits: Iterable[str]) -> Content:
+    """Return the commit of a head, the oldest of those that runs were made with, and all where they are several.
+
+    Raises:
+        CoterieError: when none of them comes before the others.
+    """
+    known = list(dict.fromkeys(commits))
+    oldest = next((one for one in known if all(in_history(one, other) for other in known)), None)
+    if oldest is None:
+        raise CoterieError(f"no commit of {', '.join(one[:9] for one in known)} comes before the others; run it anew")
+    return {"commit": oldest, **({"commits": known} if len(known) > 1 else {})}
+
+
+def _command(begun: str, study: config.StudyConfig) -> str:
+    """Return a command that ran a part of a built-in study, with the methods and seeds of this one."""
+    kept = _without(begun, {"--seeds": "", "--set": "use_methods="})
+    seeds, labels = list(study.seeds), [entry.label for entry in study.methods]
+    kept += ["--seeds", str(len(seeds)) if seeds == [*range(len(seeds))] else ",".join(map(str, seeds))]
+    if {entry.label for entry in config.load(study.name).methods} != {*labels}:
+        kept += ["--set", "use_methods=" + json.dumps(labels, separators=(",", ":"))]
+    return shlex.join(kept)
 
 
 def _lines(rows: Sequence[Any]) -> bytes:
@@ -291,16 +409,12 @@ def _lines(rows: Sequence[Any]) -> bytes:
 def _origin(runs: Sequence[summary.StoredRun], content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the head of a study from what its own runs say, and what they took."""
     told_ = [run.provenance for run in runs]
-    commits = list(dict.fromkeys(one.get("commit") for one in told_))
+    commits = [one.get("commit") for one in told_]
     if None in commits or any(one.get("dirty") is None for one in told_):
         raise CoterieError("a run does not say the commit that it was made with; run the study from the repository")
-    oldest = next((one for one in commits if all(in_history(one, other) for other in commits)), None)
-    if oldest is None:
-        raise CoterieError(f"no commit of {', '.join(one[:9] for one in commits)} comes before the others; run it anew")
     first = told_[0]
     return {
-        "commit": oldest,
-        **({"commits": commits} if len(commits) > 1 else {}),
+        **_of_commits(commits),
         "dirty": any(one["dirty"] for one in told_),
         "version": first["packages"]["coterie"],
         "made": max(_day(run.folder / summary.PROVENANCE) for run in runs),
@@ -329,15 +443,22 @@ def repeated_by(commands: Sequence[str], study: str) -> str:
         study: its name, for when every command resumed.
     """
     begun = next((one for one in commands if one.split()[:2] == ["coterie", "run"]), f"coterie run {study}")
-    words, kept = iter(shlex.split(begun)), []
+    words = _without(begun, dict.fromkeys(("--out", "-o", "--data-dir"), ""))
+    return shlex.join(word for word in words if word != "--resume")
+
+
+def _without(command: str, options: Mapping[str, str]) -> list[str]:
+    """Return the words of a command but some options, each where its value begins with the text given for it."""
+    words, kept = iter(shlex.split(command)), []
     for word in words:
-        name, _, value = word.partition("=")
-        if name in ("--out", "-o", "--data-dir"):
-            if not value:
-                next(words, None)
-        elif word != "--resume":
+        name, _, inside = word.partition("=")
+        if name not in options:
             kept.append(word)
-    return shlex.join(kept)
+            continue
+        value = inside or next(words, "")
+        if not value.startswith(options[name]):
+            kept += [word] if inside else [name, value]
+    return kept
 
 
 def _day(path: Path) -> str:
@@ -403,8 +524,8 @@ def main() -> int:
     """Do what the command line says; bad input is one line and exit status 2."""
     try:
         match sys.argv[1:]:
-            case ["keep", run, *rest] if set(rest) <= {"--in-parts"}:
-                print(keep(Path(run), in_one_go=not rest).relative_to(ROOT))
+            case ["keep", run, *rest] if rest in ([], ["--in-parts"], ["--join"]):
+                print(keep(Path(run), in_one_go=not rest, join="--join" in rest).relative_to(ROOT))
             case [] | ["--check"]:
                 check_history()
                 last = json.loads(AGES.read_text())["counted_at"] if "--check" in sys.argv else git("rev-parse", "HEAD")

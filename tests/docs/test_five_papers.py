@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+import pandas as pd
+
 from coterie.papers import compare
 from coterie.studies.named import builtin
 
@@ -15,6 +17,12 @@ PAGE = (ROOT / "docs" / "explanation" / "what-five-papers-taught-us.md").read_te
 def means(study: str, metric: str) -> dict[str, float]:
     rows = json.loads((STORED / study / "summary.json").read_text())["rows"]
     return {row["label"]: row["mean"] for row in rows if (row["cluster"], row["metric"]) == ("all", metric)}
+
+
+def percents(study: str) -> dict[tuple[str, str], float]:
+    """The accuracy of each method in each cluster, in %."""
+    rows = json.loads((STORED / study / "summary.json").read_text())["rows"]
+    return {(row["label"], row["cluster"]): 100 * row["mean"] for row in rows if row["metric"] == "accuracy"}
 
 
 def test_the_claims_about_synthetic_concept_shift():
@@ -59,20 +67,64 @@ def test_the_claims_about_labels_and_smaller_runs():
         assert all(one.kept for one in compare.with_paper(compare.read(STORED / "similarity" / name)).chain)
 
 
+def test_the_claims_about_two_clusters_of_labels():
+    accuracy = {name: 100 * value for name, value in means("similarity/cifar10-label-2", "accuracy").items()}
+    under_fedavg = {name: accuracy[name] for name in ("Inverse loss", "Cosine of updates", "Cosine of weights", "L2")}
+    assert max(under_fedavg, key=under_fedavg.__getitem__) == "Inverse loss"
+    assert all(1 < value - accuracy["Random"] < 3 for value in under_fedavg.values())
+    for name in ("Cosine of updates", "L2"):
+        assert accuracy[f"{name} FedSim"] < accuracy[name] - 1
+    comparison = compare.with_paper(compare.read(STORED / "similarity/cifar10-label-2"))
+    assert all(one.kept for one in [*comparison.pairs, *comparison.chain])
+    below = {line.label: 100 * (line.paper - line.ours) for line in comparison.lines if line.cluster == "all"}
+    assert abs(below.pop("Local")) < 0.015
+    assert max(below, key=below.__getitem__) == "Random"
+    assert 0.35 < min(below.values()) < max(below.values()) < 3.3
+
+
 def test_the_claims_about_clusters_of_unequal_size():
-    rows = json.loads((STORED / "dac/cifar10-rotation-70-20-5-5/summary.json").read_text())["rows"]
-    percent = {(row["label"], row["cluster"]): 100 * row["mean"] for row in rows if row["metric"] == "accuracy"}
+    percent = percents("dac/cifar10-rotation-70-20-5-5")
     assert percent["DAC", "rotation 180"] > percent["PENS", "rotation 180"] + 5
     for cluster in ("rotation 10", "rotation 350"):
         assert percent["DAC", cluster] > percent["Oracle", cluster] + 9
         assert percent["PENS", cluster] > percent["Oracle", cluster] + 5
         assert f"{percent['DAC', cluster]:.1f} %" in PAGE
         assert f"{percent['Oracle', cluster]:.1f} %" in PAGE
-    for method in ("DAC", "PENS"):
+    for method in ("DAC", "PENS", "Random"):
         assert f"{percent[method, 'rotation 180']:.1f} %" in PAGE
+    for method in ("DAC", "Random"):
+        assert f"{percent[method, 'clusters']:.1f} %" in PAGE
+    assert percent["DAC", "rotation 180"] - 1 > percent["Random", "rotation 180"] > percent["PENS", "rotation 180"] + 1
+    others = [percent["Random", f"rotation {degrees}"] for degrees in (0, 10, 350)]
+    assert min(others) > percent["Random", "rotation 180"] + 4
     comparison = compare.with_paper(compare.read(STORED / "dac/cifar10-rotation-70-20-5-5"))
     below = [100 * (line.paper - line.ours) for line in comparison.lines if "rotation" in line.cluster]
+    with_dropout = {cluster: value for (_, cluster), value in percents("dac/cifar10-rotation-70-20-5-5-trials").items()}
+    printed = {line.cluster: 100 * line.paper for line in comparison.lines if line.label == "Oracle"}
+    apart = {
+        degrees: printed[f"rotation {degrees}"] - with_dropout[f"rotation {degrees}"] for degrees in (0, 180, 10, 350)
+    }
+    assert max(map(abs, [apart[180], apart[10], apart[350]])) < 1
+    assert 2 < apart[0] < printed["rotation 0"] - percent["Oracle", "rotation 0"] - 2
     assert sum(2.5 < difference < 8.5 for difference in below) > len(below) / 2
+
+
+def test_the_claims_about_matched_neighbors():
+    accuracy = {name: 100 * value for name, value in means("panm/cifar10-4", "accuracy").items()}
+    panm = accuracy["PANMLoss"], accuracy["PANMGrad"]
+    assert min(panm) > accuracy["PENS"] + 4
+    assert max(panm) < accuracy["Oracle"] < min(panm) + 1
+    for clusters in (3, 4):
+        assert 1.5 < accuracy[f"IFCA c={clusters}"] - max(panm) < accuracy[f"IFCA c={clusters}"] - min(panm) < 2.5
+    assert max(abs(value - accuracy["IFCA c=2"]) for value in panm) < 0.5
+    comparison = compare.with_paper(compare.read(STORED / "panm/cifar10-4"))
+    assert all(one.kept for one in [*comparison.pairs, *comparison.chain])
+    reads = pd.read_csv(STORED / "panm/cifar10-4/panm-4.csv")
+    reads["own"] = (reads["reader"] // 25 == reads["read"] // 25) * reads["times"]  # clusters of 25, one after another
+    totals = reads.groupby("method")[["own", "times"]].sum()
+    share = totals["own"] / totals["times"]
+    assert min(share["PANMLoss"], share["PANMGrad"]) > 0.99
+    assert f"with PENS {100 * share['PENS']:.0f} %" in PAGE
 
 
 def test_the_claims_about_server_based_methods():

@@ -63,12 +63,19 @@ def command() -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """Return the kind of machine: `processor`, `cores`, `machine` and `system`."""
+    """Return the kind of machine: `processor`, `vectors`, `cores`, `machine` and `system`.
+
+    Processors of one name may have different vector instructions (`vectors`, as torch calls them), which add in another
+    order.
+    """
+    import torch  # late: commands that only read do without it
+
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "processor": names[0] if names else platform.machine(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "machine": platform.machine(),
         "system": platform.system(),

@@ -453,14 +453,22 @@ def _side(side: int, *kernels: int, pad: int = 0) -> int:
     return side
 
 
-def cnn_a(features: tuple[int, ...], outputs: int) -> nn.Module:
-    """Net A of the DAC and similarity papers: LeNet-style; 62,006 parameters at 3x32x32 and 10 outputs."""
+def cnn_a(features: tuple[int, ...], outputs: int, dropout: float = 0.0) -> nn.Module:
+    """Net A of the DAC and similarity papers: LeNet-style; 62,006 parameters at 3x32x32 and 10 outputs.
+
+    Args:
+        features: the shape of an image: channels, height, width.
+        outputs: classes.
+        dropout: probability with which entries of the first hidden layer are zeroed while training. The code of DAC
+            defines such a layer, of 0.5, and does not use it; `model.kind = "coterie.models.layout:cnn_a"` takes it.
+    """
     channels, height, width = features
     flat = 16 * _side(height, 5, 5) * _side(width, 5, 5)
+    hidden = [nn.Linear(flat, 120), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
     return nn.Sequential(
         nn.Conv2d(channels, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(flat, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, outputs),
+        *hidden, nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, outputs),
     )  # fmt: skip
 
 

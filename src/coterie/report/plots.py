@@ -226,17 +226,24 @@ def graphs(runs: Named, *, peers: int = 3, after: str | None = None) -> Drawn:
     Args:
         runs: named runs.
         peers: lines from each client.
-        after: a setting of some of the methods, such as "stage_one_rounds": only later rounds count, for all.
+        after: a number of rounds in the settings of some of the methods, such as "stage_one_rounds": only later rounds
+            count, for all. It is scaled as the rounds of the run were.
+
+    Raises:
+        DataError: when nobody read anybody in these rounds.
     """
-    known = [setting_of(run, after) for _, run in runs] if after else []
-    start = max((int(value) for value in known if value is not None), default=0)
+    known = [(setting_of(run, after), float(run.config.get("scale", 1.0))) for _, run in runs] if after else []
+    start = max((max(1, round(value * scale)) for value, scale in known if value), default=0)
     groups = {name: group for name, group in groups_of(runs).items() if any(len(run.edges) for run in group)}
     if not groups:
         raise DataError("no method here reads other clients; there is no graph to draw")
+    counts = {name: _reads(group, start) for name, group in groups.items()}
+    if not any(count.any() for count in counts.values()):
+        raise DataError(f"no client reads another in round {start} or later ({after}); there is no graph to draw")
     figure, panels = panels_of(len(groups))
     rows, names = [], client_names(run for _, run in runs)
     for axes, (name, group) in zip(panels, groups.items(), strict=True):
-        count = _reads(group, start)
+        count = counts[name]
         cluster = planted_of(group, len(count))
         angle = np.empty(len(cluster))
         angle[np.argsort(cluster, kind="stable")] = 2 * np.pi * np.arange(len(cluster)) / len(cluster)

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
 from coterie._util import origin
 
@@ -97,6 +98,7 @@ def test_the_head_of_a_stored_result_has_all_that_it_depends_on():
     assert (found["config"], found["seeds"], found["speaks_of"]) == ({"rounds": 3}, [0, 1], ["engine", "net"])
     assert found["machine"]["pandas"] == version("pandas")
     assert found["machine"]["cores"] >= 1
+    assert found["machine"]["vectors"] == torch.backends.cpu.get_cpu_capability()
 
 
 def test_a_package_that_is_not_installed_has_no_version():

@@ -23,6 +23,15 @@ def test_reference_networks_have_the_published_number_of_parameters(kind, featur
     assert Layout(build(kind, features, outputs)).trainable == params
 
 
+def test_net_a_takes_the_dropout_that_the_code_of_dac_defines_and_leaves_out():
+    plain = build("cnn-a", (3, 32, 32), 10)
+    assert not [part for part in plain if isinstance(part, nn.Dropout)]
+    net = build("coterie.models.layout:cnn_a", (3, 32, 32), 10, {"dropout": 0.5})
+    assert isinstance(net, nn.Sequential)
+    assert [i for i, part in enumerate(net) if isinstance(part, nn.Dropout)] == [9]  # after the first hidden layer
+    assert Layout(net).trainable == 62_006
+
+
 def test_net_b_takes_small_images():
     assert build("cnn-b", (1, 8, 8), 10)(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 

@@ -150,6 +150,24 @@ def test_a_topology_is_that_of_stage_two(tmp_path, write_run, final_rows, listed
         assert numbers(figures.plot([tmp_path / "s"], figure, out=tmp_path / "g.svg"))["read"].tolist() == read
 
 
+def test_stage_two_of_a_scaled_run_begins_where_the_scaled_stage_one_ended(tmp_path, write_run, final_rows, listed):
+    """A stage one of four rounds, scaled by a quarter, ends after round 0."""
+    edges = [(0, 0, 1, "mix", 1.0, 8), (1, 0, 2, "mix", 1.0, 8)]
+    folder = write_run(
+        tmp_path / "s" / "P" / "seed-0", kind="pens", label="P", seed=0, metrics=final_rows([0.5] * 3, [0] * 3),
+        edges=edges, scale=0.25,
+    )  # fmt: skip
+    path, text = folder / "config.toml", (folder / "config.toml").read_text()
+    path.write_text(text + "stage_one_rounds = 4\n")
+    listed(folder)
+    assert numbers(figures.plot([tmp_path / "s"], "panm-4", out=tmp_path / "g.svg"))["read"].tolist() == [2]
+    path.write_text(text + "stage_one_rounds = 8\n")
+    listed(folder)
+    with pytest.raises(DataError, match=r"no client reads another in round 2 or later \(stage_one_rounds\)"):
+        figures.plot([tmp_path / "s"], "panm-4", out=tmp_path / "none.svg")
+    assert not (tmp_path / "none.svg").exists()
+
+
 def test_losses_that_lie_far_apart_have_a_logarithmic_axis(tmp_path, write_run, final_rows):
     """Ten times and more."""
     for label, value in {"Near": 9.0, "Far": 90.0}.items():

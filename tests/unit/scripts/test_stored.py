@@ -13,6 +13,7 @@ import stored
 
 from coterie._util import manifest, origin
 from coterie.errors import CoterieError
+from coterie.papers import compare
 from coterie.results import summary
 from coterie.studies import config
 from coterie.studies.run import run_study
@@ -76,9 +77,9 @@ def test_a_stored_summary_is_the_mean_over_its_stored_runs():
 def test_a_cheap_study_comes_out_again_as_it_is_stored(tmp_path):
     """Every method of the bundled study with its first seed.
 
-    On the kind of machine that it was stored on the values are the same; on another the last bits of sums differ, which
-    training amplifies. Another seed moves the mean over clients by far more than that: it has to be within three of the
-    stored deviations over seeds, and no more than five points of accuracy.
+    On the kind of machine that it was stored on, with its vector instructions, the values are the same; on another the
+    last bits of sums differ, which training amplifies. Another seed moves the mean over clients by far more than
+    that: it has to be within three of the stored deviations, and no more than five points of accuracy.
     """
     folder = stored.STORED / "rotated-digits"
     study = config.load(folder / "config.toml")
@@ -91,7 +92,7 @@ def test_a_cheap_study_comes_out_again_as_it_is_stored(tmp_path):
         row["label"]: row["std"] for row in json.loads((folder / "summary.json").read_text())["rows"]
         if (row["metric"], row["cluster"]) == ("accuracy", "all")
     }  # fmt: skip
-    same = all(head["machine"][name] == value for name, value in origin.machine().items() if name != "cores")
+    same = all(head["machine"].get(name) == value for name, value in origin.machine().items() if name != "cores")
     found = {run.label: stored.values(run) for run in summary.find_runs([runs])[0]}
     assert found.keys() == expected.keys() == {"DAC", "Random", "Local", "Oracle"}
     for label, values in found.items():
@@ -251,20 +252,25 @@ def changed(path, content):
     manifest.replace_files(path.parent, {path.name: json.dumps(content).encode()})
 
 
+def tells_its_origin(run: Path, command: str) -> None:
+    """Let a run say the commit, the command and the machine that it was made with."""
+    path = run / "provenance.json"
+    known = json.loads(path.read_text())
+    known["packages"]["numpy"] = "2"
+    more = {
+        "commit": stored.git("rev-parse", "HEAD"), "dirty": False, "command": command, "python": "3.11",
+        "hardware": {"processor": "P"}, "engine": {"name": "loop"},
+    }  # fmt: skip
+    changed(path, {**known, **more})
+
+
 def finished(folder: Path, write_run, final_rows, **changes) -> Path:
     """A study of one method and two seeds, as runs leave it."""
     for seed, accuracy in ((0, 0.5), (1, 0.25)):
         run = folder / "Local" / f"seed-{seed}"
         rows = final_rows([accuracy, 2 * accuracy], [0, 1])
         write_run(run, kind="local", label="Local", seed=seed, metrics=rows, **changes)
-        path = run / "provenance.json"
-        more = {
-            "commit": stored.git("rev-parse", "HEAD"), "dirty": False, "command": "coterie run", "python": "3.11",
-            "hardware": {"processor": "P"}, "engine": {"name": "loop"},
-        }  # fmt: skip
-        known = json.loads(path.read_text())
-        known["packages"]["numpy"] = "2"
-        changed(path, {**known, **more})
+        tells_its_origin(run, "coterie run")
     (folder / "config.toml").write_text('name = "small"\n')
     return folder
 
@@ -305,6 +311,99 @@ def test_a_study_run_at_several_commits_is_as_old_as_the_first_of_them(history, 
     changed(path, {**json.loads(path.read_text()), "commit": before, "dirty": True})
     told = json.loads((stored.keep(run, in_one_go=False, where=tmp_path / "kept") / "origin.json").read_text())
     assert (told["commit"], set(told["commits"]), told["dirty"]) == (before, {before, last}, True)
+
+
+def study_of(labels, seeds, **changes):
+    """The settings of a built-in study with some of its methods."""
+    study = config.load("rotated-digits")
+    methods = tuple(entry for label in labels for entry in study.methods if entry.label == label)
+    return replace(study, methods=methods, seeds=tuple(seeds), **changes)
+
+
+def a_part(folder: Path, write_run, final_rows, results, **changes) -> Path:
+    """A study whose runs ended with these accuracies of its two clients, by method and seed."""
+    for (label, seed), accuracy in results.items():
+        run = folder / label / f"seed-{seed}"
+        write_run(
+            run,
+            study="rotated-digits",
+            kind=label.lower(),
+            label=label,
+            seed=seed,
+            metrics=final_rows(accuracy, [0, 1]),
+        )
+        tells_its_origin(run, "coterie run rotated-digits --seeds 1 --set data.train=9 --set 'use_methods=[\"Local\"]'")
+    study = study_of(dict.fromkeys(label for label, _ in results), sorted({seed for _, seed in results}), **changes)
+    (folder / "config.toml").write_text(config.dumps(study))
+    return folder
+
+
+ACCURACIES = {
+    ("Local", 0): [0.5, 1.0], ("Local", 1): [0.25, 0.75], ("Random", 0): [0.125, 0.5], ("Random", 1): [0.0, 0.25],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", [lambda label, seed: label == "Local", lambda label, seed: seed == 0])
+def test_parts_that_are_joined_are_what_the_whole_is(history, tmp_path, write_run, final_rows, cut):
+    """Other methods with the same seeds, and other seeds of the same methods."""
+    first = {key: value for key, value in ACCURACIES.items() if cut(*key)}
+    second = {key: value for key, value in ACCURACIES.items() if not cut(*key)}
+    whole = stored.keep(
+        a_part(tmp_path / "w", write_run, final_rows, ACCURACIES), in_one_go=False, where=tmp_path / "whole"
+    )
+    stored.keep(a_part(tmp_path / "a", write_run, final_rows, first), in_one_go=False, where=tmp_path / "kept")
+    kept = stored.keep(a_part(tmp_path / "b", write_run, final_rows, second), join=True, where=tmp_path / "kept")
+
+    def read(folder, name):
+        return json.loads((folder / name).read_text())
+
+    assert read(kept, "runs.json") == read(whole, "runs.json")
+    for name in ("seeds", "rows", "left_out", "timing", "participation"):
+        assert sorted(map(str, read(kept, "summary.json")[name])) == sorted(map(str, read(whole, "summary.json")[name]))
+    assert "pairs" not in read(kept, "summary.json")
+    told, wanted = read(kept, "origin.json"), read(whole, "origin.json")
+    for name in ("commit", "dirty", "seeds", "speaks_of", "runs", "rounds", "rounds_trained", "train_samples"):
+        assert told[name] == wanted[name]
+    assert told["wall_s"] == pytest.approx(wanted["wall_s"])
+    methods = """'use_methods=["Local","Random"]'"""
+    assert told["command"] == f"coterie run rotated-digits --set data.train=9 --seeds 2 --set {methods}"
+    assert config.loads((kept / "config.toml").read_text(), "kept") == config.loads(
+        (whole / "config.toml").read_text(), "whole"
+    )
+    assert [row["mean"] for row in compare.read(kept).rows] == [row["mean"] for row in compare.read(whole).rows]
+
+
+def test_what_only_a_part_has_measured_is_left_out_where_parts_are_joined(history, tmp_path, write_run, final_rows):
+    """A mean over fewer seeds than the others would not be told apart."""
+    first = a_part(tmp_path / "a", write_run, final_rows, {("Local", 0): [0.5, 1.0]})
+    kept = stored.keep(first, in_one_go=False, where=tmp_path / "kept")
+    content, runs = (json.loads((kept / name).read_text()) for name in ("summary.json", "runs.json"))
+    content["rows"].append({**content["rows"][0], "metric": "loss"})
+    runs[0]["values"]["loss"] = runs[0]["values"]["accuracy"]
+    (kept / "summary.json").write_text(json.dumps(content))
+    (kept / "runs.json").write_text(json.dumps(runs))
+    second = a_part(tmp_path / "b", write_run, final_rows, {("Local", 1): [0.25, 0.75]})
+    stored.keep(second, join=True, where=tmp_path / "kept")
+    rows = json.loads((kept / "summary.json").read_text())["rows"]
+    assert {(row["metric"], row["seeds"]) for row in rows} == {("accuracy", 2)}
+
+
+def test_parts_with_other_settings_or_seeds_are_not_joined(history, tmp_path, write_run, final_rows):
+    def part(name, *runs, **changes):
+        return a_part(tmp_path / name, write_run, final_rows, {key: ACCURACIES[key] for key in runs}, **changes)
+
+    where = tmp_path / "kept"
+    with pytest.raises(CoterieError, match="rotated-digits is not stored, there is nothing to join; leave out --join"):
+        stored.keep(part("a", ("Local", 0)), join=True, where=where)
+    kept = stored.keep(tmp_path / "a", in_one_go=False, where=where)
+    before = {path.name: path.read_bytes() for path in kept.iterdir()}
+    for name, runs in (("again", [("Local", 0)]), ("uneven", [("Random", 1)])):
+        with pytest.raises(CoterieError, match="other methods with the same seeds, or other seeds of the same methods"):
+            stored.keep(part(name, *runs), join=True, where=where)
+    data = replace(config.load("rotated-digits").data, train=7)
+    with pytest.raises(CoterieError, match=r"other settings: data\.train is 60 there and 7 here"):
+        stored.keep(part("other", ("Random", 0), data=data), join=True, where=where)
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == before
 
 
 def test_bad_input_is_one_line_and_exit_status_2(tmp_path, monkeypatch, capsys):
