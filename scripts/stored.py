@@ -440,10 +440,12 @@ def repeated_by(commands: Sequence[str], study: str) -> str:
 
     Args:
         commands: what each run was made with; `coterie resume` says nothing of the settings.
-        study: its name, for when every command resumed.
+        study: its name, for when every command resumed. For a study file, it runs the settings that are stored.
     """
     begun = next((one for one in commands if one.split()[:2] == ["coterie", "run"]), f"coterie run {study}")
     words = _without(begun, dict.fromkeys(("--out", "-o", "--data-dir"), ""))
+    if any(word.endswith(".toml") for word in words):
+        words = ["coterie", "run", (STORED / study / summary.CONFIG).relative_to(ROOT).as_posix()]
     return shlex.join(word for word in words if word != "--resume")
 
 

@@ -439,6 +439,10 @@ def test_notes_are_filled_in_from_what_is_stored():
         (["coterie resume /big/disk/a/b", "coterie run a/b -o /big/disk --scale 0.1"], "coterie run a/b --scale 0.1"),
         (["coterie resume /big/disk/a/b --workers 2"], "coterie run a/b"),
         (["coterie run a/b --set 'methods.DAC.tau=[1, 2]'"], "coterie run a/b --set 'methods.DAC.tau=[1, 2]'"),
+        (
+            ["coterie run /home/me/b.toml --scale 0.1 --set local.lr=1"],
+            "coterie run docs/reference/runs/a/b/config.toml",
+        ),
     ],
 )
 def test_the_command_that_is_stored_repeats_the_study_elsewhere(commands, told):
