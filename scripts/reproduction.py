@@ -166,6 +166,7 @@ def filled(text: str, folder: Path) -> str:
 
         value(LABEL, METRIC, STUDY=None)     the mean over clients and seeds; of another stored study where one is named
         trial(LABEL, METRIC)                 the same, of a run with one setting changed
+        trained(LABEL)                       rounds in which a client trained, mean over clients and seeds
         setting(PATH)                        of the study's config.toml, such as "data.num_clients"
         kept, clear                          pairs that the paper shows clearly apart, and those in its order here
         typed(WHAT)                          what no stored run holds, as it was typed; the page says so
@@ -192,11 +193,13 @@ def filled(text: str, folder: Path) -> str:
         seen.append(what)
         return f"{what} †"
 
+    origin = json.loads((folder / "origin.json").read_text())
     result = compare.read(folder)
     pairs = [] if result.experiment is None else compare.with_paper(result).pairs
     names: dict[str, Any] = {
         "value": lambda label, metric, study="": rows[STORED / study if study else folder][label, metric],
         "trial": lambda label, metric: rows[trials_of(folder)][label, metric],
+        "trained": lambda label: origin["rounds_trained"][label],
         "setting": setting, "typed": typed, "paper": str, "kept": sum(one.kept for one in pairs), "clear": len(pairs),
     }  # fmt: skip
     made = re.sub(

@@ -6,16 +6,18 @@
 
 A stored result is a file of docs/reference/runs that a program of benchmarks wrote, with its head as "origin", or a
 folder with a study's summary.json, config.toml, runs.json (the values of each run) and origin.json: the head, and what
-the runs took. `--join` adds runs to those that are stored: other methods with the same seeds, or other seeds of the
-same methods. The head is written by the program that made the result, and names the parts of the package whose result
-it is (`coterie._util.origin.head`). Without arguments the script counts the commits to these parts since the result's
-own commit, and writes ages.json, which all pages with stored results show, and docs/reference/stored-results.md.
+the runs took. A sweep is stored as one study, with its points in the labels. `--join` adds runs to those that are
+stored: other methods with the same seeds, or other seeds of the same methods. The head is written by the program that
+made the result, and names the parts of the package whose result it is (`coterie._util.origin.head`). Without arguments
+the script counts the commits to these parts since the result's own commit, and writes ages.json, which all pages with
+stored results show, and docs/reference/stored-results.md.
 """
 
 import json
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -32,7 +34,7 @@ from coterie.errors import CoterieError
 from coterie.methods import METHODS
 from coterie.results import summary
 from coterie.simulation import final_metrics
-from coterie.studies import config
+from coterie.studies import config, sweep
 
 PAGE, AGES = REFERENCE / "stored-results.md", STORED / "ages.json"
 FIELDS = ("commit", "dirty", "version", "made", "command", "config", "seeds", "machine", "speaks_of")
@@ -268,10 +270,15 @@ def keep(run: Path, *, in_one_go: bool = True, join: bool = False, where: Path |
     open_ = [str(problem.folder) for problem in unread] + [str(one.folder) for one in runs if not one.finished]
     if open_:
         raise CoterieError(f"{open_[0]} and {len(open_) - 1} more runs of {run} have not finished; run it to its end")
-    content = summary.summarize(run)
-    content["rows"] += _left_out(runs, content["rows"])
+    swept = "sweep" in tomllib.loads(summary.text_of(run, summary.CONFIG))
+    content = sweep.joined(sweep.read_sweep(run)) if swept else summary.summarize(run)
+    content["rows"] += [] if swept else _left_out(runs, content["rows"])
     target = (where or STORED) / content["study"]
-    each = [{"label": one.label, "seed": one.seed, "values": values(one), **by_client(one)} for one in runs]
+    points = [f", {one.folder.parent.parent.name}" if swept else "" for one in runs]
+    each = [
+        {"label": one.label + point, "seed": one.seed, "values": values(one), **by_client(one)}
+        for one, point in zip(runs, points, strict=True)
+    ]
     told_ = _origin(runs, content)
     settings = summary.text_of(run, summary.CONFIG)
     if in_one_go and not join:

@@ -15,7 +15,7 @@ from coterie._util import manifest, origin
 from coterie.errors import CoterieError
 from coterie.papers import compare
 from coterie.results import summary
-from coterie.studies import config
+from coterie.studies import config, sweep
 from coterie.studies.run import run_study
 
 
@@ -290,6 +290,23 @@ def test_a_study_is_kept_with_each_of_its_runs_and_where_it_comes_from(history, 
     assert stored.problems(stored.Stored(stored.STORED / "small", told)) == []
 
 
+def test_a_sweep_is_kept_as_one_study_with_its_points_in_the_labels(history, tmp_path):
+    (tmp_path / "small.toml").write_text(
+        'rounds = 1\nseeds = [0]\nmodel.kind = "linear"\nmethods = [{ kind = "local", label = "Local" }]\n'
+        'data = { dataset = "digits", num_clients = 2, train = 5, validation = 5 }\nsweep = { "data.train" = [5, 8] }\n'
+    )
+    sweep.run_sweep(tmp_path / "small.toml", out=tmp_path)
+    for points in (tmp_path / "small").glob("train=*/Local/seed-0"):
+        tells_its_origin(points, "coterie run small")
+    kept = stored.keep(tmp_path / "small", in_one_go=False, where=tmp_path / "kept")
+    runs = json.loads((kept / "runs.json").read_text())
+    assert {(one["label"], one["seed"]) for one in runs} == {("Local, train=5", 0), ("Local, train=8", 0)}
+    rows = json.loads((kept / "summary.json").read_text())["rows"]
+    means = {row["label"]: row["mean"] for row in rows if (row["cluster"], row["metric"]) == ("all", "accuracy")}
+    assert means == {one["label"]: one["values"]["accuracy"]["all"] for one in runs}
+    assert json.loads((kept / "origin.json").read_text())["runs"] == 2
+
+
 def test_a_study_with_an_unfinished_run_or_one_without_a_commit_is_not_kept(history, tmp_path, write_run, final_rows):
     run = finished(tmp_path / "open", write_run, final_rows, done=False)
     with pytest.raises(CoterieError, match="have not finished; run it to its end"):
@@ -424,6 +441,8 @@ def test_notes_are_filled_in_from_what_is_stored():
     )  # fmt: skip
     text = 'Rand {{value("FedGWC", "rand"):.2f}} in {{setting("rounds"):,}} of {{paper("10,000")}} rounds'
     assert reproduction.filled(text, folder) == f"Rand {mean:.2f} in 4,200 of 10,000 rounds"
+    trained = json.loads((folder / "origin.json").read_text())["rounds_trained"]["FedGWC"]
+    assert reproduction.filled('{{trained("FedGWC")}} rounds', folder) == f"{trained} rounds"
     assert reproduction.filled('{{typed("3")}} were', folder) == (
         "3 † were\n\n† Of a run that was not stored: typed by hand, before provenance was recorded."
     )
