@@ -54,7 +54,7 @@ methods (or the wire format) are others than at that commit: then the same comma
 that is old and whose golden runs are the same is likely, not certain, to come out again.
 
 An *inferred* commit is that in which the result was stored, found in the history of the file: it was made before
-programs recorded where their results come from.
+programs recorded where their results come from, or at a commit that the history did not keep.
 """
 
 
@@ -125,9 +125,8 @@ def problems(one: Stored) -> list[str]:
         lines.append(f"{one.name} names no part of the package that it speaks of")
     gone = [part for part in head["speaks_of"] if not (ROOT / "src/coterie" / part).exists()]
     lines += [f"{one.name} speaks of {part}, which is not in the package" for part in gone]
-    if head["commit"] and not in_history(head["commit"]):
-        lines.append(f"{one.name}: its commit {head['commit']} is not in the history")
-    return lines
+    gone = [commit for commit in head.get("commits", [head["commit"]]) if commit and not in_history(commit)]
+    return lines + [f"{one.name}: its commit {commit} is not in the history" for commit in gone]
 
 
 @lru_cache(maxsize=256)
@@ -201,11 +200,9 @@ def ages(until: str) -> dict[str, Any]:
 def told(name: str, head: Mapping[str, Any]) -> str:
     """Return where a stored result comes from and how old it is, in a sentence or two for a page."""
     parts = [f"Commit `{head['commit'][:9]}` of {head['made']}, version {head['version']}."]
-    if head.get("inferred"):
-        parts = [
-            f"Made before provenance was recorded: commit `{head['commit'][:9]}` of {head['made']} is inferred from "
-            "the history of the file."
-        ]
+    if why := head.get("inferred"):
+        why = why if isinstance(why, str) else "Made before provenance was recorded"
+        parts = [f"{why}: commit `{head['commit'][:9]}` of {head['made']} is inferred from the history of the file."]
     if head["dirty"]:
         parts.append("The code had changes that were not committed.")
     stored = json.loads(AGES.read_text())

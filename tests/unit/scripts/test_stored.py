@@ -130,6 +130,7 @@ def good():
     ("change", "line"),
     [
         ({"commit": "0" * 40}, "network/made-up: its commit 0000000000000000000000000000000000000000 is not in"),
+        ({"commits": ["HEAD", "1" * 40]}, f"network/made-up: its commit {'1' * 40} is not in the history"),
         ({"speaks_of": []}, "network/made-up names no part of the package that it speaks of"),
         ({"speaks_of": ["nets"]}, "network/made-up speaks of nets, which is not in the package"),
         ({"dirty": None}, "network/made-up: dirty is not known, and the head is not marked as inferred"),
@@ -240,6 +241,10 @@ def test_pages_tell_the_age_and_what_is_inferred(tmp_path, monkeypatch):
     )
     assert stored.told("b", {**head, "dirty": None, "inferred": True}) == (
         "Made before provenance was recorded: commit `abcdef012` of 2026-01-01 is inferred from the history of the "
+        "file."
+    )
+    assert stored.told("b", {**head, "dirty": False, "inferred": "Its own commit is not in the history"}) == (
+        "Its own commit is not in the history: commit `abcdef012` of 2026-01-01 is inferred from the history of the "
         "file."
     )
 
