@@ -22,6 +22,7 @@ from coterie.cli import _tables
 from coterie.functional import metrics
 from coterie.papers import compare, numbers
 from coterie.papers.figures import PUBLISHED
+from coterie.report import plots
 from coterie.results import coverage
 
 HEAD = """# Reproduction of the papers
@@ -136,12 +137,35 @@ def section(folder: Path) -> str:
     if trials.exists():
         parts += ["### Further runs with one setting changed", _trials(trials)]
     if comparison is None:
-        return "\n\n".join([*parts, _alone(result)]) + "\n"
+        return "\n\n".join([*parts, _swept(result, folder) if swept(folder) else _alone(result)]) + "\n"
     for beside in _tables.against_paper(comparison):
         parts += [f"### {beside.title}", markdown(beside)]
     if comparison.notes:
         parts.append("On the printed numbers: " + " ".join(comparison.notes))
     return "\n\n".join(parts) + "\n"
+
+
+def swept(folder: Path) -> list[str]:
+    """Return the settings that the points of a stored sweep differ in, as labels have them; none of another study."""
+    found = tomllib.loads((folder / "config.toml").read_text()).get("sweep", {})
+    return [path.rpartition(".")[2] for path in found]
+
+
+def _swept(result: compare.Result, folder: Path) -> str:
+    """Return the numbers of a sweep: a row for each method, a column for each point."""
+    settings = swept(folder)
+    metric = metrics.REGISTRY[metrics.REGISTRY.main(row["metric"] for row in result.rows)]
+    found: dict[str, dict[str, str]] = {}
+    for row in result.rows:
+        if (row["cluster"], row["metric"]) == ("all", metric.name):
+            method = plots.bare(row["label"], settings)
+            spread = f" ± {metric.scale * row['std']:.2f}" if row["seeds"] > 1 else ""
+            point = row["label"].removeprefix(method).strip(", ")
+            found.setdefault(method, {})[point] = f"{metric.scale * row['mean']:.2f}{spread}"
+    points = list(dict.fromkeys(point for cells in found.values() for point in cells))
+    rows = [(method, *(cells.get(point, "") for point in points)) for method, cells in found.items()]
+    name = f"test {metric.title}" + (f" in {metric.unit}" if metric.unit else "")
+    return f"{table(('method', *points), rows)}\n\nThe {name}, mean over clients; {len(result.seeds)} seeds."
 
 
 def _alone(result: compare.Result) -> str:
@@ -152,10 +176,10 @@ def _alone(result: compare.Result) -> str:
 
 
 def _seconds(folder: Path) -> str:
-    """Return how long the runs of each method took, mean over seeds."""
+    """Return how long the runs of each method took, mean over seeds and over the points of a sweep."""
     took: dict[str, list[float]] = {}
     for run in json.loads((folder / "summary.json").read_text())["timing"]:
-        took.setdefault(run["label"], []).append(run["wall_s"])
+        took.setdefault(plots.bare(run["label"], swept(folder)), []).append(run["wall_s"])
     return ", ".join(f"{label} {sum(values) / len(values):,.3g}" for label, values in took.items())
 
 

@@ -41,6 +41,24 @@ def test_the_claims_about_synthetic_concept_shift():
     assert "Our 169" in PAGE
 
 
+def test_the_claims_about_the_number_of_samples():
+    found = means("similarity/samples", "mse")
+    gaps = {}
+    for name in ("Inverse loss", "L2", "Inverse loss FedSim", "L2 FedSim"):
+        cosine = "Cosine of updates FedSim" if name.endswith("FedSim") else "Cosine of updates"
+        gaps[name] = {n: found[f"{name}, train={n}"] - found[f"{cosine}, train={n}"] for n in (50, 100, 200, 400)}
+    for name in ("Inverse loss", "L2", "Inverse loss FedSim"):
+        assert gaps[name][50] > gaps[name][100] > gaps[name][200] > 1.5 < gaps[name][400] < gaps[name][100]
+    assert all(abs(gaps["L2 FedSim"][n]) < 0.1 for n in (100, 200, 400))
+    assert found["Random, train=50"] > 10 * found["Local, train=50"]
+    assert found["Random, train=25"] > 30 * found["Local, train=25"]
+    for n in (200, 400):
+        assert abs(found[f"Random, train={n}"] - found[f"Oracle, train={n}"]) < 0.25
+        assert found[f"Random, train={n}"] < min(found[f"Inverse loss, train={n}"], found[f"L2, train={n}"]) - 1
+    for n in (25, 50, 100, 200, 400):
+        assert found[f"Local, train={n}"] < min(found[f"Inverse loss, train={n}"], found[f"L2, train={n}"])
+
+
 def test_the_claims_about_labels_and_smaller_runs():
     accuracy = means("similarity/cifar10-label-5", "accuracy")
     assert accuracy["Random"] > accuracy["Local"] + 0.05

@@ -25,6 +25,7 @@ from coterie.results.equal_bytes import EqualBytes
 from coterie.results.pairs import Pair
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
+from coterie.studies.named import builtin
 from coterie.studies.sweep import SUMMARY, expand, joined, read_sweep
 
 UNTOLD = "How many settings were tried in tuning each method is not known; --tuned FILE compares that."
@@ -469,11 +470,11 @@ def _costs(study: StudyConfig, label: str) -> dict[str, float]:
 
 
 def full_size(study: StudyConfig) -> bool:
-    """Whether a study has the sizes of the built-in one of its name: clients, samples, model, steps and rounds.
+    """Whether a study has the sizes of the built-in one of its name: clients, samples, model, steps, rounds and sweep.
 
     Seeds and the settings of methods may differ. A study whose name is not built in is not of full size.
     """
-    if study.name not in numbers.EXPERIMENTS:
+    if study.name not in builtin():
         return False
     return _sizes(study) == _sizes(config.load(study.name))
 
@@ -482,7 +483,7 @@ def _sizes(study: StudyConfig) -> tuple[Any, ...]:
     local, data = study.settings.local, study.data
     return (
         study.scale * study.settings.rounds, study.settings.participation, local.epochs, local.steps, local.batch_size,
-        data.dataset, data.num_clients, data.train, study.model.kind,
+        data.dataset, data.num_clients, data.train, study.model.kind, study.sweep,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter, StrMethodFormatter
 
 from coterie._util.names import called, short
 from coterie.errors import ConfigError, DataError
@@ -70,7 +71,7 @@ def curves(
         for place, (name, group) in enumerate(groups_of(runs).items()):
             rows += [(name, one.name, *point) for point in curve_of(axes, name, group, place, (split, one, cluster))]
         if log:
-            axes.set_yscale("log")
+            logarithmic(axes, "y")
         axes.set(xlabel="round", ylabel=axis_of(one, split))
     if not rows:
         names = ", ".join(groups_of(runs))
@@ -404,7 +405,15 @@ def fit_scale(axes: Axes, metric: Metric, values: Sequence[float]) -> None:
     """Make the vertical axis logarithmic where losses lie so far apart that most would lie on one line."""
     known = [value for value in values if math.isfinite(value)]
     if metric.sign < 0 and known and min(known) > 0 and max(known) >= FAR * min(known):
-        axes.set_yscale("log")
+        logarithmic(axes, "y")
+
+
+def logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
+    """Make an axis logarithmic, with plain numbers: a $ in a text is no sign of mathematics here."""
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))  # named only where there is hardly a decade
 
 
 def axis_of(metric: Metric, split: str = "test") -> str:
@@ -510,7 +519,7 @@ def lines_of(axes: Axes, table: pd.DataFrame, setting: str, metric: Metric, orde
     fit_scale(axes, metric, table["mean"].tolist())
     values = np.unique(table[setting].to_numpy(float))
     if values.min() > 0 and values.max() / values.min() >= 20:
-        axes.set_xscale("log")
+        logarithmic(axes, "x")
     axes.set(xlabel=NAMES.get(setting, setting), ylabel=axis_of(metric))
 
 

@@ -359,6 +359,8 @@ def test_full_size_is_that_of_the_built_in_study():
     assert not compare.full_size(config.load("similarity/synthetic", ["scale=0.5"]))
     assert not compare.full_size(config.load("similarity/synthetic", ["rounds=20"]))
     assert not compare.full_size(config.loads(STUDY))
+    assert compare.full_size(config.load("similarity/samples", ["seeds=1"])), "its paper prints no numbers"
+    assert not compare.full_size(config.load("similarity/samples", ["sweep.data.train=[50]"]))
 
 
 def test_costs_of_the_poster_are_predicted_with_a_verdict_each():

@@ -169,7 +169,7 @@ def test_stage_two_of_a_scaled_run_begins_where_the_scaled_stage_one_ended(tmp_p
 
 
 def test_losses_that_lie_far_apart_have_a_logarithmic_axis(tmp_path, write_run, final_rows):
-    """Ten times and more."""
+    """Ten times and more; its numbers are plain, as nothing in a figure is read as mathematics."""
     for label, value in {"Near": 9.0, "Far": 90.0}.items():
         rows = final_rows([value], [0], metric="loss")
         write_run(tmp_path / "s" / label / "seed-0", kind="dac", label=label, seed=0, metrics=rows)
@@ -177,6 +177,10 @@ def test_losses_that_lie_far_apart_have_a_logarithmic_axis(tmp_path, write_run, 
     for methods, scale in {("Near", "Far"): "log", ("Near",): "linear"}.items():
         drawn, _ = plots.bars([(run.label, run) for run in runs if run.label in methods])
         assert drawn.axes[0].get_yscale() == scale
+    text = figures.plot([tmp_path / "s"], "bars", out=tmp_path / "b.svg").read_text()
+    assert ">10<" in text
+    assert ">100<" in text
+    assert "$" not in text
 
 
 def test_found_clusters_are_set_against_planted_ones(tmp_path, write_run, final_rows):

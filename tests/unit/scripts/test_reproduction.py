@@ -6,7 +6,7 @@ from pathlib import Path
 import reproduction
 import stored
 
-from coterie.studies import config
+from coterie.studies import config, sweep
 from coterie.studies.run import run_study
 from coterie.testing import tiny_federation
 
@@ -38,3 +38,22 @@ def test_a_stored_study_is_told_with_what_its_tables_hold_though_it_was_not_aske
     assert 0 <= rows["rand"] <= 1
     monkeypatch.setattr(reproduction, "STORED", tmp_path / "kept")
     assert "| ifca | n clusters | " in reproduction.section(kept)
+
+
+def test_a_stored_sweep_is_one_table_with_a_column_for_each_point(tmp_path, monkeypatch):
+    """A row for a method, however many points it has, and the time that its runs took over all of them."""
+    (tmp_path / "small.toml").write_text(
+        'rounds = 1\nseeds = [0, 1]\nmodel.kind = "linear"\nmethods = [{ kind = "local", label = "Alone, one" }]\n'
+        'data = { dataset = "digits", num_clients = 2, train = 5, validation = 5 }\nsweep = { "data.train" = [5, 8] }\n'
+    )
+    sweep.run_sweep(tmp_path / "small.toml", out=tmp_path)
+    kept = stored.keep(tmp_path / "small", where=tmp_path / "kept")
+    rows = json.loads((kept / "summary.json").read_text())["rows"]
+    means = {row["label"]: row for row in rows if (row["cluster"], row["metric"]) == ("all", "accuracy")}
+    cells = [f"{100 * means[f'Alone, one, train={n}'][k]:.2f}" for n in (5, 8) for k in ("mean", "std")]
+    monkeypatch.setattr(reproduction, "STORED", tmp_path / "kept")
+    page = reproduction.section(kept)
+    assert "| method | train=5 | train=8 |" in page
+    assert "| Alone, one | {} ± {} | {} ± {} |".format(*cells) in page
+    assert page.count("Alone, one") == 2
+    assert page.endswith("The test accuracy in %, mean over clients; 2 seeds.\n")
