@@ -188,7 +188,9 @@ def filled(text: str, folder: Path) -> str:
 
     `{{EXPRESSION}}` or `{{EXPRESSION:FORMAT}}` is the value of an expression in Python over
 
-        value(LABEL, METRIC, STUDY=None)     the mean over clients and seeds; of another stored study where one is named
+        value(LABEL, METRIC, study=STUDY, cluster=CLUSTER)
+                                             the mean over clients and seeds, or of a cluster, or over the "clusters"; of
+                                             another stored study where one is named
         trial(LABEL, METRIC)                 the same, of a run with one setting changed
         trained(LABEL)                       rounds in which a client trained, mean over clients and seeds
         setting(PATH)                        of the study's config.toml, such as "data.num_clients"
@@ -204,7 +206,7 @@ def filled(text: str, folder: Path) -> str:
     for name in {folder, trials_of(folder), *STORED.glob("*/*")}:
         if (name / "summary.json").exists():
             content = json.loads((name / "summary.json").read_text())["rows"]
-            rows[name] = {(row["label"], row["metric"]): row["mean"] for row in content if row["cluster"] == "all"}
+            rows[name] = {(row["label"], row["metric"], row["cluster"]): row["mean"] for row in content}
     config, seen = tomllib.loads((folder / "config.toml").read_text()), []
 
     def setting(path: str) -> object:
@@ -221,8 +223,10 @@ def filled(text: str, folder: Path) -> str:
     result = compare.read(folder)
     pairs = [] if result.experiment is None else compare.with_paper(result).pairs
     names: dict[str, Any] = {
-        "value": lambda label, metric, study="": rows[STORED / study if study else folder][label, metric],
-        "trial": lambda label, metric: rows[trials_of(folder)][label, metric],
+        "value": lambda label, metric, study="", cluster="all": (
+            rows[STORED / study if study else folder][label, metric, cluster]
+        ),
+        "trial": lambda label, metric: rows[trials_of(folder)][label, metric, "all"],
         "trained": lambda label: origin["rounds_trained"][label],
         "setting": setting, "typed": typed, "paper": str, "kept": sum(one.kept for one in pairs), "clear": len(pairs),
     }  # fmt: skip
