@@ -189,7 +189,7 @@ def filled(text: str, folder: Path) -> str:
     `{{EXPRESSION}}` or `{{EXPRESSION:FORMAT}}` is the value of an expression in Python over
 
         value(LABEL, METRIC, study=STUDY, cluster=CLUSTER)
-                                             the mean over clients and seeds, or of a cluster, or over the "clusters"; of
+                                             the mean over clients and seeds, or of one cluster, or over "clusters"; of
                                              another stored study where one is named
         trial(LABEL, METRIC)                 the same, of a run with one setting changed
         trained(LABEL)                       rounds in which a client trained, mean over clients and seeds

@@ -152,6 +152,23 @@ def test_the_claims_about_matched_neighbors():
     assert f"with PENS {100 * share['PENS']:.0f} %" in PAGE
 
 
+def test_the_claims_about_similarities_of_neighbors():
+    accuracy = {name: 100 * value for name, value in means("panm/ablation", "accuracy").items()}
+    both, last, whole = (accuracy[name] for name in ("PANMGrad", "PANMGrad, last update", "PANMGrad, whole way"))
+    assert both > max(last, whole) + 5
+    assert f"{both:.1f} % with both, {last:.1f} % and {whole:.1f} % with one" in PAGE
+    drawn = pd.read_csv(STORED / "panm/ablation/panm-2.csv")
+    drawn = drawn[drawn["metric"] == "own_cluster"].pivot_table(index="round", columns="method", values="mean")
+    assert drawn["PANMGrad"].loc[20:].min() > 0.98
+    assert drawn["PANMGrad, whole way"].loc[20:].between(0.83, 0.9).all()
+    assert drawn["PANMGrad, last update"].loc[:10].max() > 0.7 > 0.46 > drawn["PANMGrad, last update"].loc[90:].max()
+    pairs = pd.read_csv(STORED / "panm/similarities/panm-3.csv")
+    assert set(pairs["method"]) == {"PANMLoss", "PANMGrad"}
+    assert pairs["own_above_other"].min() > 0.98
+    level = pairs.groupby(["method", "round", "pairs"])["mean"].first().unstack("pairs")
+    assert (level["own cluster"] > level["another cluster"] + 0.1).all()
+
+
 def test_the_claims_about_server_based_methods():
     study = "sosicfl/cifar10-simplecnn-5-fold"
     local, overall = means(study, "accuracy"), means(study, "global_accuracy")
