@@ -134,6 +134,26 @@ def test_the_claims_about_clusters_of_unequal_size():
     assert f"is {alone:.1f} points below" in PAGE
 
 
+def test_the_claims_about_shifted_labels():
+    percent = percents("dac/cifar10-label-40-60")
+    for cluster in ("labels 0-1,8-9", "labels 2-7", "clusters"):
+        assert percent["DAC", cluster] > percent["Random", cluster] + 5
+    assert f"{percent['DAC', 'clusters']:.1f} % and {percent['Random', 'clusters']:.1f} % over the clusters" in PAGE
+    reads = pd.read_csv(STORED / "dac/cifar10-label-40-60/dac-4.csv").query("method == 'DAC'")
+    vehicles = reads[["reader", "read"]] < 40
+    own = (vehicles["reader"] == vehicles["read"]) * reads["times"]
+    assert f"{100 * own.sum() / reads['times'].sum():.0f} % of its reads" in PAGE
+    inside = reads[vehicles.all(axis=1)]
+    readers = inside.groupby("read")["reader"].nunique().reindex(range(40), fill_value=0)
+    assert ((readers == 39).sum(), (readers <= 9).sum(), (readers == 0).sum()) == (28, 12, 5)
+    comparison = compare.with_paper(compare.read(STORED / "dac/cifar10-label-40-60"))
+    assert all(one.kept for one in [*comparison.pairs, *comparison.chain])
+    below = {(line.label, line.cluster): line.paper - line.ours for line in comparison.lines}
+    for (_, cluster), value in below.items():
+        if cluster != "clusters":
+            assert (value > 0) == (cluster == "labels 0-1,8-9")
+
+
 def test_the_claims_about_matched_neighbors():
     accuracy = {name: 100 * value for name, value in means("panm/cifar10-4", "accuracy").items()}
     panm = accuracy["PANMLoss"], accuracy["PANMGrad"]

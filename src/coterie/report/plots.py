@@ -145,11 +145,10 @@ def heatmaps(runs: Named) -> Drawn:
         for edge in np.flatnonzero(np.diff(cluster[order])) + 0.5:
             axes.axhline(edge, color="#888888", lw=0.5)
             axes.axvline(edge, color="#888888", lw=0.5)
-        axes.set(title=textwrap.fill(name, 26), xlabel="peer whose model was used")
+        axes.set(title=textwrap.fill(name, 26), xlabel="peer whose\nmodel was used")  # as wide as a panel
         if number % ACROSS == 0:
             axes.set(ylabel="client")
         if names and len(order) <= MOST_NAMES:
-            axes.set_xlabel("peer whose\nmodel was used")
             told = [short(called(names, client), 16) for client in order.tolist()]
             axes.set_xticks(range(len(order)), told, rotation=90, fontsize=5)
             axes.set_yticks(range(len(order)), told if number % ACROSS == 0 else [], fontsize=5)
