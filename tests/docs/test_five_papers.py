@@ -160,9 +160,12 @@ def test_the_claims_about_shifted_labels():
     comparison = compare.with_paper(compare.read(STORED / "dac/cifar10-label-40-60"))
     assert all(one.kept for one in [*comparison.pairs, *comparison.chain])
     below = {(line.label, line.cluster): line.paper - line.ours for line in comparison.lines}
-    for (_, cluster), value in below.items():
-        if cluster != "clusters":
-            assert (value > 0) == (cluster == "labels 0-1,8-9")
+    assert all(value < 0 for (_, cluster), value in below.items() if cluster == "labels 2-7")
+    assert min(below["DAC", "labels 0-1,8-9"], below["Random", "labels 0-1,8-9"]) > 0
+    assert f"PENS has {percent['PENS', 'clusters']:.1f} % over the clusters" in PAGE
+    for method, words in (("PENS", "with vehicles"), ("Random", "where random peers have")):
+        assert f"{words} {percent[method, 'labels 0-1,8-9']:.1f} %" in PAGE
+    assert percent["PENS", "labels 2-7"] > percent["Random", "labels 2-7"] + 5
 
 
 def test_the_claims_about_matched_neighbors():
