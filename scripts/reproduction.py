@@ -111,7 +111,7 @@ def section(folder: Path) -> str:
     cost = (
         f"{runs}, {origin['train_samples']:,} training samples, {took}; Python "
         f"{machine['python']}, torch {machine['torch']}, numpy {machine['numpy']}, engine "
-        f"{' and '.join(origin['engines'])}. Seconds a run, by method: {_seconds(folder)}. "
+        f"{' and '.join(origin['engines'])}. Seconds a run, by method: {_seconds(result)}. "
         f"{told(folder.relative_to(STORED).as_posix(), origin)}"
     )
     trained = origin["rounds_trained"].values()
@@ -137,7 +137,7 @@ def section(folder: Path) -> str:
     if trials.exists():
         parts += ["### Further runs with one setting changed", _trials(trials)]
     if comparison is None:
-        return "\n\n".join([*parts, _swept(result, folder) if swept(folder) else _alone(result)]) + "\n"
+        return "\n\n".join([*parts, _swept(result) if result.study.sweep else _alone(result)]) + "\n"
     for beside in _tables.against_paper(comparison):
         parts += [f"### {beside.title}", markdown(beside)]
     if comparison.notes:
@@ -145,15 +145,14 @@ def section(folder: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def swept(folder: Path) -> list[str]:
+def _settings(result: compare.Result) -> list[str]:
     """Return the settings that the points of a stored sweep differ in, as labels have them; none of another study."""
-    found = tomllib.loads((folder / "config.toml").read_text()).get("sweep", {})
-    return [path.rpartition(".")[2] for path in found]
+    return [path.rpartition(".")[2] for path in result.study.sweep]
 
 
-def _swept(result: compare.Result, folder: Path) -> str:
+def _swept(result: compare.Result) -> str:
     """Return the numbers of a sweep: a row for each method, a column for each point."""
-    settings = swept(folder)
+    settings = _settings(result)
     metric = metrics.REGISTRY[metrics.REGISTRY.main(row["metric"] for row in result.rows)]
     found: dict[str, dict[str, str]] = {}
     for row in result.rows:
@@ -175,11 +174,11 @@ def _alone(result: compare.Result) -> str:
     return table(("method", "metric, mean over clients", "here", "seeds"), cells)
 
 
-def _seconds(folder: Path) -> str:
+def _seconds(result: compare.Result) -> str:
     """Return how long the runs of each method took, mean over seeds and over the points of a sweep."""
-    took: dict[str, list[float]] = {}
-    for run in json.loads((folder / "summary.json").read_text())["timing"]:
-        took.setdefault(plots.bare(run["label"], swept(folder)), []).append(run["wall_s"])
+    settings, took = _settings(result), dict[str, list[float]]()
+    for run in json.loads((result.folder / "summary.json").read_text())["timing"]:
+        took.setdefault(plots.bare(run["label"], settings), []).append(run["wall_s"])
     return ", ".join(f"{label} {sum(values) / len(values):,.3g}" for label, values in took.items())
 
 

@@ -140,7 +140,7 @@ def test_the_claims_about_clusters_of_unequal_size():
     }
     assert max(map(abs, [apart[180], apart[10], apart[350]])) < 1
     assert 2 < apart[0] < printed["rotation 0"] - percent["Oracle", "rotation 0"] - 2
-    assert sum(2 < difference < 8.5 for difference in below) > len(below) / 2
+    assert sum(2.5 < difference < 8.5 for difference in below) > len(below) / 2
     (alone,) = (100 * (line.paper - line.ours) for line in comparison.lines if line.label == "Local")
     assert f"is {alone:.1f} points below" in PAGE
 
