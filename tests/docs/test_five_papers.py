@@ -39,6 +39,13 @@ def test_the_claims_about_synthetic_concept_shift():
     assert mse["Random"] > 5 * mse["Local"]
     assert round(mse["Random"]) == 169
     assert "Our 169" in PAGE
+    reads = pd.read_csv(STORED / "similarity/synthetic/similarity-2a.csv")
+    reads["own"] = (reads["reader"] // 33 == reads["read"] // 33) * reads["times"]  # clusters of 33, one after another
+    totals = reads.groupby("method")[["own", "times"]].sum()
+    share = 100 * totals["own"] / totals["times"]
+    metrics = ("Inverse loss", "L2", "Cosine of updates", "Cosine of weights")
+    words = "{:.0f} % of its reads are of the own cluster, where L2 has {:.0f} % and the cosines {:.0f} % and {:.0f} %"
+    assert words.format(*share[[*metrics]]) in PAGE
 
 
 def test_the_claims_about_the_number_of_samples():
