@@ -162,6 +162,21 @@ def test_the_claims_about_clusters_of_unequal_size():
     assert f"is {alone:.1f} points below" in PAGE
 
 
+def test_the_claims_about_equal_clusters():
+    study = "dac/cifar10-rotation-4x25"
+    percent = {name: value for (name, cluster), value in percents(study).items() if cluster == "clusters"}
+    words = "{:.1f} % over the clusters, as the oracle; {:.1f} % with PENS, {:.1f} % with random peers, {:.1f} % alone"
+    assert words.format(*(percent[name] for name in ("DAC", "PENS", "Random", "Local"))) in PAGE
+    assert abs(percent["DAC"] - percent["Oracle"]) < 0.05
+    beside = compare.with_paper(compare.read(STORED / study))
+    assert all(one.kept for one in [*beside.pairs, *beside.chain])
+    apart: dict[str, list[float]] = {}
+    for line in beside.lines:
+        apart.setdefault(line.label, []).append(100 * (line.paper - line.ours))
+    assert max(map(abs, apart.pop("Random"))) < 1.05
+    assert all(2 < each[-1] < 5 for each in apart.values()), "over the clusters"
+
+
 def test_the_claims_about_shifted_labels():
     percent = percents("dac/cifar10-label-40-60")
     for cluster in ("labels 0-1,8-9", "labels 2-7", "clusters"):
