@@ -302,8 +302,8 @@ PUBLISHED.update(
         "similarity-3a": _of(
             "bars",
             "similarity/synthetic",
-            "Losses with concept shift: FedSim lowers them, most of all those of inverse loss and L2; inverse loss is the "
-            "worst metric, the cosines come close to the oracle.",
+            "Losses with concept shift: FedSim lowers them, those of inverse loss and L2 most; inverse loss is the worst "
+            "metric, the cosines come close to the oracle.",
             methods=ROWS,
         ),
         "similarity-3b": _of(
@@ -314,13 +314,15 @@ PUBLISHED.update(
         "similarity-4a": _of(
             "bars",
             "similarity/domain-mlp",
-            "Accuracies on MNIST with Fashion-MNIST, an MLP: a gap between random peers and the oracle; FedSim helps L2 alone.",
+            "Accuracies on MNIST with Fashion-MNIST, an MLP: a gap between random peers and the oracle; FedSim helps only "
+            "L2.",
             methods=ROWS,
         ),
         "similarity-4b": _of(
             "bars",
             "similarity/domain-cnn",
-            "Accuracies on MNIST with Fashion-MNIST, a CNN: inverse loss is far below the other metrics, a cosine best.",
+            "Accuracies on MNIST with Fashion-MNIST, a CNN: inverse loss is far below the other metrics, a cosine is "
+            "best.",
             methods=ROWS,
         ),
         "similarity-5a": _of(
