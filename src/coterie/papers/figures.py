@@ -302,8 +302,8 @@ PUBLISHED.update(
         "similarity-3a": _of(
             "bars",
             "similarity/synthetic",
-            "Losses with concept shift: FedSim lowers them, those of inverse loss and L2 most; inverse loss is the worst "
-            "metric, the cosines come close to the oracle.",
+            "Losses with concept shift: FedSim lowers them, those of inverse loss and L2 most; inverse loss is the "
+            "worst metric, the cosines come close to the oracle.",
             methods=ROWS,
         ),
         "similarity-3b": _of(
@@ -314,8 +314,8 @@ PUBLISHED.update(
         "similarity-4a": _of(
             "bars",
             "similarity/domain-mlp",
-            "Accuracies on MNIST with Fashion-MNIST, an MLP: a gap between random peers and the oracle; FedSim helps only "
-            "L2.",
+            "Accuracies on MNIST with Fashion-MNIST, an MLP: a gap between random peers and the oracle; FedSim helps "
+            "only L2.",
             methods=ROWS,
         ),
         "similarity-4b": _of(
