@@ -113,6 +113,20 @@ def test_the_claims_about_domains():
     assert f"`similarity/domain-cnn` in {len(beside.lines) - 1} of {len(beside.lines)}" in PAGE
 
 
+def test_the_claims_about_domains_and_an_mlp():
+    percent = {name: 100 * value for name, value in means("similarity/domain-mlp", "accuracy").items()}
+    cosines = ("Cosine of updates", "Cosine of weights")
+    order = sorted((*cosines, "Inverse loss", "L2", "Random", "Oracle"), key=percent.__getitem__)
+    assert order[:3] == ["Random", "L2", "Inverse loss"]
+    assert order[-1] == "Oracle"
+    assert all(percent[f"{name} FedSim"] < percent[name] for name in cosines)
+    assert not {"Inverse loss FedSim", "L2 FedSim"} & percent.keys()
+    beside = compare.with_paper(compare.read(STORED / "similarity/domain-mlp"))
+    assert all(one.kept for one in beside.chain)
+    within = sum(bool(line.within) for line in beside.lines)
+    assert f"`similarity/domain-mlp` in {within} of {len(beside.lines)}" in PAGE
+
+
 def test_the_claims_about_two_clusters_of_labels():
     accuracy = {name: 100 * value for name, value in means("similarity/cifar10-label-2", "accuracy").items()}
     under_fedavg = {name: accuracy[name] for name in ("Inverse loss", "Cosine of updates", "Cosine of weights", "L2")}
