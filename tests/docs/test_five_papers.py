@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 from coterie.papers import compare
+from coterie.papers.figures import SIMILARITIES
 from coterie.studies.named import builtin
 
 ROOT = Path(__file__).parents[2]
@@ -25,11 +26,19 @@ def percents(study: str) -> dict[tuple[str, str], float]:
     return {(row["label"], row["cluster"]): 100 * row["mean"] for row in rows if row["metric"] == "accuracy"}
 
 
+def share_of_own(table: str, *, size: int) -> "pd.Series[float]":
+    """The share of each method's reads that are of the own cluster; clusters of one size lie one after another."""
+    reads = pd.read_csv(STORED / table)
+    reads["own"] = (reads["reader"] // size == reads["read"] // size) * reads["times"]
+    totals = reads.groupby("method")[["own", "times"]].sum()
+    return totals["own"] / totals["times"]
+
+
 def test_the_claims_about_synthetic_concept_shift():
     mse = means("similarity/synthetic", "mse")
     assert mse["Local (tuned)"] < min(mse["L2"], mse["Inverse loss"])
     assert mse["Oracle (tuned)"] < min(mse["Cosine of updates"], mse["Cosine of weights"]) < mse["Local (tuned)"]
-    under_fedavg = {name: mse[name] for name in ("Inverse loss", "Cosine of updates", "Cosine of weights", "L2")}
+    under_fedavg = {name: mse[name] for name in SIMILARITIES}
     assert max(under_fedavg, key=under_fedavg.__getitem__) == "Inverse loss"
     gains = {name: value - mse[f"{name} FedSim"] for name, value in under_fedavg.items()}
     assert min(gains["Inverse loss"], gains["L2"]) > 5 > max(gains["Cosine of updates"], gains["Cosine of weights"]) > 0
@@ -39,10 +48,7 @@ def test_the_claims_about_synthetic_concept_shift():
     assert mse["Random"] > 5 * mse["Local"]
     assert round(mse["Random"]) == 169
     assert "Our 169" in PAGE
-    reads = pd.read_csv(STORED / "similarity/synthetic/similarity-2a.csv")
-    reads["own"] = (reads["reader"] // 33 == reads["read"] // 33) * reads["times"]  # clusters of 33, one after another
-    totals = reads.groupby("method")[["own", "times"]].sum()
-    share = 100 * totals["own"] / totals["times"]
+    share = 100 * share_of_own("similarity/synthetic/similarity-2a.csv", size=33)
     metrics = ("Inverse loss", "L2", "Cosine of updates", "Cosine of weights")
     words = "{:.0f} % of its reads are of the own cluster, where L2 has {:.0f} % and the cosines {:.0f} % and {:.0f} %"
     assert words.format(*share[[*metrics]]) in PAGE
@@ -75,7 +81,7 @@ def test_the_claims_about_labels_and_smaller_runs():
     assert {name[:2] for name, value in metrics.items() if value < accuracy["Inverse loss"]} == {"L2"}
     assert min(metrics.values()) > accuracy["Random"]
     rotated = means("similarity/fmnist-covariate-4", "accuracy")
-    under_fedavg = {name: rotated[name] for name in ("Inverse loss", "Cosine of updates", "Cosine of weights", "L2")}
+    under_fedavg = {name: rotated[name] for name in SIMILARITIES}
     assert min(under_fedavg.values()) > rotated["Random"]
     last, second = sorted(under_fedavg, key=under_fedavg.__getitem__)[:2]
     assert (last, second) == ("Cosine of updates", "L2")
@@ -90,7 +96,7 @@ def test_the_claims_about_labels_and_smaller_runs():
     assert f"in {len(beside.lines) - len(apart)} of {len(beside.lines)} numbers" in PAGE
     assert [f"{one.better} {one.worse}" for one in beside.pairs if not one.kept] == ["cos_grad/fedavg cos_grad/fedsim"]
     baselines = max(accuracy["Random"], accuracy["Local"])
-    assert all(accuracy[name] > baselines for name in ("Inverse loss", "Cosine of updates", "Cosine of weights", "L2"))
+    assert all(accuracy[name] > baselines for name in SIMILARITIES)
     comparison = compare.with_paper(compare.read(STORED / "similarity" / "cifar10-label-5"))
     assert all(line.within for line in comparison.lines if line.cluster == "all")
     assert all(one.kept for one in beside.chain)
@@ -98,7 +104,7 @@ def test_the_claims_about_labels_and_smaller_runs():
 
 def test_the_claims_about_domains():
     percent = {name: 100 * value for name, value in means("similarity/domain-cnn", "accuracy").items()}
-    under_fedavg = {name: percent[name] for name in ("Inverse loss", "Cosine of updates", "Cosine of weights", "L2")}
+    under_fedavg = {name: percent[name] for name in SIMILARITIES}
     assert max(under_fedavg, key=under_fedavg.__getitem__) == "Cosine of weights"
     assert min(under_fedavg, key=under_fedavg.__getitem__) == "Inverse loss"
     assert [name for name, value in under_fedavg.items() if value < percent["Random"]] == ["Inverse loss"]
@@ -129,7 +135,7 @@ def test_the_claims_about_domains_and_an_mlp():
 
 def test_the_claims_about_two_clusters_of_labels():
     accuracy = {name: 100 * value for name, value in means("similarity/cifar10-label-2", "accuracy").items()}
-    under_fedavg = {name: accuracy[name] for name in ("Inverse loss", "Cosine of updates", "Cosine of weights", "L2")}
+    under_fedavg = {name: accuracy[name] for name in SIMILARITIES}
     assert max(under_fedavg, key=under_fedavg.__getitem__) == "Inverse loss"
     assert all(1 < value - accuracy["Random"] < 3 for value in under_fedavg.values())
     for name in ("Cosine of updates", "L2"):
@@ -224,10 +230,7 @@ def test_the_claims_about_matched_neighbors():
     assert max(abs(value - accuracy["IFCA c=2"]) for value in panm) < 0.5
     comparison = compare.with_paper(compare.read(STORED / "panm/cifar10-4"))
     assert all(one.kept for one in [*comparison.pairs, *comparison.chain])
-    reads = pd.read_csv(STORED / "panm/cifar10-4/panm-4.csv")
-    reads["own"] = (reads["reader"] // 25 == reads["read"] // 25) * reads["times"]  # clusters of 25, one after another
-    totals = reads.groupby("method")[["own", "times"]].sum()
-    share = totals["own"] / totals["times"]
+    share = share_of_own("panm/cifar10-4/panm-4.csv", size=25)
     assert min(share["PANMLoss"], share["PANMGrad"]) > 0.99
     assert f"with PENS {100 * share['PENS']:.0f} %" in PAGE
 
