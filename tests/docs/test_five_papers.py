@@ -294,6 +294,20 @@ def test_the_claims_about_server_based_methods():
     assert abs(took["SosicFL"] / took["FedAvg"] - 1) < 0.1
 
 
+def test_the_claims_about_fedgwc_once_it_has_split():
+    study = "fedgwc/cifar100-equal-participation"
+    clusters, accuracy = means(study, "n_clusters"), means(study, "accuracy")
+    assert clusters == {"FedAvg": 1.0, "FedGWC paper": 20.0}
+    trained = json.loads((STORED / study / "origin.json").read_text())["rounds_trained"]
+    assert trained["FedAvg"] * 100 == 50_000
+    assert f"{trained['FedGWC paper'] / trained['FedAvg']:.1f} times as many trainings of a client" in PAGE
+    curves = pd.read_csv(STORED / study / "curves.csv").set_index(["method", "round"])["mean"]
+    assert f"{100 * curves['FedGWC paper', 3399]:.1f} % after fewer than 50,000 trainings" in PAGE
+    assert f"FedAvg {100 * accuracy['FedAvg']:.1f} % after 50,000;" in PAGE
+    said = [f"{100 * curves[name, 2399]:.1f}" for name in ("FedGWC paper", "FedAvg")]
+    assert " and ".join(said) in (STORED / study / "notes.md").read_text()
+
+
 def verdicts() -> list[tuple[str, str, list[str]]]:
     """The rows of the tables of claims: claim, verdict, and the studies that it rests on or waits for."""
     rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
