@@ -304,7 +304,7 @@ def test_the_claims_about_fedgwc_once_it_has_split():
     curves = pd.read_csv(STORED / study / "curves.csv").set_index(["method", "round"])["mean"]
     assert f"{100 * curves['FedGWC paper', 3399]:.1f} % after fewer than 50,000 trainings" in PAGE
     assert f"FedAvg {100 * accuracy['FedAvg']:.1f} % after 50,000;" in PAGE
-    said = [f"{100 * curves[name, 2399]:.1f}" for name in ("FedGWC paper", "FedAvg")]
+    said = [f"`{100 * curves[name, 2399]:.1f}`" for name in ("FedGWC paper", "FedAvg")]
     assert " and ".join(said) in (STORED / study / "notes.md").read_text()
 
 
