@@ -70,8 +70,11 @@ def test_a_stored_summary_is_the_mean_over_its_stored_runs():
         assert rows
         for row in rows:
             found = [run["values"][row["metric"]][row["cluster"]] for run in runs if run["label"] == row["label"]]
-            assert row["mean"] == pytest.approx(sum(found) / len(found), rel=1e-12)
             assert row["seeds"] == len(found)
+            if None in found:  # a measure that some run leaves undefined, as WADB of one cluster
+                assert row["mean"] is None
+                continue
+            assert row["mean"] == pytest.approx(sum(found) / len(found), rel=1e-12)
 
 
 def test_a_cheap_study_comes_out_again_as_it_is_stored(tmp_path):
