@@ -198,6 +198,12 @@ def test_the_claims_about_equal_clusters():
     assert all(2 < each[-1] < 5 for each in apart.values()), "over the clusters"
 
 
+def readers_among_vehicles(reads: pd.DataFrame) -> "pd.Series[int]":
+    """How many of the first forty clients, those with vehicles, read each of them."""
+    inside = reads[(reads[["reader", "read"]] < 40).all(axis=1)]
+    return inside.groupby("read")["reader"].nunique().reindex(range(40), fill_value=0)
+
+
 def test_the_claims_about_shifted_labels():
     percent = percents("dac/cifar10-label-40-60")
     for cluster in ("labels 0-1,8-9", "labels 2-7", "clusters"):
@@ -207,12 +213,10 @@ def test_the_claims_about_shifted_labels():
     vehicles = reads[["reader", "read"]] < 40
     own = (vehicles["reader"] == vehicles["read"]) * reads["times"]
     assert f"{100 * own.sum() / reads['times'].sum():.0f} % of its reads" in PAGE
-    inside = reads[vehicles.all(axis=1)]
-    readers = inside.groupby("read")["reader"].nunique().reindex(range(40), fill_value=0)
+    readers = readers_among_vehicles(reads)
     assert ((readers == 39).sum(), (readers <= 9).sum(), (readers == 0).sum()) == (28, 12, 5)
     of_var = pd.read_csv(STORED / "dac/cifar10-label-40-60/dac-4-var.csv").query("method == 'DAC-var'")
-    inside = of_var[(of_var[["reader", "read"]] < 40).all(axis=1)]
-    assert set(inside.groupby("read")["reader"].nunique().reindex(range(40), fill_value=0)) == {39}
+    assert set(readers_among_vehicles(of_var)) == {39}
     comparison = compare.with_paper(compare.read(STORED / "dac/cifar10-label-40-60"))
     assert all(one.kept for one in [*comparison.pairs, *comparison.chain])
     below = {(line.label, line.cluster): line.paper - line.ours for line in comparison.lines}
