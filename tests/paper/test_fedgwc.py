@@ -201,6 +201,33 @@ def test_children_are_sampled_and_merged_apart():
     assert int(after.sampled.sum()) == len(ones)
 
 
+def test_one_cohort_of_the_population_is_fedavgs_whatever_the_clusters():
+    """Ten of 100 in twenty clusters, where each cluster for itself draws three; those of nobody drawn rest."""
+    shared = dataclasses.replace(begin(FedGwc(), 100, models=20), label=torch.arange(100) % 20)
+    assert len(FedGwc().cohort(shared, Rng(2).at(0), 100, 0.1)) == 60
+    method = FedGwc(cohort_of="population", explore=False)
+    ids = method.cohort(shared, Rng(2).at(0), 100, 0.1)
+    assert torch.equal(ids, FedAvg().cohort(None, Rng(2).at(0), 100, 0.1))
+    assert len(method.cohort(shared, Rng(2).at(0), 100, 7)) == 7
+    after = merge(method, shared, ids, torch.zeros(10, 2, dtype=torch.float64))
+    drawn = torch.bincount(shared.label[ids], minlength=20) > 0
+    assert 0 < int(drawn.sum()) < 20
+    assert torch.equal(after.mse == 1.0, torch.bincount(shared.label[ids], minlength=20) < 2)  # no pair, no news
+    assert torch.equal(after.models[~drawn], shared.models[~drawn])
+
+
+def test_exploring_evens_out_the_whole_population_too():
+    """Over 200 rounds with one cohort of all, everybody has taken part 20 times, give or take 4, in clusters of any size."""
+    method = FedGwc(cohort_of="population")
+    shared = dataclasses.replace(
+        begin(method, 100, models=3), label=(torch.arange(100) > 1).long() + (torch.arange(100) > 30)
+    )
+    for index in range(200):
+        ids = method.cohort(shared, Rng(0).at(index), 100, 0.1)
+        shared = dataclasses.replace(shared, sampled=shared.sampled.index_add(0, ids, torch.ones_like(ids)))
+    assert int((shared.sampled - 20).abs().max()) <= 4
+
+
 def test_small_clusters_are_left_whole():
     """Five members cannot give two parts of three: the planted block of 2 + 3 is not tried."""
     truth = torch.tensor([0, 0, 1, 1, 1])

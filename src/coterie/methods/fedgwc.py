@@ -61,7 +61,7 @@ class FedGwc(WithPresets, ServerMethod):
     In each round, and for each cluster, a client's loss trace is compared with those of the clients sampled with it
     ($\omega_k$), the rewards update the interaction matrix $P$, and once $P$ has settled its members are grouped by
     spectral clustering of an affinity of their vectors. Children start from the parent's model. Each cluster has its
-    own participation: the run's share of its members, at least 3.
+    own participation: the run's share of its members, at least 3; but see `cohort_of`.
 
     Args:
         aggregator: how each cluster averages: "fedavg", "fedavgm", "fedprox" or "fairavg".
@@ -86,7 +86,10 @@ class FedGwc(WithPresets, ServerMethod):
         n_max_by: children at most $K_c$ divided by the smallest size, or by the cohort's.
         mse_scope: mean squared change over the cluster's whole "matrix", or the "sampled" part.
         patience: rounds in a row below `eps` before a split is tried; 0 for $K_c / |P|$, rounded.
-        clients_per_round: so many of every cluster, whatever the run's participation; 0 for the run's share.
+        cohort_of: who takes part in a round is drawn in each "cluster", or once from the "population": then more
+            clusters do not make a round dearer, and a cluster of which nobody is drawn rests.
+        clients_per_round: so many of every cluster (or of the population), whatever the run's participation; 0 for the
+            run's share.
         explore: prefer clients that took part less often, $p_k \propto \exp(\min u - u_k)$.
         min_cluster_size: a split with a smaller part is refused; 30 is advisable at 10 % participation.
         min_pair_updates: no split before pairs took part together so often on average.
@@ -126,6 +129,7 @@ class FedGwc(WithPresets, ServerMethod):
     n_max_by: Literal["size", "cohort"] = "size"
     mse_scope: Literal["matrix", "sampled"] = "matrix"
     patience: NonNegativeInt = 0
+    cohort_of: Literal["cluster", "population"] = "cluster"
     clients_per_round: NonNegativeInt = 0
     explore: bool = True
     min_cluster_size: PositiveInt = 3
@@ -189,11 +193,12 @@ class FedGwc(WithPresets, ServerMethod):
     def cohort(
         self, shared: Interactions, rng: Rng, population: int, participation: float | int
     ) -> Int[Tensor, " active"]:
-        """Draw in each cluster."""
+        """Draw in each cluster, or once from all."""
         noise, rate = cohort_noise(rng, population), self.clients_per_round or participation
+        label = shared.label if self.cohort_of == "cluster" else torch.zeros_like(shared.label)
         chosen = []
-        for cluster in range(len(shared.models)):
-            members = shared.label == cluster
+        for cluster in range(int(label.max()) + 1):
+            members = label == cluster
             often = shared.sampled[members].min() - shared.sampled if self.explore else torch.zeros(population)
             count = selection.cohort_size(int(members.sum()), rate, least=3)
             chosen.append(selection.cohort(noise, count, log_weights=often.double(), members=members))
