@@ -213,11 +213,12 @@ def test_one_cohort_of_the_population_is_fedavgs_whatever_the_clusters():
     drawn = torch.bincount(shared.label[ids], minlength=20) > 0
     assert 0 < int(drawn.sum()) < 20
     assert torch.equal(after.mse == 1.0, torch.bincount(shared.label[ids], minlength=20) < 2)  # no pair, no news
-    assert torch.equal(after.models[~drawn], shared.models[~drawn])
+    assert torch.equal(after.models[:, 0], torch.where(drawn, 0.0, shared.models[:, 0]))  # all that came back was 0
+    assert bool((shared.models != 0).all())
 
 
 def test_exploring_evens_out_the_whole_population_too():
-    """Over 200 rounds with one cohort of all, everybody has taken part 20 times, give or take 4, in clusters of any size."""
+    """Over 200 rounds with one cohort of all, everybody takes part 16 to 24 times, in clusters of any size."""
     method = FedGwc(cohort_of="population")
     shared = dataclasses.replace(
         begin(method, 100, models=3), label=(torch.arange(100) > 1).long() + (torch.arange(100) > 30)

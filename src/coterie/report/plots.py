@@ -62,7 +62,7 @@ def curves(
         split: "train", "validation" or "test".
         cluster: "all", "clusters" or a cluster's name.
         log: a logarithmic vertical axis.
-        splits: mark the rounds in which a method found another number of clusters (first seed).
+        splits: mark the rounds in which a method found another number of clusters (first seed); the table has the number.
     """
     metrics = [metric_of(runs, one.strip()) for one in (metric or "").split(",")]
     figure, panels = panels_of(len(metrics)) if len(metrics) > 1 else _single()
@@ -81,9 +81,9 @@ def curves(
         )
     if splits:
         for place, (name, group) in enumerate(groups_of(runs).items()):
-            for index in _splits(group[0]):
+            for index, clusters in _splits(group[0]):
                 panels[0].axvline(index, color=look(place)["color"], lw=0.7, ls=":", zorder=0)
-                rows.append((name, "split", index, np.nan, np.nan, 1))
+                rows.append((name, "split", index, clusters, np.nan, 1))
     if len(panels) == 1:
         legend_of(panels[0])
     else:
@@ -121,11 +121,12 @@ def band_of(
     return [(int(r), float(m), float(s), len(values)) for r, m, s in zip(x, mean, spread, strict=True)]
 
 
-def _splits(run: StoredRun) -> list[int]:
-    """The rounds whose labels are of another number of clusters than those before."""
+def _splits(run: StoredRun) -> list[tuple[int, int]]:
+    """The rounds whose labels are of another number of clusters than those before, and that number."""
     rounds, labels = dense(run, "train", LABEL.name)
     counts = np.array([len(np.unique(own[np.isfinite(own)])) for own in labels])
-    return [int(r) for r in rounds[1:][np.diff(counts) != 0]] if len(rounds) else []
+    changed = np.flatnonzero(np.diff(counts)) + 1
+    return [(int(rounds[at]), int(counts[at])) for at in changed]
 
 
 def heatmaps(runs: Named) -> Drawn:
