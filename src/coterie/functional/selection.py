@@ -5,7 +5,7 @@ that relabeling the clients relabels the choice, and the choice does not depend 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -404,6 +404,37 @@ def cohort_size(members: int, participation: float | int, least: int = 1) -> int
     if participation > 1:
         return min(members, int(participation))
     return min(members, max(least, math.floor(participation * members + 0.5)))
+
+
+def turns(sizes: Sequence[int], often: Float[Tensor, " groups"], total: int, *, least: int) -> list[int]:
+    r"""Share a round's places among groups of which each needs a few: groups take turns, those served least first.
+
+    Group $c$ of size $K_c$ asks for $\min(K_c, \max(\mathrm{least}, \lfloor m K_c / K + 1/2 \rfloor))$ of the $m$
+    places and gets them, or what is left if that is enough. A rest of fewer than `least` goes to the groups served.
+
+    Args:
+        sizes: members of each group ($K_c$, in all $K$).
+        often: how often a member of each has been served, on average; equals go by their place.
+        total: places in a round ($m$), at most the members.
+        least: the fewest of a group that make sense together.
+
+    Returns:
+        Places of each group; 0 where it waits.
+
+    Example:
+        >>> turns([50, 50], torch.zeros(2), 10, least=3), turns([20] * 5, torch.tensor([2.0, 0, 1, 2, 2]), 10, least=3)
+        ([5, 5], [3, 4, 3, 0, 0])
+    """
+    order, counts, left = torch.argsort(often, stable=True).tolist(), [0] * len(sizes), total
+    for group in order:
+        asked = min(left, cohort_size(sizes[group], total / sum(sizes), least=least))
+        if asked < min(least, sizes[group], total):
+            break
+        counts[group], left = asked, left - asked
+    for group in order:
+        more = min(left, sizes[group] - counts[group]) if counts[group] else 0
+        counts[group], left = counts[group] + more, left - more
+    return counts
 
 
 def cohort(

@@ -41,6 +41,8 @@ class Interactions(Clusters):
     patience: Int[Tensor, " clusters"]
 
 
+LEAST = 3
+"""Clients of a cluster that take part together: two have the same reward whatever their losses are."""
 PRESETS = {
     "coterie": {},
     "paper": {"upv_axis": "row", "patience": 1, "min_pair_updates": 0.0},
@@ -86,8 +88,9 @@ class FedGwc(WithPresets, ServerMethod):
         n_max_by: children at most $K_c$ divided by the smallest size, or by the cohort's.
         mse_scope: mean squared change over the cluster's whole "matrix", or the "sampled" part.
         patience: rounds in a row below `eps` before a split is tried; 0 for $K_c / |P|$, rounded.
-        cohort_of: who takes part in a round is drawn in each "cluster", or once from the "population": then more
-            clusters do not make a round dearer, and a cluster of which nobody is drawn rests.
+        cohort_of: the run's share is of each "cluster", or of the "population": then more clusters do not make a round
+            dearer. Where three of each are more than that share, clusters take turns, the one whose members took part
+            least often first.
         clients_per_round: so many of every cluster (or of the population), whatever the run's participation; 0 for the
             run's share.
         explore: prefer clients that took part less often, $p_k \propto \exp(\min u - u_k)$.
@@ -193,16 +196,23 @@ class FedGwc(WithPresets, ServerMethod):
     def cohort(
         self, shared: Interactions, rng: Rng, population: int, participation: float | int
     ) -> Int[Tensor, " active"]:
-        """Draw in each cluster, or once from all."""
-        noise, rate = cohort_noise(rng, population), self.clients_per_round or participation
-        label = shared.label if self.cohort_of == "cluster" else torch.zeros_like(shared.label)
+        """Draw in each cluster, as many as `_counts` says."""
+        noise = cohort_noise(rng, population)
         chosen = []
-        for cluster in range(int(label.max()) + 1):
-            members = label == cluster
+        for cluster, count in enumerate(self._counts(shared, self.clients_per_round or participation)):
+            members = shared.label == cluster
             often = shared.sampled[members].min() - shared.sampled if self.explore else torch.zeros(population)
-            count = selection.cohort_size(int(members.sum()), rate, least=3)
             chosen.append(selection.cohort(noise, count, log_weights=often.double(), members=members))
         return torch.cat(chosen).sort().values
+
+    def _counts(self, shared: Interactions, rate: float | int) -> list[int]:
+        """Return how many clients of each cluster take part."""
+        members = sizes(shared.label, len(shared.models)).tolist()
+        if self.cohort_of == "cluster":
+            return [selection.cohort_size(size, rate, least=LEAST) for size in members]
+        often = torch.zeros(len(members), dtype=torch.float64)
+        often = often.index_add(0, shared.label, shared.sampled.double()) / torch.tensor(members)
+        return selection.turns(members, often, selection.cohort_size(sum(members), rate, least=LEAST), least=LEAST)
 
     def merge(self, context: ServerContext, shared: Interactions, message: Message) -> Interactions:
         """Average, reward and, where a cluster has settled, split."""

@@ -62,7 +62,7 @@ def curves(
         split: "train", "validation" or "test".
         cluster: "all", "clusters" or a cluster's name.
         log: a logarithmic vertical axis.
-        splits: mark the rounds in which a method found another number of clusters (first seed); the table has the number.
+        splits: mark the rounds in which a method found another number of clusters (first seed); the table says which.
     """
     metrics = [metric_of(runs, one.strip()) for one in (metric or "").split(",")]
     figure, panels = panels_of(len(metrics)) if len(metrics) > 1 else _single()
