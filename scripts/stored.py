@@ -378,6 +378,7 @@ def _joined_heads(first: Content, second: Content, study: config.StudyConfig) ->
         "command": _command(first["command"], study),
         "speaks_of": sorted({*first["speaks_of"], *second["speaks_of"]}),
         "engines": sorted({*first["engines"], *second["engines"]}), "runs": sum(runs), "rounds_trained": trained,
+        "rounds": max(first["rounds"], second["rounds"]),
         **{name: round(first[name] + second[name], 1) for name in ("wall_s", "train_samples")},
     }  # fmt: skip
 

@@ -398,6 +398,18 @@ def test_parts_that_are_joined_are_what_the_whole_is(history, tmp_path, write_ru
     assert [row["mean"] for row in compare.read(kept).rows] == [row["mean"] for row in compare.read(whole).rows]
 
 
+def test_joined_runs_have_the_rounds_of_the_longest(history, tmp_path, write_run, final_rows):
+    """A method with fewer rounds of its own does not make the study a shorter one."""
+    first, second = (
+        {key: value for key, value in ACCURACIES.items() if key[0] == name} for name in ("Local", "Random")
+    )
+    kept = stored.keep(a_part(tmp_path / "a", write_run, final_rows, first), in_one_go=False, where=tmp_path / "kept")
+    told = json.loads((kept / "origin.json").read_text())
+    (kept / "origin.json").write_text(json.dumps({**told, "rounds": told["rounds"] + 40}))
+    stored.keep(a_part(tmp_path / "b", write_run, final_rows, second), join=True, where=tmp_path / "kept")
+    assert json.loads((kept / "origin.json").read_text())["rounds"] == told["rounds"] + 40
+
+
 def test_what_only_a_part_has_measured_is_left_out_where_parts_are_joined(history, tmp_path, write_run, final_rows):
     """A mean over fewer seeds than the others would not be told apart."""
     first = a_part(tmp_path / "a", write_run, final_rows, {("Local", 0): [0.5, 1.0]})
