@@ -213,7 +213,7 @@ def test_a_share_of_the_population_is_fedavgs_however_many_clusters_there_are():
     assert len(method.cohort(shared, Rng(2).at(0), 100, 7)) == 7
     ids = method.cohort(shared, Rng(2).at(0), 100, 0.1)
     drawn = torch.bincount(shared.label[ids], minlength=20)
-    assert sorted(drawn.tolist())[16:] == [0, 3, 3, 4]  # the tenth place is left over
+    assert sorted(drawn.tolist())[16:] == [0, 3, 3, 4]  # the tenth place is too few for another
     after = merge(method, shared, ids, torch.zeros(10, 2, dtype=torch.float64))
     still = torch.where(drawn > 0, 0.0, shared.models[:, 0])  # all that came back was 0
     assert torch.equal(after.models[:, 0], still)
