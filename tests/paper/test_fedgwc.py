@@ -201,6 +201,7 @@ def test_children_are_sampled_and_merged_apart():
     assert int(after.sampled.sum()) == len(ones)
 
 
+@pytest.mark.option("FedGwc.cohort_of", "cluster", "population")
 def test_a_share_of_the_population_is_fedavgs_however_many_clusters_there_are():
     """Ten of 100 in twenty clusters of five, where each cluster for itself draws three; clusters that wait stay."""
     one = FedGwc(cohort_of="population", explore=False)
