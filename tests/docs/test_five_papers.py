@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pandas as pd
 
+from coterie.methods.sosicfl import SimplexMethod
 from coterie.papers import compare
 from coterie.papers.figures import SIMILARITIES
+from coterie.papers.numbers import published
+from coterie.studies.config import load
 from coterie.studies.named import builtin
 
 ROOT = Path(__file__).parents[2]
@@ -297,6 +300,30 @@ def test_the_claims_about_server_based_methods():
     timing = json.loads((STORED / study / "summary.json").read_text())["timing"]
     took = {one["label"]: one["train_s"] for one in timing}
     assert abs(took["SosicFL"] / took["FedAvg"] - 1) < 0.1
+
+
+def test_the_claims_about_the_radius_of_regions():
+    study = "sosicfl/calibration"
+    percent = {name: 100 * value for name, value in means(study, "accuracy").items()}
+    five = [percent[f"SosicFL endpoints=5 radius={radius}"] for radius in (0.1, 0.3, 1.0, 2.0)]
+    assert f"by radius SosicFL has {min(five):.1f} to {max(five):.1f} %, and FedAvg {percent['FedAvg']:.1f} %" in TEXT
+    assert min(five) < percent["FedAvg"] < max(five)
+
+
+def test_the_choice_of_endpoints_and_radius_is_the_one_nearest_to_the_paper():
+    """By SosicFL's distance from FedAvg in both columns; the study that is reported has it."""
+    experiment = "sosicfl/cifar10-simplecnn-5-fold"
+    printed = {(one.row, one.metric): one.mean for one in published(experiment)}
+    off: dict[str, float] = {}
+    for metric in ("accuracy", "global_accuracy"):
+        found = means("sosicfl/calibration", metric)
+        apart = printed["sosicfl/fedavg", f"{metric}_max"] - printed["fedavg/fedavg", f"{metric}_max"]
+        for name in found.keys() - {"FedAvg"}:
+            off[name] = off.get(name, 0.0) + abs(found[name] - found["FedAvg"] - apart)
+    assert len(off) == 8
+    assert min(off, key=off.__getitem__) == "SosicFL endpoints=5 radius=1.0"
+    methods = [entry.method for entry in load(experiment).methods]
+    assert {(one.endpoints, one.radius) for one in methods if isinstance(one, SimplexMethod)} == {(5, 1.0)}
 
 
 def test_the_claims_about_fedgwc_once_it_has_split():
