@@ -276,8 +276,8 @@ def keep(run: Path, *, in_one_go: bool = True, join: bool = False, where: Path |
         {"label": one.label + point, "seed": one.seed, "values": values(one), **by_client(one)}
         for one, point in zip(runs, points, strict=True)
     ]
-    told_ = _origin(runs, content)
     settings = summary.text_of(run, summary.CONFIG)
+    told_ = _origin(runs, content, settings)
     if in_one_go and not join:
         started, ended = (run / summary.CONFIG).stat().st_mtime, (run / "summary.json").stat().st_mtime
         told_["elapsed_s"] = round(ended - started, 1)
@@ -411,9 +411,12 @@ def _lines(rows: Sequence[Any]) -> bytes:
     return ("[\n" + ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n]\n").encode()
 
 
-def _origin(runs: Sequence[summary.StoredRun], content: Mapping[str, Any]) -> dict[str, Any]:
+def _origin(runs: Sequence[summary.StoredRun], content: Mapping[str, Any], settings: str) -> dict[str, Any]:
     """Return the head of a study from what its own runs say, and what they took."""
     told_ = [run.provenance for run in runs]
+    command = repeated_by(made_by := [one["command"] for one in told_], content["study"])
+    if len({repeated_by([one], content["study"]) for one in made_by if _begins(one)}) > 1:  # each did a part
+        command = _command(command, config.loads(settings, content["study"], to_run=False))
     commits = [one.get("commit") for one in told_]
     if None in commits or any(one.get("dirty") is None for one in told_):
         raise CoterieError("a run does not say the commit that it was made with; run the study from the repository")
@@ -423,7 +426,7 @@ def _origin(runs: Sequence[summary.StoredRun], content: Mapping[str, Any]) -> di
         "dirty": any(one["dirty"] for one in told_),
         "version": first["packages"]["coterie"],
         "made": max(_day(run.folder / summary.PROVENANCE) for run in runs),
-        "command": repeated_by([one["command"] for one in told_], content["study"]),
+        "command": command,
         "config": summary.CONFIG,
         "seeds": sorted({run.seed for run in runs}),
         "machine": {
@@ -447,11 +450,16 @@ def repeated_by(commands: Sequence[str], study: str) -> str:
         commands: what each run was made with; `coterie resume` says nothing of the settings.
         study: its name, for when every command resumed. For a study file, it runs the settings that are stored.
     """
-    begun = next((one for one in commands if one.split()[:2] == ["coterie", "run"]), f"coterie run {study}")
+    begun = next(filter(_begins, commands), f"coterie run {study}")
     words = _without(begun, dict.fromkeys(("--out", "-o", "--data-dir"), ""))
     if any(word.endswith(".toml") for word in words):
         words = ["coterie", "run", (STORED / study / summary.CONFIG).relative_to(ROOT).as_posix()]
     return shlex.join(word for word in words if word != "--resume")
+
+
+def _begins(command: str) -> bool:
+    """Whether a command begins runs, and so names their settings; `coterie resume` does not."""
+    return command.split()[:2] == ["coterie", "run"]
 
 
 def _without(command: str, options: Mapping[str, str]) -> list[str]:

@@ -398,6 +398,18 @@ def test_parts_that_are_joined_are_what_the_whole_is(history, tmp_path, write_ru
     assert [row["mean"] for row in compare.read(kept).rows] == [row["mean"] for row in compare.read(whole).rows]
 
 
+def test_a_study_whose_methods_ran_by_commands_of_their_own_is_repeated_by_one(
+    history, tmp_path, write_run, final_rows
+):
+    """As when methods run beside each other, into a folder each, and are put together."""
+    run = a_part(tmp_path / "w", write_run, final_rows, ACCURACIES)
+    for label, seed in ACCURACIES:
+        command = f"coterie run rotated-digits --seeds 1 --out {label} --set 'use_methods=[\"{label}\"]'"
+        tells_its_origin(run / label / f"seed-{seed}", command)
+    told = json.loads((stored.keep(run, in_one_go=False, where=tmp_path / "kept") / "origin.json").read_text())
+    assert told["command"] == """coterie run rotated-digits --seeds 2 --set 'use_methods=["Local","Random"]'"""
+
+
 def test_joined_runs_have_the_rounds_of_the_longest(history, tmp_path, write_run, final_rows):
     """A method with fewer rounds of its own does not make the study a shorter one."""
     first, second = (
