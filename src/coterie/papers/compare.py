@@ -31,6 +31,8 @@ from coterie.studies.sweep import SUMMARY, expand, joined, read_sweep
 UNTOLD = "How many settings were tried in tuning each method is not known; --tuned FILE compares that."
 POINT = 0.01
 """The smallest difference of accuracies that counts."""
+RATIOS = {"tta_ratio": metrics.ACCURACY.name, "global_tta_ratio": metrics.GLOBAL_ACCURACY.name}
+"""Published ratios of the times to the baseline's accuracy, and by which metric."""
 SIGNED = (metrics.WAS.name,)
 """Metrics that may be negative, for which zero is no end of the scale."""
 
@@ -51,6 +53,7 @@ class Result:
             summary that was stored before there were any.
         about: what the intervals of these speak of; empty where it is not known.
         spent: what each method spent; see `summary.spent`.
+        times: how much sooner each method reached its baseline's accuracy; see `summary.time_to_accuracy`.
     """
 
     folder: Path
@@ -63,6 +66,7 @@ class Result:
     pairs: Sequence[Pair] = ()
     about: str = ""
     spent: Sequence[Mapping[str, Any]] = ()
+    times: Sequence[Mapping[str, Any]] = ()
 
     @property
     def experiment(self) -> str | None:
@@ -233,6 +237,7 @@ def _result(path: Path, study: StudyConfig, content: Mapping[str, Any], *, archi
         found,
         about,
         content.get("spent", ()),
+        content.get("time_to_accuracy", ()),
     )
 
 
@@ -556,13 +561,19 @@ def _line(result: Result, label: str, one: PublishedNumber) -> Line | None:
         row = next(r for r in result.rows if r["label"] == label and r["metric"] == metrics.ACCURACY.name)
         mean, std, seeds = float(np.std(means)), None, int(row["seeds"])
     else:
-        row = result.value(label, one.cluster, one.metric)
-        if row is None or row["mean"] is None:
+        row = _ratio(result, label, one.metric) or result.value(label, one.cluster, one.metric)
+        if row is None or row["mean"] is None or math.isnan(row["mean"]):
             return None
         mean, seeds = float(row["mean"]), int(row["seeds"])
         std = float(row["std"]) if seeds > 1 else None
     difference = mean - one.mean
     return Line(label, one.row, one.cluster, one.metric, mean, std, seeds, one.mean, one.std, difference, None)
+
+
+def _ratio(result: Result, label: str, metric: str) -> Mapping[str, Any] | None:
+    """Return how much sooner a method reached its baseline's accuracy, as a row of a summary."""
+    found = next((t for t in result.times if (t["label"], RATIOS.get(metric)) == (label, t["metric"])), None)
+    return found and {**found, "mean": found["ratio"]}
 
 
 def _judged(line: Line, row: Sequence[Line], *, chosen: bool) -> Line:
