@@ -414,9 +414,10 @@ def _lines(rows: Sequence[Any]) -> bytes:
 def _origin(runs: Sequence[summary.StoredRun], content: Mapping[str, Any], settings: str) -> dict[str, Any]:
     """Return the head of a study from what its own runs say, and what they took."""
     told_ = [run.provenance for run in runs]
-    command = repeated_by(made_by := [one["command"] for one in told_], content["study"])
-    if len({repeated_by([one], content["study"]) for one in made_by if _begins(one)}) > 1:  # each did a part
-        command = _command(command, config.loads(settings, content["study"], to_run=False))
+    study, made_by = content["study"], [one["command"] for one in told_]
+    command = repeated_by(made_by, study)
+    if any(repeated_by([one], study) != command for one in filter(_begins, made_by)):  # each did a part
+        command = _command(command, config.loads(settings, study, to_run=False))
     commits = [one.get("commit") for one in told_]
     if None in commits or any(one.get("dirty") is None for one in told_):
         raise CoterieError("a run does not say the commit that it was made with; run the study from the repository")
