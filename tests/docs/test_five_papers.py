@@ -187,6 +187,38 @@ def test_the_claims_about_clusters_of_unequal_size():
     assert f"is {alone:.1f} points below" in TEXT
 
 
+def test_the_claims_about_the_inverse_temperature_of_dac():
+    percent, base = percents("dac/tau"), percents("dac/cifar10-rotation-70-20-5-5")
+    turned = {tau: percent[f"DAC tau={tau}", "rotation 180"] for tau in (1, 3, 10, 30, 100)}
+    small, random = max(turned[tau] for tau in (1, 3, 10)), base["Random", "rotation 180"]
+    words = "at most {:.1f} %, random peers have {:.1f} %, and with 30 it has {:.1f} % |"
+    assert words.format(small, random, turned[30]) in TEXT
+    clusters = [f"rotation {degrees}" for degrees in (0, 180, 10, 350)]
+    lost = [percent["DAC tau=30", cluster] - percent["DAC tau=100", cluster] for cluster in clusters]
+    assert f"by {min(lost):.1f} to {max(lost):.1f} points; how far" in TEXT
+    assert min(lost) > 0.5
+
+
+def test_the_claims_about_dac_and_the_number_of_samples():
+    few, many = percents("dac/samples"), percents("dac/cifar10-rotation-70-20-5-5")
+    gains = {
+        (name, degrees): many[name, f"rotation {degrees}"] - few[f"{name}, train=50", f"rotation {degrees}"]
+        for name in ("DAC", "Random", "PENS", "Oracle", "Local")
+        for degrees in (0, 180, 10, 350)
+    }
+    for degrees in (0, 180, 10, 350):
+        assert gains["DAC", degrees] > gains["PENS", degrees] + 0.5
+        assert min(gains[name, degrees] for name in ("DAC", "Random", "PENS", "Oracle")) > gains["Local", degrees]
+        assert abs(gains["DAC", degrees] - gains["Random", degrees]) < 3
+    words = "which gains {:.1f} points from 50 to 400 samples in the cluster rotated by 180 degrees, and DAC {:.1f} |"
+    assert words.format(gains["Oracle", 180], gains["DAC", 180]) in TEXT
+    alike = [few[f"{name}, train=50", "all"] for name in ("DAC", "Random", "PENS")]
+    assert max(alike) == alike[-1] < min(alike) + 1
+    for n in (50, 100, 200):
+        for degrees in (10, 350):
+            assert few[f"Oracle, train={n}", f"rotation {degrees}"] < few[f"DAC, train={n}", f"rotation {degrees}"] - 7
+
+
 def test_the_claims_about_equal_clusters():
     study = "dac/cifar10-rotation-4x25"
     percent = {name: value for (name, cluster), value in percents(study).items() if cluster == "clusters"}
@@ -300,6 +332,8 @@ def test_the_claims_about_server_based_methods():
     better = "held" if local["SosicFL+"] > local["Ditto"] else "not held"
     said = f"at best {local['SosicFL+']:.1f} % against {local['Ditto']:.1f} %"
     assert f"SosicFL+ is better than Ditto | {better}, one seed: {said}" in TEXT
+    assert local["Ditto"] < local["SosicFL+ whole"] < local["SosicFL+"]
+    assert f"over the whole simplex, {local['SosicFL+ whole']:.1f} % |" in TEXT
     assert min(local["SosicFL+"], local["Ditto"]) > local["SosicFL"] + 3
     assert (overall["Ditto"], overall["SosicFL+"]) == (overall["FedAvg"], overall["SosicFL"])
     times = json.loads((STORED / study / "summary.json").read_text())["time_to_accuracy"]

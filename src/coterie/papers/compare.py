@@ -484,11 +484,16 @@ def full_size(study: StudyConfig) -> bool:
     return _sizes(study) == _sizes(config.load(study.name))
 
 
-def _sizes(study: StudyConfig) -> tuple[Any, ...]:
+def _sizes(study: StudyConfig) -> list[tuple[Any, ...]]:
+    """The sizes of each point of a sweep, of the study itself where nothing but the settings of methods is swept."""
+    return [_sizes_of_one(point) for point in expand(study, to_run=False)]
+
+
+def _sizes_of_one(study: StudyConfig) -> tuple[Any, ...]:
     local, data = study.settings.local, study.data
     return (
         study.scale * study.settings.rounds, study.settings.participation, local.epochs, local.steps, local.batch_size,
-        data.dataset, data.num_clients, data.train, study.model.kind, study.sweep,
+        data.dataset, data.num_clients, data.train, study.model.kind,
     )  # fmt: skip
 
 

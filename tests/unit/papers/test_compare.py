@@ -15,6 +15,7 @@ from coterie.functional import metrics
 from coterie.papers import compare, numbers
 from coterie.papers.compare import UNTOLD
 from coterie.studies import config
+from coterie.studies.sweep import expand
 
 STUDY = """
 name = "mine"
@@ -385,6 +386,8 @@ def test_full_size_is_that_of_the_built_in_study():
     assert not compare.full_size(config.loads(STUDY))
     assert compare.full_size(config.load("similarity/samples", ["seeds=1"])), "its paper prints no numbers"
     assert not compare.full_size(config.load("similarity/samples", ["sweep.data.train=[50]"]))
+    (stored,) = expand(config.load("dac/tau"))
+    assert compare.full_size(stored), "as it is stored: with a method for each point"
 
 
 def test_costs_of_the_poster_are_predicted_with_a_verdict_each():

@@ -221,6 +221,16 @@ def test_what_cannot_be_drawn_is_said_in_one_line(small, tmp_path, monkeypatch, 
     assert set(tmp_path.iterdir()) == before
 
 
+def test_curves_of_clients_that_have_no_validation_data_are_not_an_empty_picture(tmp_path, write_run, final_rows):
+    """They record a value for every round that is not a number."""
+    rows = [(r, i, 0, "validation", "current", "accuracy", float("nan")) for r in (0, 1) for i in (0, 1)]
+    rows += final_rows([0.5, 0.5], [0, 0])
+    write_run(tmp_path / "s" / "Local" / "seed-0", kind="local", label="Local", seed=0, metrics=rows)
+    with pytest.raises(DataError, match="Local recorded no validation accuracy round by round; choose another"):
+        figures.plot([tmp_path / "s"], "curves", out=tmp_path / "c.svg")
+    assert not (tmp_path / "c.svg").exists()
+
+
 def test_the_commands_write_and_name_their_files(small, tmp_path):
     """coterie report and coterie plot print the path of what they wrote."""
     page = tmp_path / "page.html"
