@@ -302,6 +302,58 @@ def test_the_claims_about_matched_neighbors():
     assert f"with PENS {100 * share['PENS']:.0f} %" in TEXT
 
 
+def test_the_claims_about_fewer_samples_and_more_clients():
+    few, many = (
+        {name: 100 * value for name, value in means(f"panm/{study}", "accuracy").items()}
+        for study in ("samples", "population")
+    )
+    gaps = {
+        (name, n): many[f"Oracle, num_clients={n}"] - many[f"{name}, num_clients={n}"]
+        for name in ("PANMLoss", "PANMGrad", "PENS")
+        for n in (40, 100, 200)
+    }
+    panm = {key: value for key, value in gaps.items() if key[0] != "PENS"}
+    behind = [gaps["PENS", n] - gaps[name, n] for name, n in panm]
+    words = "both variants are at most {:.1f} points below the oracle, and PENS falls behind them by up to {:.1f} |"
+    assert words.format(max(panm.values()), max(behind)) in TEXT
+    assert min(*panm.values(), *behind) > 0
+    assert f"PANMGrad is {few['Oracle, train=50'] - few['PANMGrad, train=50']:.1f} points below the oracle" in TEXT
+    assert few["PANMGrad, train=50"] < few["PENS, train=50"] < few["PANMLoss, train=50"]
+    for n in (100, 200):
+        for name in ("PANMLoss", "PANMGrad"):
+            assert few[f"Oracle, train={n}"] - few[f"{name}, train={n}"] < 2
+
+
+def test_the_claims_about_fedgwc_beside_other_methods():
+    study = "fedgwc/cifar100-cluster-methods"
+    percent = {name: 100 * value for name, value in means(study, "accuracy").items()}
+    clusters, was = means(study, "n_clusters"), means(study, "was")
+    gwc, fesem, ifca = (percent[name] for name in ("FedGWC paper", "FeSEM 3", "IFCA 3"))
+    words = "{:.1f} % with {:.0f} clusters, FeSEM and IFCA with three {:.1f} % and {:.1f} %;"
+    assert words.format(gwc, clusters["FedGWC paper"], fesem, ifca) in TEXT
+    assert was["FeSEM 3"] > was["FedGWC paper"]
+    assert f"from {percent['FedProx']:.1f} % to {percent['FedGWC paper+FedProx']:.1f} % |" in TEXT
+    assert percent["FedAvgM"] < 1.05 < 10 < percent["FedGWC paper+FedAvgM"] < percent["FedAvg"]
+    beta = {name: 100 * value for name, value in means("fedgwc/beta", "accuracy").items()}
+    words = "{:.1f} %, as with 0.1, {:.1f} %; with 4 it does not split and has {:.1f} %."
+    assert words.format(gwc, beta["FedGWC beta=0.1"], beta["FedGWC beta=4"]) in TEXT
+    assert means("fedgwc/beta", "n_clusters")["FedGWC beta=4"] == 1
+    study = "fedgwc/cifar100-hom-het-xhet"
+    found, clusters = means(study, "adjusted_rand"), means(study, "n_clusters")
+    words = "seven clusters for three groups, with an adjusted Rand index of {:.2f}; with the settings of the text {:.0f}, and {:.2f} |"
+    assert words.format(found["FedGWC"], clusters["FedGWC paper"], found["FedGWC paper"]) in TEXT
+    assert clusters["FedGWC"] == 7
+
+
+def test_the_claims_about_two_folds():
+    study = "sosicfl/cifar10-simplecnn-2-fold"
+    for metric in ("accuracy_max", "global_accuracy_max"):
+        percent = {name: 100 * value for name, value in means(study, metric).items()}
+        assert f"at best {percent['SosicFL']:.1f} % against {percent['FedAvg']:.1f} %" in TEXT
+    beside = compare.with_paper(compare.read(STORED / study))
+    assert all(0.06 < line.paper - line.ours < 0.1 for line in beside.lines if line.metric.endswith("accuracy_max"))
+
+
 def test_the_claims_about_similarities_of_neighbors():
     accuracy = {name: 100 * value for name, value in means("panm/ablation", "accuracy").items()}
     both, last, whole = (accuracy[name] for name in ("PANMGrad", "PANMGrad, last update", "PANMGrad, whole way"))
