@@ -340,8 +340,8 @@ def test_the_claims_about_fedgwc_beside_other_methods():
     assert means("fedgwc/beta", "n_clusters")["FedGWC beta=4"] == 1
     study = "fedgwc/cifar100-hom-het-xhet"
     found, clusters = means(study, "adjusted_rand"), means(study, "n_clusters")
-    words = "seven clusters for three groups, with an adjusted Rand index of {:.2f}; with the settings of the text {:.0f}, and {:.2f} |"
-    assert words.format(found["FedGWC"], clusters["FedGWC paper"], found["FedGWC paper"]) in TEXT
+    assert f"seven clusters for three groups, with an adjusted Rand index of {found['FedGWC']:.2f};" in TEXT
+    assert f"of the text {clusters['FedGWC paper']:.0f}, and {found['FedGWC paper']:.2f} |" in TEXT
     assert clusters["FedGWC"] == 7
 
 
