@@ -52,9 +52,9 @@ regions = 5
 
 
 def test_there_is_a_study_for_every_table():
-    """A1 to A8 of FedGWC (three triples for levels and domains), beta, the homogeneous case, and equal participation;
+    """A1 to A8 of FedGWC (three triples for levels and domains), beta, the homogeneous case, and two of equal participation;
     B1 to B4 of SosicFL (three splits), the grid of clusters and radii, the late start, and the calibration."""
-    assert len([name for name in NAMES if name.startswith("fedgwc/")]) == 4 + 3 * 4 + 1 + 2
+    assert len([name for name in NAMES if name.startswith("fedgwc/")]) == 4 + 3 * 4 + 1 + 3
     assert len([name for name in NAMES if name.startswith("sosicfl/")]) == 4 * 3 + 3
 
 
@@ -71,7 +71,7 @@ def test_grids_of_the_papers(name: str):
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(SWEEPS)))
 def test_guesses_are_marked(name: str):
-    """What a paper lost is marked in its file or one it extends; FedGWC is there in every preset; evaluation is of the
+    """What a paper lost is marked in its file or one it extends; FedGWC is there in every preset but once; evaluation is of the
     last models, and the largest accuracy over rounds is reported beside it."""
     source, texts = name, []
     while source:
@@ -85,6 +85,8 @@ def test_guesses_are_marked(name: str):
     assert ("clusters" in study.settings.extra_metrics) == name.startswith("fedgwc/")
     labels = {entry.label for entry in study.methods}
     wanted = {"FedGWC", "FedGWC paper", "FedGWC released"} if name.startswith("fedgwc") else {"FedAvg", "SosicFL"}
+    if name == "fedgwc/cifar100-cluster-methods":  # presets are compared by the study that it extends
+        wanted = {"FedGWC paper", "FedAvg"}
     assert wanted <= labels
 
 
