@@ -52,8 +52,8 @@ regions = 5
 
 
 def test_there_is_a_study_for_every_table():
-    """A1 to A8 of FedGWC (three triples for levels and domains), beta, the homogeneous case, and two of equal participation;
-    B1 to B4 of SosicFL (three splits), the grid of clusters and radii, the late start, and the calibration."""
+    """A1 to A8 of FedGWC (three triples for levels and domains), beta, the homogeneous case, and two of equal
+    participation; B1 to B4 of SosicFL (three splits), the grid of clusters and radii, the late start, and the calibration."""
     assert len([name for name in NAMES if name.startswith("fedgwc/")]) == 4 + 3 * 4 + 1 + 3
     assert len([name for name in NAMES if name.startswith("sosicfl/")]) == 4 * 3 + 3
 
@@ -71,8 +71,8 @@ def test_grids_of_the_papers(name: str):
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(SWEEPS)))
 def test_guesses_are_marked(name: str):
-    """What a paper lost is marked in its file or one it extends; FedGWC is there in every preset but once; evaluation is of the
-    last models, and the largest accuracy over rounds is reported beside it."""
+    """What a paper lost is marked in its file or one it extends; FedGWC is there in every preset but once;
+    evaluation is of the last models, and the largest accuracy over rounds is reported beside it."""
     source, texts = name, []
     while source:
         texts.append(config.builtin(bases=True)[source].read_text(encoding="utf-8"))
