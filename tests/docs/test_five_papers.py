@@ -352,7 +352,7 @@ def test_the_claims_about_two_folds():
         for metric in ("accuracy_max", "global_accuracy_max")
     )
     wide = "SosicFL, radius 1"
-    words = "{:.1f} % locally and {:.1f} % globally, FedAvg {:.1f} %; with a smaller radius not globally, {:.1f} %"
+    words = "{:.1f} % locally and {:.1f} % globally, FedAvg {:.1f} %; with a smaller radius not globally, {:.1f}"
     assert words.format(local[wide], overall[wide], local["FedAvg"], overall["SosicFL"]) in TEXT
     assert overall[wide] > overall["FedAvg"] > overall["SosicFL"]
     assert min(local[wide], local["SosicFL"]) > local["FedAvg"] + 6
