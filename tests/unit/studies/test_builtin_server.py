@@ -53,7 +53,7 @@ regions = 5
 
 def test_there_is_a_study_for_every_table():
     """A1 to A8 of FedGWC (three triples for levels and domains), beta, the homogeneous case, and two of equal
-    participation; B1 to B4 of SosicFL (three splits), the grid of clusters and radii, the late start, and the calibration."""
+    participation; B1 to B4 of SosicFL (three splits), clusters and radii, the late start, the calibration."""
     assert len([name for name in NAMES if name.startswith("fedgwc/")]) == 4 + 3 * 4 + 1 + 3
     assert len([name for name in NAMES if name.startswith("sosicfl/")]) == 4 * 3 + 3
 
