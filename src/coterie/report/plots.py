@@ -96,7 +96,7 @@ def curve_of(
 ) -> list[tuple[int, float, float, int]]:
     """Draw the curve of a method; its rounds, means and deviations, and the number of seeds."""
     split, metric, cluster = what
-    recorded = [run for run in group if np.isfinite(dense(run, split, metric.name)[1]).any()]
+    recorded = [run for run in group if len(dense(run, split, metric.name)[0])]
     x, tables = together(recorded, split, metric.name)
     if not len(x):
         return []

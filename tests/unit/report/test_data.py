@@ -73,6 +73,18 @@ def test_a_client_that_sat_out_keeps_its_last_value(write_run, tmp_path):
     np.testing.assert_array_equal(values, [[1, np.nan], [2, 5], [3, 5]])
 
 
+def test_what_is_not_a_number_in_any_round_is_no_curve_of_the_page(tmp_path, write_run, final_rows):
+    """Clients without validation data; a metric that is lost on the way keeps its rounds."""
+    nan = np.nan
+    values = {"validation": [nan, nan, nan], "test": [0.5, nan, 0.75], "train": [0.5, 0.25, nan]}
+    rows = [(r, 0, 0, split, "current", "accuracy", v) for split, own in values.items() for r, v in enumerate(own)]
+    run = tmp_path / "s" / "A" / "seed-0"
+    write_run(run, kind="dac", label="A", seed=0, metrics=[*rows, *final_rows([0.75], [0], round=2)])
+    page = payload(*find_runs([tmp_path / "s"]))
+    assert [one["split"] for one in page["curves"]] == ["train", "test"]
+    assert [list(one["rounds"]) for one in page["curves"]] == [[0, 1, 2]] * 2
+
+
 def test_cells_hold_neighbors_of_one_cluster():
     """Five clients in at most three cells: two a cell, but never of two clusters."""
     np.testing.assert_array_equal(cells(np.array([0, 1, 0, 0, 1]), most=3), [0, 2, 0, 1, 2])

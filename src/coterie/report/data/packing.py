@@ -40,7 +40,8 @@ def dense(
     """A metric as an array of rounds and clients; a client that was not active keeps its last value.
 
     Returns:
-        The rounds that have a value (-1 is the warm-up), and the values; NaN before a client's first one.
+        The rounds that have a value (-1 is the warm-up), and the values; NaN before a client's first one. None when
+            no round has one: clients without validation data record NaN in each.
     """
     table = run.metrics
     chosen = (table["split"] == split) & (table["metric"] == metric) & (table["model"] == model)
@@ -48,6 +49,8 @@ def dense(
     rounds, place = np.unique(rows["round"].to_numpy(np.int64), return_inverse=True)
     values = np.full((len(rounds), int(run.clients.index.to_numpy().max()) + 1), np.nan)
     values[place, rows["client"].to_numpy(np.int64)] = rows["value"].to_numpy(float)
+    if np.isnan(values).all():
+        rounds, values = rounds[:0], values[:0]
     return rounds, pd.DataFrame(values).ffill().to_numpy()
 
 
