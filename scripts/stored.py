@@ -279,8 +279,8 @@ def keep(run: Path, *, in_one_go: bool = True, join: bool = False, where: Path |
     settings = summary.text_of(run, summary.CONFIG)
     told_ = _origin(runs, content, settings)
     if in_one_go and not join:
-        started, ended = (run / summary.CONFIG).stat().st_mtime, (run / "summary.json").stat().st_mtime
-        told_["elapsed_s"] = round(ended - started, 1)
+        started = min(path.stat().st_mtime for path in run.rglob(summary.CONFIG))  # a sweep's own is written at its end
+        told_["elapsed_s"] = round((run / "summary.json").stat().st_mtime - started, 1)
     if join:
         content, each, told_, settings = joined(target, content, each, told_, settings)
     target.mkdir(parents=True, exist_ok=True)

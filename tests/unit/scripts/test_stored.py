@@ -1,6 +1,7 @@
 """Stored results say where they come from; pages say how old they are; a cheap study comes out again."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -313,6 +314,10 @@ def test_a_sweep_is_kept_as_one_study_with_its_points_in_the_labels(history, tmp
     means = {row["label"]: row["mean"] for row in rows if (row["cluster"], row["metric"]) == ("all", "accuracy")}
     assert means == {one["label"]: one["values"]["accuracy"]["all"] for one in runs}
     assert json.loads((kept / "origin.json").read_text())["runs"] == 2
+    first = tmp_path / "small/train=5/config.toml"
+    os.utime(first, (0, (tmp_path / "small/summary.json").stat().st_mtime - 90))
+    kept = stored.keep(tmp_path / "small", where=tmp_path / "kept")
+    assert json.loads((kept / "origin.json").read_text())["elapsed_s"] == 90, "since its first point began"
 
 
 def test_a_study_with_an_unfinished_run_or_one_without_a_commit_is_not_kept(history, tmp_path, write_run, final_rows):
