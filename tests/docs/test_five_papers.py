@@ -24,6 +24,11 @@ def means(study: str, metric: str) -> dict[str, float]:
     return {row["label"]: row["mean"] for row in rows if (row["cluster"], row["metric"]) == ("all", metric)}
 
 
+def in_percent(study: str, metric: str = "accuracy") -> dict[str, float]:
+    """Each method's mean over clients, in %."""
+    return {label: 100 * mean for label, mean in means(study, metric).items()}
+
+
 def percents(study: str) -> dict[tuple[str, str], float]:
     """The accuracy of each method in each cluster, in %."""
     rows = json.loads((STORED / study / "summary.json").read_text())["rows"]
@@ -107,7 +112,7 @@ def test_the_claims_about_labels_and_smaller_runs():
 
 
 def test_the_claims_about_domains():
-    percent = {name: 100 * value for name, value in means("similarity/domain-cnn", "accuracy").items()}
+    percent = in_percent("similarity/domain-cnn")
     under_fedavg = {name: percent[name] for name in SIMILARITIES}
     assert max(under_fedavg, key=under_fedavg.__getitem__) == "Cosine of weights"
     assert min(under_fedavg, key=under_fedavg.__getitem__) == "Inverse loss"
@@ -124,7 +129,7 @@ def test_the_claims_about_domains():
 
 
 def test_the_claims_about_domains_and_an_mlp():
-    percent = {name: 100 * value for name, value in means("similarity/domain-mlp", "accuracy").items()}
+    percent = in_percent("similarity/domain-mlp")
     order = sorted((*SIMILARITIES, "Random", "Oracle"), key=percent.__getitem__)
     assert order[:3] == ["Random", "L2", "Inverse loss"]
     assert order[-1] == "Oracle"
@@ -139,7 +144,7 @@ def test_the_claims_about_domains_and_an_mlp():
 
 
 def test_the_claims_about_two_clusters_of_labels():
-    accuracy = {name: 100 * value for name, value in means("similarity/cifar10-label-2", "accuracy").items()}
+    accuracy = in_percent("similarity/cifar10-label-2")
     under_fedavg = {name: accuracy[name] for name in SIMILARITIES}
     assert max(under_fedavg, key=under_fedavg.__getitem__) == "Inverse loss"
     assert all(1 < value - accuracy["Random"] < 3 for value in under_fedavg.values())
@@ -197,6 +202,13 @@ def test_the_claims_about_the_inverse_temperature_of_dac():
     lost = [percent["DAC tau=30", cluster] - percent["DAC tau=100", cluster] for cluster in clusters]
     assert f"by {min(lost):.1f} to {max(lost):.1f} points; how far" in TEXT
     assert min(lost) > 0.5
+    drawn = pd.read_csv(STORED / "dac/tau/neighbors.csv")
+    own = 100 * drawn[drawn["metric"] == "own_cluster"].groupby("method")["mean"].mean()
+    words = "With `1` that is `{:.0f}` % of all reads, by chance `53`; with `10` it is `{:.0f}`, with `30` `{:.0f}`"
+    words += " and with `100` `{:.0f}` %."
+    note = " ".join((STORED / "dac/tau/notes.md").read_text().split())
+    assert words.format(*own[[f"DAC tau={tau}" for tau in (1, 10, 30, 100)]]) in note
+    assert round(100 * sum(size / 100 * (size - 1) / 99 for size in (70, 20, 5, 5))) == 53
 
 
 def test_the_claims_about_dac_and_the_number_of_samples():
@@ -288,7 +300,7 @@ def test_the_claims_about_clusters_of_unequal_size_with_fashion():
 
 
 def test_the_claims_about_matched_neighbors():
-    accuracy = {name: 100 * value for name, value in means("panm/cifar10-4", "accuracy").items()}
+    accuracy = in_percent("panm/cifar10-4")
     panm = accuracy["PANMLoss"], accuracy["PANMGrad"]
     assert min(panm) > accuracy["PENS"] + 4
     assert max(panm) < accuracy["Oracle"] < min(panm) + 1
@@ -326,7 +338,7 @@ def test_the_claims_about_fewer_samples_and_more_clients():
 
 def test_the_claims_about_fedgwc_beside_other_methods():
     study = "fedgwc/cifar100-cluster-methods"
-    percent = {name: 100 * value for name, value in means(study, "accuracy").items()}
+    percent = in_percent(study)
     clusters, was = means(study, "n_clusters"), means(study, "was")
     gwc, fesem, ifca = (percent[name] for name in ("FedGWC paper", "FeSEM 3", "IFCA 3"))
     words = "{:.1f} % with {:.0f} clusters, FeSEM and IFCA with three {:.1f} % and {:.1f} %;"
@@ -334,7 +346,7 @@ def test_the_claims_about_fedgwc_beside_other_methods():
     assert was["FeSEM 3"] > was["FedGWC paper"]
     assert f"from {percent['FedProx']:.1f} % to {percent['FedGWC paper+FedProx']:.1f} % |" in TEXT
     assert percent["FedAvgM"] < 1.05 < 10 < percent["FedGWC paper+FedAvgM"] < percent["FedAvg"]
-    beta = {name: 100 * value for name, value in means("fedgwc/beta", "accuracy").items()}
+    beta = in_percent("fedgwc/beta")
     words = "{:.1f} %, as with 0.1, {:.1f} %; with 4 it does not split and has {:.1f} %."
     assert words.format(gwc, beta["FedGWC beta=0.1"], beta["FedGWC beta=4"]) in TEXT
     assert means("fedgwc/beta", "n_clusters")["FedGWC beta=4"] == 1
@@ -347,10 +359,7 @@ def test_the_claims_about_fedgwc_beside_other_methods():
 
 def test_the_claims_about_two_folds():
     study = "sosicfl/cifar10-simplecnn-2-fold"
-    local, overall = (
-        {name: 100 * value for name, value in means(study, metric).items()}
-        for metric in ("accuracy_max", "global_accuracy_max")
-    )
+    local, overall = (in_percent(study, metric) for metric in ("accuracy_max", "global_accuracy_max"))
     wide = "SosicFL, radius 1"
     words = "{:.1f} % locally and {:.1f} % globally, FedAvg {:.1f} %; with a smaller radius not globally, {:.1f}"
     assert words.format(local[wide], overall[wide], local["FedAvg"], overall["SosicFL"]) in TEXT
@@ -361,7 +370,7 @@ def test_the_claims_about_two_folds():
 
 
 def test_the_claims_about_similarities_of_neighbors():
-    accuracy = {name: 100 * value for name, value in means("panm/ablation", "accuracy").items()}
+    accuracy = in_percent("panm/ablation")
     both, last, whole = (accuracy[name] for name in ("PANMGrad", "PANMGrad, last update", "PANMGrad, whole way"))
     assert both > max(last, whole) + 5
     assert f"{both:.1f} % with both, {last:.1f} % and {whole:.1f} % with one" in TEXT
@@ -379,10 +388,7 @@ def test_the_claims_about_similarities_of_neighbors():
 
 def test_the_claims_about_server_based_methods():
     study = "sosicfl/cifar10-simplecnn-5-fold"
-    local, overall = (
-        {name: 100 * value for name, value in means(study, metric).items()}
-        for metric in ("accuracy_max", "global_accuracy_max")
-    )
+    local, overall = (in_percent(study, metric) for metric in ("accuracy_max", "global_accuracy_max"))
     for which in (local, overall):
         assert f"at best {which['SosicFL']:.1f} % against {which['FedAvg']:.1f} %" in TEXT
     assert local["SosicFL"] > local["FedAvg"] + 10
@@ -415,7 +421,7 @@ def test_the_claims_about_server_based_methods():
 
 def test_the_claims_about_the_radius_of_regions():
     study = "sosicfl/calibration"
-    percent = {name: 100 * value for name, value in means(study, "accuracy").items()}
+    percent = in_percent(study)
     five = [percent[f"SosicFL endpoints=5 radius={radius}"] for radius in (0.1, 0.3, 1.0, 2.0)]
     assert f"by radius SosicFL has {min(five):.1f} to {max(five):.1f} %, and FedAvg {percent['FedAvg']:.1f} %" in TEXT
     assert min(five) < percent["FedAvg"] < max(five)
@@ -440,7 +446,7 @@ def test_the_choice_of_endpoints_and_radius_is_the_one_nearest_to_the_paper():
 def test_the_claims_about_fedgwc_once_it_has_split():
     study = "fedgwc/cifar100-equal-participation"
     clusters = means(study, "n_clusters")
-    percent = {name: f"{100 * value:.1f} %" for name, value in means(study, "accuracy").items()}
+    percent = {name: f"{value:.1f} %" for name, value in in_percent(study).items()}
     paper, ours, fedavg = percent["FedGWC paper"], percent["FedGWC"], percent["FedAvg"]
     said = f"{paper} with the settings of the text and {ours} with our guards, FedAvg {fedavg}"
     assert f"{said}; with {clusters['FedGWC paper']:.0f} and {clusters['FedGWC']:.0f} clusters" in TEXT
