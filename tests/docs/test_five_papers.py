@@ -315,10 +315,7 @@ def test_the_claims_about_matched_neighbors():
 
 
 def test_the_claims_about_fewer_samples_and_more_clients():
-    few, many = (
-        {name: 100 * value for name, value in means(f"panm/{study}", "accuracy").items()}
-        for study in ("samples", "population")
-    )
+    few, many = in_percent("panm/samples"), in_percent("panm/population")
     gaps = {
         (name, n): many[f"Oracle, num_clients={n}"] - many[f"{name}, num_clients={n}"]
         for name in ("PANMLoss", "PANMGrad", "PENS")
