@@ -416,6 +416,23 @@ def test_the_claims_about_server_based_methods():
     assert f"{100 * (took['SosicFL'] / took['FedAvg'] - 1):.1f} % more time to train" in TEXT
 
 
+def test_the_claims_about_models_of_a_simplex():
+    models = pd.read_csv(STORED / "sosicfl/cifar10-simplecnn-5-fold/simplex.csv")
+    weights = [name for name in models if name.startswith("alpha_")]
+    at = dict(iter(models.groupby("client")))
+    overall = 100 * at.pop(-1)["accuracy"]
+    gains = []
+    for each in at.values():
+        (center,), drawn = each.loc[each["point"] < 0, weights].to_numpy(), each[each["point"] >= 0]
+        away = (drawn[weights] - center).abs().sum(axis=1)
+        tenths = drawn["accuracy"].groupby(pd.qcut(away, 10, labels=False)).mean()
+        assert away.corr(drawn["accuracy"]) < -0.7
+        gains.append(100 * (tenths[0] - tenths[9]))
+    assert len(gains) == 5
+    words = "is better than the farthest by {:.1f} to {:.1f} points; globally all have {:.1f} to {:.1f} % |"
+    assert words.format(min(gains), max(gains), overall.min(), overall.max()) in TEXT
+
+
 def test_the_claims_about_the_radius_of_regions():
     study = "sosicfl/calibration"
     percent = in_percent(study)
