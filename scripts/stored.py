@@ -327,6 +327,8 @@ def joined(
         raise CoterieError(f"the stored runs have other settings: {difference}")
     if before.get("left_out") or content.get("left_out") or "new_clients" in content:
         raise CoterieError("runs that were left out, and new clients, cannot be joined; run the study anew")
+    if {run["label"] for run in [*runs, *each]} - ours.keys() - theirs.keys():
+        raise CoterieError("points of a sweep cannot be joined; put them into one folder and keep that")
     seeds = sorted({run["seed"] for run in runs}), sorted({run["seed"] for run in each})
     if not (seeds[0] == seeds[1] and not same) and not (ours.keys() == theirs.keys() and not {*seeds[0]} & {*seeds[1]}):
         raise CoterieError("give other methods with the same seeds, or other seeds of the same methods")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from coterie.functional.metrics import REGISTRY, STD_OVER_CLUSTERS, Metric
@@ -34,15 +35,13 @@ def against_paper(comparison: Comparison) -> list[TextTable]:
     if comparison.pairs:
         broken = [one for one in comparison.pairs if not one.kept]
         kept = len(comparison.pairs) - len(broken)
-        foot = f"{kept} of the {len(comparison.pairs)} pairs that are clearly apart in the paper are in its order here."
-        tables.append(
-            TextTable(
-                "Pairs clearly apart in the paper and not in its order here",
-                ("better", "worse", "paper", "here", "kept"),
-                [_ordering(one, comparison) for one in broken],
-                foot,
-            )
-        )
+        said = f"{kept} of the {len(comparison.pairs)} pairs that are clearly apart in the paper are in its order here."
+        if broken:
+            title = "Pairs clearly apart in the paper and not in its order here"
+            head = ("better", "worse", "paper", "here", "kept")
+            tables.append(TextTable(title, head, [_ordering(one, comparison) for one in broken], said))
+        else:
+            tables[-1] = replace(tables[-1], foot=f"{tables[-1].foot} {said}".strip())
     return tables
 
 

@@ -77,6 +77,10 @@ def test_the_orderings_of_the_paper_are_checked(tmp_path):
     bad = compare.with_paper(compare.read(write_study(tmp_path / "b", Oracle=40, Alone=30, Random=20)))
     assert [o.kept for o in bad.chain] == [False]
     assert [o.kept for o in bad.pairs] == [False]
+    last_good, last_bad = _tables.against_paper(good)[-1], _tables.against_paper(bad)[-1]
+    assert last_good.foot == "1 of the 1 pairs that are clearly apart in the paper are in its order here."
+    assert last_good.title == "Orderings of the paper", "no table without a row"
+    assert (len(last_bad.rows), last_bad.foot[:13]) == (1, "0 of the 1 pa")
 
 
 def test_a_study_without_published_numbers_says_so(tmp_path):

@@ -318,6 +318,8 @@ def test_a_sweep_is_kept_as_one_study_with_its_points_in_the_labels(history, tmp
     os.utime(first, (0, (tmp_path / "small/summary.json").stat().st_mtime - 90))
     kept = stored.keep(tmp_path / "small", where=tmp_path / "kept")
     assert json.loads((kept / "origin.json").read_text())["elapsed_s"] == 90, "since its first point began"
+    with pytest.raises(CoterieError, match="cannot be joined"):
+        stored.keep(tmp_path / "small", join=True, where=tmp_path / "kept")
 
 
 def test_a_study_with_an_unfinished_run_or_one_without_a_commit_is_not_kept(history, tmp_path, write_run, final_rows):
