@@ -366,6 +366,23 @@ def test_the_claims_about_two_folds():
     assert all(0.06 < line.paper - line.ours < 0.1 for line in beside.lines if line.metric.endswith("accuracy_max"))
 
 
+def test_the_claims_about_uneven_labels():
+    study = "sosicfl/cifar10-simplecnn-dirichlet"
+    local, overall = (in_percent(study, metric) for metric in ("accuracy_max", "global_accuracy_max"))
+    words = "at best {:.1f} % locally and {:.1f} % globally, FedAvg {:.1f} % by both"
+    assert words.format(local["SosicFL"], overall["SosicFL"], local["FedAvg"]) in TEXT
+    assert abs(local["FedAvg"] - overall["FedAvg"]) < 0.05
+    times = json.loads((STORED / study / "summary.json").read_text())["time_to_accuracy"]
+    sooner = {one["metric"]: one["ratio"] for one in times}
+    assert f"reached {sooner['accuracy']:.1f} and {sooner['global_accuracy']:.1f} times sooner |" in TEXT
+    beside = compare.with_paper(compare.read(STORED / study))
+    assert all(0.055 < line.paper - line.ours < 0.08 for line in beside.lines if line.metric.endswith("accuracy_max"))
+    drawn = pd.read_csv(STORED / study / "variance.csv").pivot(index="round", columns="method", values="mean")
+    ratio = [drawn.loc[part].mean() for part in (slice(0, 99), slice(400, 499))]
+    first, last = (each["SosicFL"] / each["FedAvg"] for each in ratio)
+    assert f"is {first:.1f} times that of FedAvg in the first hundred rounds, and {last:.2f} times in the last" in TEXT
+
+
 def test_the_claims_about_similarities_of_neighbors():
     accuracy = in_percent("panm/ablation")
     both, last, whole = (accuracy[name] for name in ("PANMGrad", "PANMGrad, last update", "PANMGrad, whole way"))
