@@ -477,7 +477,8 @@ def _costs(study: StudyConfig, label: str) -> dict[str, float]:
 def full_size(study: StudyConfig) -> bool:
     """Whether a study has the sizes of the built-in one of its name: clients, samples, model, steps and rounds.
 
-    Of a sweep over such sizes each point counts. Seeds and the settings of methods may differ, swept or not. A study whose name is not built in is not of full size.
+    Of a sweep over such sizes each point counts. Seeds and the settings of methods may differ, swept or not. A study
+    whose name is not built in is not of full size.
     """
     if study.name not in builtin():
         return False
