@@ -377,10 +377,25 @@ def test_the_claims_about_uneven_labels():
     assert f"reached {sooner['accuracy']:.1f} and {sooner['global_accuracy']:.1f} times sooner |" in TEXT
     beside = compare.with_paper(compare.read(STORED / study))
     assert all(0.055 < line.paper - line.ours < 0.08 for line in beside.lines if line.metric.endswith("accuracy_max"))
-    drawn = pd.read_csv(STORED / study / "variance.csv").pivot(index="round", columns="method", values="mean")
-    ratio = [drawn.loc[part].mean() for part in (slice(0, 99), slice(400, 499))]
-    first, last = (each["SosicFL"] / each["FedAvg"] for each in ratio)
+    first, last = variance_beside_fedavg(study, slice(0, 99)), variance_beside_fedavg(study, slice(400, 499))
     assert f"is {first:.1f} times that of FedAvg in the first hundred rounds, and {last:.2f} times in the last" in TEXT
+
+
+def variance_beside_fedavg(study: str, rounds: slice) -> float:
+    """The variance of SosicFL's updates over that of FedAvg's, means over rounds."""
+    drawn = pd.read_csv(STORED / study / "variance.csv").pivot(index="round", columns="method", values="mean")
+    mean = drawn.loc[rounds].mean()
+    return float(mean["SosicFL"] / mean["FedAvg"])
+
+
+def test_the_claims_about_small_regions():
+    study = "sosicfl/cifar10-squeezenet-dirichlet"
+    local, overall = in_percent(study), in_percent(study, "global_accuracy")
+    assert f"{overall['SosicFL-All']:.1f} % globally, SosicFL {overall['SosicFL']:.1f} % |" in TEXT
+    assert local["SosicFL"] > local["SosicFL-All"] + 5 > local["FedAvg"] + 15
+    assert overall["FedAvg"] > overall["SosicFL"] + 10
+    first, last = variance_beside_fedavg(study, slice(0, 49)), variance_beside_fedavg(study, slice(200, 249))
+    assert f"by {100 * (1 - first):.0f} % at first and {100 * (1 - last):.0f} % later;" in TEXT
 
 
 def test_the_claims_about_similarities_of_neighbors():
