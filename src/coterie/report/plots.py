@@ -446,9 +446,12 @@ def shared_legend(panels: Sequence[Axes], ncols: int = 4) -> None:
 
 def legend_of(axes: Axes) -> None:
     """Name the lines above the axes, where nothing is drawn; without a name there is no legend."""
-    if not axes.get_legend_handles_labels()[0]:
+    names = axes.get_legend_handles_labels()[1]
+    if not names:
         return
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.12, 1.0), ncols=3, fontsize=7, columnspacing=1.2)
+    fit = int(17 * WIDTH) // (max(map(len, names)) + 8)  # letters of this size to an inch, and those that a line takes
+    ncols = min(3, max(1, fit, math.ceil(len(names) / 6)))
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.12, 1.0), ncols=ncols, fontsize=7, columnspacing=1.2)
 
 
 def panels_of(count: int) -> tuple[Figure, list[Axes]]:

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from importlib import resources
 from pathlib import Path
@@ -124,6 +125,16 @@ def test_several_metrics_have_a_panel_each(tmp_path, write_run):
         ["global_accuracy", 0, 0.25], ["global_accuracy", 1, 0.35], ["accuracy", 0, 0.5], ["accuracy", 1, 0.6],
     ]  # fmt: skip
     assert all(f">test {metric} (%)<" in path.read_text() for metric in ("accuracy", "global accuracy"))
+
+
+def test_long_names_of_methods_do_not_widen_a_figure(tmp_path, write_run):
+    metrics = [(0, 0, 0, "test", "current", "accuracy", 0.5)]
+    for i in range(4):
+        label = f"SosicFL, warm-up of {i} rounds"
+        write_run(tmp_path / "s" / label / "seed-0", kind="sosicfl", label=label, seed=0, metrics=metrics)
+    text = figures.plot([tmp_path / "s"], "curves", split="test", metric="accuracy", out=tmp_path / "c.svg").read_text()
+    (width,) = re.findall(r'<svg [^>]*width="([0-9.]+)pt"', text)
+    assert float(width) <= 72 * plots.WIDTH, "no wider than a column"
 
 
 def test_curves_mark_the_rounds_in_which_clusters_split(tmp_path, write_run):
