@@ -398,6 +398,17 @@ def test_the_claims_about_small_regions():
     assert f"by {100 * (1 - first):.0f} % at first and {100 * (1 - last):.0f} % later;" in TEXT
 
 
+def test_the_claims_about_a_late_start_of_regions():
+    best = in_percent("sosicfl/late-start", "accuracy_max")
+    early, late, never = (best[f"SosicFL warmup_rounds={rounds}"] for rounds in (0, 250, 500))
+    assert f"from round 250 at best {late:.1f} % locally, from the first round {early:.1f} % |" in TEXT
+    assert f"at best {never:.1f} % against {best['FedAvg']:.1f} % |" in TEXT
+    drawn = pd.read_csv(STORED / "sosicfl/late-start/sosicfl-8.csv")
+    drawn = drawn.pivot(index="round", columns="method", values="mean").loc[260:]
+    assert drawn["SosicFL warmup_rounds=250"].mean() > drawn["SosicFL warmup_rounds=0"].mean()
+    assert drawn["SosicFL warmup_rounds=500"].mean() < drawn["FedAvg"].mean()
+
+
 def test_the_claims_about_similarities_of_neighbors():
     accuracy = in_percent("panm/ablation")
     both, last, whole = (accuracy[name] for name in ("PANMGrad", "PANMGrad, last update", "PANMGrad, whole way"))
