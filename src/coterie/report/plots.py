@@ -442,6 +442,7 @@ def shared_legend(panels: Sequence[Axes], ncols: int = 4) -> None:
         named |= dict(zip(names, handles, strict=True))
     if isinstance(figure, Figure):
         figure.legend(list(named.values()), list(named), loc="outside upper center", ncols=ncols, fontsize=7)
+        figure.set_figheight(figure.get_figheight() + 0.16 * (math.ceil(len(named) / ncols) - 1))  # inches of a line
 
 
 def legend_of(axes: Axes) -> None:
