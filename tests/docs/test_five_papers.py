@@ -314,6 +314,34 @@ def test_the_claims_about_matched_neighbors():
     assert f"with PENS {100 * share['PENS']:.0f} %" in TEXT
 
 
+def test_the_claims_about_few_models_sent():
+    percent = in_percent("panm/low-budget")
+    own = [percent[f"PANM{kind} k={k}"] for kind in ("Loss", "Grad") for k in (2, 3)]
+    least = min(value for name, value in percent.items() if name.startswith("IFCA"))
+    words = "PANM has {:.1f} to {:.1f} %, FedAvg {:.1f} % and IFCA {:.1f} % and more"
+    assert words.format(min(own), max(own), percent["FedAvg"], least) in TEXT
+    drawn = pd.read_csv(STORED / "panm/low-budget/neighbors.csv")
+    drawn = drawn[drawn["metric"] == "own_cluster"].pivot(index="round", columns="method", values="mean").loc[40:]
+    assert drawn[["PANMLoss k=2", "PANMLoss k=3"]].mean().min() > 0.99
+    assert drawn["PANMGrad k=2"].mean() < 0.71
+    assert 0.6 < drawn["PANMGrad k=2"].loc[90:].mean() < 0.68
+    beside = compare.with_paper(compare.read(STORED / "panm/low-budget"))
+    below = {line.label: 100 * (line.paper - line.ours) for line in beside.lines if line.metric == "accuracy"}
+    assert all(6 < below[f"PANM{kind} k=3"] < 7.5 < 9 < below[f"PANM{kind} k=2"] < 10.5 for kind in ("Loss", "Grad"))
+    assert max(abs(below[name]) for name in ("FedAvg", "IFCA c=2", "IFCA c=3")) < 1
+
+
+def test_the_claims_about_the_inverse_temperature_of_similarities():
+    percent, base = in_percent("similarity/tau-cifar10-label-5"), in_percent("similarity/cifar10-label-5")
+    costs = []
+    for name, best in (("Inverse loss", 1), ("L2", 30), ("Cosine of weights", 1000)):
+        each = {tau: percent[f"{name} tau={tau}"] for tau in (1, 30, 1000)}
+        assert max(each, key=each.__getitem__) == best
+        assert min(each.values()) < base["Random"] < max(each.values())
+        costs.append(max(each.values()) - min(each.values()))
+    assert f"costs each {min(costs):.1f} to {max(costs):.1f} points |" in TEXT
+
+
 def test_the_claims_about_fewer_samples_and_more_clients():
     few, many = in_percent("panm/samples"), in_percent("panm/population")
     gaps = {
