@@ -137,6 +137,18 @@ def test_long_names_of_methods_do_not_widen_a_figure(tmp_path, write_run):
     assert float(width) <= 72 * plots.WIDTH, "no wider than a column"
 
 
+def test_a_legend_above_several_panels_takes_no_height_from_them(tmp_path, write_run):
+    heights = []
+    for count in (2, 9):
+        for i in range(count):
+            metrics = [(0, 0, 0, "test", "current", name, 0.5) for name in ("accuracy", "global_accuracy")]
+            folder = tmp_path / f"of-{count}" / f"Method {i}" / "seed-0"
+            write_run(folder, kind="sosicfl", label=f"Method {i}", seed=0, metrics=metrics)
+        text = figures.plot([tmp_path / f"of-{count}"], "sosicfl-4", out=tmp_path / f"{count}.svg").read_text()
+        heights.append(float(re.findall(r'<svg [^>]*height="([0-9.]+)pt"', text)[0]))
+    assert 20 < heights[1] - heights[0] < 40, "two more lines of names"
+
+
 def test_curves_mark_the_rounds_in_which_clusters_split(tmp_path, write_run):
     """One cluster in rounds 0 and 1, two from round 2 on: FedGWC's figure 2 has a line, its table their number."""
     found = {0: (0, 0), 1: (0, 0), 2: (0, 1), 3: (0, 1)}
