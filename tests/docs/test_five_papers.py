@@ -342,6 +342,16 @@ def test_the_claims_about_the_inverse_temperature_of_similarities():
     assert f"costs each {min(costs):.1f} to {max(costs):.1f} points |" in TEXT
 
 
+def test_the_claims_about_the_number_of_sampled_peers():
+    percent = in_percent("similarity/peers")
+    of = {name: [percent[f"{name} num_peers={peers}"] for peers in (1, 5, 20)] for name in SIMILARITIES}
+    first, then = ({name: each[i + 1] - each[i] for name, each in of.items()} for i in (0, 1))
+    words = "gains {:.1f} to {:.1f} points, from five to twenty inverse loss {:.1f} and the cosines {:.1f} and {:.1f};"
+    cosines = (then["Cosine of updates"], then["Cosine of weights"])
+    said = words.format(min(first.values()), max(first.values()), then["Inverse loss"], *cosines)
+    assert f"{said} L2 then loses {-then['L2']:.1f} |" in TEXT
+
+
 def test_the_claims_about_fewer_samples_and_more_clients():
     few, many = in_percent("panm/samples"), in_percent("panm/population")
     gaps = {
