@@ -401,11 +401,17 @@ def _of_commits(commits: Iterable[str]) -> Content:
 def _command(begun: str, study: config.StudyConfig) -> str:
     """Return a command that ran a part of a built-in study, with the methods and seeds of this one."""
     kept = _without(begun, {"--seeds": "", "--set": "use_methods="})
-    seeds, labels = list(study.seeds), [entry.label for entry in study.methods]
+    seeds, built_in = list(study.seeds), [entry.label for entry in config.load(study.name).methods]
+    labels = list(dict.fromkeys(_unswept(entry.label, built_in) for entry in study.methods))
     kept += ["--seeds", str(len(seeds)) if seeds == [*range(len(seeds))] else ",".join(map(str, seeds))]
-    if {entry.label for entry in config.load(study.name).methods} != {*labels}:
+    if {*built_in} != {*labels}:
         kept += ["--set", "use_methods=" + json.dumps(labels, separators=(",", ":"))]
     return shlex.join(kept)
+
+
+def _unswept(label: str, built_in: Sequence[str]) -> str:
+    """Return the method of a point of a sweep, "DAC" of "DAC tau=3", and any other label as it is."""
+    return max((own for own in built_in if f"{label} ".startswith(f"{own} ")), key=len, default=label)
 
 
 def _lines(rows: Sequence[Any]) -> bytes:

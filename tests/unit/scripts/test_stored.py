@@ -417,6 +417,19 @@ def test_a_study_whose_methods_ran_by_commands_of_their_own_is_repeated_by_one(
     assert told["command"] == """coterie run rotated-digits --seeds 2 --set 'use_methods=["Local","Random"]'"""
 
 
+@pytest.mark.parametrize(
+    ("name", "labels", "methods"),
+    [
+        ("dac/tau", ["DAC tau=1", "DAC tau=3"], ""),
+        ("similarity/peers", ["L2 num_peers=1", "L2 FedSim num_peers=1"], ' --set \'use_methods=["L2","L2 FedSim"]\''),
+    ],
+)
+def test_the_command_of_a_sweep_names_methods_and_not_their_points(name, labels, methods):
+    study = config.load(name)
+    expanded = replace(study, seeds=(0,), methods=tuple(replace(study.methods[0], label=label) for label in labels))
+    assert stored._command(f"coterie run {name} --seeds 1", expanded) == f"coterie run {name} --seeds 1{methods}"
+
+
 def test_joined_runs_have_the_rounds_of_the_longest(history, tmp_path, write_run, final_rows):
     """A method with fewer rounds of its own does not make the study a shorter one."""
     first, second = (
