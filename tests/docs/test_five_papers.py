@@ -381,6 +381,8 @@ def test_the_claims_about_fedgwc_beside_other_methods():
     assert was["FeSEM 3"] > was["FedGWC paper"]
     assert f"from {percent['FedProx']:.1f} % to {percent['FedGWC paper+FedProx']:.1f} % |" in TEXT
     assert percent["FedAvgM"] < 1.05 < 10 < percent["FedGWC paper+FedAvgM"] < percent["FedAvg"]
+    half, lifted = percent["FedAvgM 0.5"], percent["FedGWC paper+FedAvgM 0.5"]
+    assert f"from {half:.1f} % to {lifted:.1f} % with a momentum of 0.5;" in TEXT
     beta = in_percent("fedgwc/beta")
     words = "{:.1f} %, as with 0.1, {:.1f} %; with 4 it does not split and has {:.1f} %."
     assert words.format(gwc, beta["FedGWC beta=0.1"], beta["FedGWC beta=4"]) in TEXT
