@@ -292,9 +292,8 @@ def labels(runs: Named) -> Drawn:
             rows += [(name, g, column, int(h)) for g, h in zip(groups_found, height, strict=True)]
         axes.set_xticks(range(len(groups_found)), [str(g) for g in groups_found])
         axes.set(title=name, xlabel="found cluster", ylabel="clients")
-    handles, names = panels[0].get_legend_handles_labels()
-    if len(names) <= 12:
-        figure.legend(handles, names, loc="outside upper center", ncols=4, fontsize=7)
+    if len(panels[0].get_legend_handles_labels()[1]) <= 12:
+        shared_legend(panels)
     return figure, pd.DataFrame(rows, columns=["method", "found", "of", "count"])
 
 
