@@ -32,6 +32,7 @@ from _pages import REFERENCE, ROOT, STORED, table, write
 from coterie._util.files import write_atomically
 from coterie.errors import CoterieError
 from coterie.methods import METHODS
+from coterie.report.plots import bare
 from coterie.results import summary
 from coterie.simulation import final_metrics
 from coterie.studies import config, sweep
@@ -401,17 +402,13 @@ def _of_commits(commits: Iterable[str]) -> Content:
 def _command(begun: str, study: config.StudyConfig) -> str:
     """Return a command that ran a part of a built-in study, with the methods and seeds of this one."""
     kept = _without(begun, {"--seeds": "", "--set": "use_methods="})
-    seeds, built_in = list(study.seeds), [entry.label for entry in config.load(study.name).methods]
-    labels = list(dict.fromkeys(_unswept(entry.label, built_in) for entry in study.methods))
+    seeds, built_in = list(study.seeds), config.load(study.name)
+    swept = [path.rpartition(".")[2] for path in built_in.sweep]
+    labels = list(dict.fromkeys(bare(entry.label, swept) for entry in study.methods))
     kept += ["--seeds", str(len(seeds)) if seeds == [*range(len(seeds))] else ",".join(map(str, seeds))]
-    if {*built_in} != {*labels}:
+    if {entry.label for entry in built_in.methods} != {*labels}:
         kept += ["--set", "use_methods=" + json.dumps(labels, separators=(",", ":"))]
     return shlex.join(kept)
-
-
-def _unswept(label: str, built_in: Sequence[str]) -> str:
-    """Return the method of a point of a sweep, "DAC" of "DAC tau=3", and any other label as it is."""
-    return max((own for own in built_in if f"{label} ".startswith(f"{own} ")), key=len, default=label)
 
 
 def _lines(rows: Sequence[Any]) -> bytes:
