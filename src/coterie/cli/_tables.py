@@ -24,22 +24,16 @@ def against_paper(comparison: Comparison) -> list[TextTable]:
         tables.append(_numbers(comparison, chosen, f"{comparison.study}: rows chosen here, beside the published ones"))
     if ledger := [line for line in comparison.lines if line.predicted]:
         tables.append(costs(comparison.study, ledger))
+    head = ("better", "worse", "paper", "here", "kept")
     if comparison.chain:
-        tables.append(
-            TextTable(
-                "Orderings of the paper",
-                ("better", "worse", "paper", "here", "kept"),
-                [_ordering(one, comparison) for one in comparison.chain],
-            )
-        )
+        rows = [_ordering(one, comparison) for one in comparison.chain]
+        tables.append(TextTable("Orderings of the paper", head, rows))
     if comparison.pairs:
-        broken = [one for one in comparison.pairs if not one.kept]
+        broken = [_ordering(one, comparison) for one in comparison.pairs if not one.kept]
         kept = len(comparison.pairs) - len(broken)
         said = f"{kept} of the {len(comparison.pairs)} pairs that are clearly apart in the paper are in its order here."
         if broken:
-            title = "Pairs clearly apart in the paper and not in its order here"
-            head = ("better", "worse", "paper", "here", "kept")
-            tables.append(TextTable(title, head, [_ordering(one, comparison) for one in broken], said))
+            tables.append(TextTable("Pairs clearly apart in the paper and not in its order here", head, broken, said))
         else:
             tables[-1] = replace(tables[-1], foot=f"{tables[-1].foot} {said}".strip())
     return tables
