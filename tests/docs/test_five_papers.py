@@ -43,6 +43,12 @@ def share_of_own(table: str, *, size: int) -> "pd.Series[float]":
     return totals["own"] / totals["times"]
 
 
+def own_cluster(table: str) -> pd.DataFrame:
+    """The share of each method's reads (columns) in each round (index) that are of the own cluster, mean over seeds."""
+    drawn = pd.read_csv(STORED / table)
+    return drawn[drawn["metric"] == "own_cluster"].pivot(index="round", columns="method", values="mean")
+
+
 def test_the_claims_about_synthetic_concept_shift():
     mse = means("similarity/synthetic", "mse")
     assert mse["Local (tuned)"] < min(mse["L2"], mse["Inverse loss"])
@@ -202,8 +208,7 @@ def test_the_claims_about_the_inverse_temperature_of_dac():
     lost = [percent["DAC tau=30", cluster] - percent["DAC tau=100", cluster] for cluster in clusters]
     assert f"by {min(lost):.1f} to {max(lost):.1f} points; how far" in TEXT
     assert min(lost) > 0.5
-    drawn = pd.read_csv(STORED / "dac/tau/neighbors.csv")
-    own = 100 * drawn[drawn["metric"] == "own_cluster"].groupby("method")["mean"].mean()
+    own = 100 * own_cluster("dac/tau/neighbors.csv").mean()
     words = "With `1` that is `{:.0f}` % of all reads, by chance `53`; with `10` it is `{:.0f}`, with `30` `{:.0f}`"
     words += " and with `100` `{:.0f}` %."
     note = " ".join((STORED / "dac/tau/notes.md").read_text().split())
@@ -320,8 +325,7 @@ def test_the_claims_about_few_models_sent():
     least = min(value for name, value in percent.items() if name.startswith("IFCA"))
     words = "PANM has {:.1f} to {:.1f} %, FedAvg {:.1f} % and IFCA {:.1f} % and more"
     assert words.format(min(own), max(own), percent["FedAvg"], least) in TEXT
-    drawn = pd.read_csv(STORED / "panm/low-budget/neighbors.csv")
-    drawn = drawn[drawn["metric"] == "own_cluster"].pivot(index="round", columns="method", values="mean").loc[40:]
+    drawn = own_cluster("panm/low-budget/neighbors.csv").loc[40:]
     assert drawn[["PANMLoss k=2", "PANMLoss k=3"]].mean().min() > 0.99
     assert drawn["PANMGrad k=2"].mean() < 0.71
     assert 0.6 < drawn["PANMGrad k=2"].loc[90:].mean() < 0.68
@@ -454,8 +458,7 @@ def test_the_claims_about_similarities_of_neighbors():
     both, last, whole = (accuracy[name] for name in ("PANMGrad", "PANMGrad, last update", "PANMGrad, whole way"))
     assert both > max(last, whole) + 5
     assert f"{both:.1f} % with both, {last:.1f} % and {whole:.1f} % with one" in TEXT
-    drawn = pd.read_csv(STORED / "panm/ablation/panm-2.csv")
-    drawn = drawn[drawn["metric"] == "own_cluster"].pivot_table(index="round", columns="method", values="mean")
+    drawn = own_cluster("panm/ablation/panm-2.csv")
     assert drawn["PANMGrad"].loc[20:].min() > 0.98
     assert drawn["PANMGrad, whole way"].loc[20:].between(0.83, 0.9).all()
     assert drawn["PANMGrad, last update"].loc[:10].max() > 0.7 > 0.46 > drawn["PANMGrad, last update"].loc[90:].max()
