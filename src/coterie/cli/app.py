@@ -54,7 +54,7 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", "-s", metavar="PATH=VALUE", help="Change a setting, e.g. methods.dac.tau=30. Repeatable."),
 ]
-Seeds = Annotated[str | None, typer.Option(help="The number of seeds (5), or a list (0,3,7).")]
+Seeds = Annotated[str | None, typer.Option(help="The number of seeds (5), or a list (0,3,7); 7, is seed 7 alone.")]
 On = _cluster.On
 Cpus = _cluster.Cpus
 Gpus = _cluster.Gpus

@@ -110,13 +110,15 @@ def read_seeds(text: str) -> int | list[int]:
         ConfigError: when it is neither.
 
     Example:
-        >>> read_seeds("5"), read_seeds("0,3,7")
-        (5, [0, 3, 7])
+        >>> read_seeds("5"), read_seeds("0,3,7"), read_seeds("7,")
+        (5, [0, 3, 7], [7])
     """
-    parts = [part.strip() for part in text.split(",")]
+    parts = [part.strip() for part in text.strip().removesuffix(",").split(",")]
     if not all(part.isdecimal() and len(part) < 100 for part in parts):
-        raise ConfigError(f"--seeds is {text!r}; expected a number of seeds (5), or a list (0,3,7)")
-    return int(parts[0]) if len(parts) == 1 else [int(part) for part in parts]
+        raise ConfigError(
+            f"--seeds is {text!r}; expected a number of seeds (5), a list (0,3,7), or a list of one seed (7,)"
+        )
+    return [int(part) for part in parts] if "," in text else int(parts[0])
 
 
 def table(study: StudyConfig, *, decided: bool = True) -> dict[str, Any]:

@@ -147,6 +147,7 @@ def test_an_existing_study_is_refused_then_resumed_then_overwritten(coterie, tmp
         (("run", "tiny.toml", "--seeds", "few"), "--seeds is 'few'; expected a number of seeds"),
         (("run", "tiny.toml", "--seeds", "99999999999999999999"), "expected a number of seeds, 1 to 10000, or a list"),
         (("run", "tiny.toml", "--seeds", "0,99999999999999999999"), "and below 2^63"),
+        (("run", "tiny.toml", "--seeds", ","), "--seeds is ','; expected a number of seeds"),
         (("run", "tiny.toml", "--seeds", "²"), "--seeds is '²'; expected a number of seeds"),
         (("run", "tiny.toml", "--set", "rounds=99999999999999999999"), "and below 2^63"),
         (("run", "tiny.toml", "--scale", "1e300"), "scale is 1e+300; expected a number, above 0 and at most 1000"),
