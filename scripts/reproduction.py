@@ -187,10 +187,10 @@ def filled(text: str, folder: Path) -> str:
 
     `{{EXPRESSION}}` or `{{EXPRESSION:FORMAT}}` is the value of an expression in Python over
 
-        value(LABEL, METRIC, study=STUDY, cluster=CLUSTER)
+        value(LABEL, METRIC, study=STUDY, cluster=CLUSTER, seed=SEED)
                                              the mean over clients and seeds, or of one cluster, or over "clusters"; of
-                                             another stored study where one is named
-        trial(LABEL, METRIC)                 the same, of a run with one setting changed
+                                             another stored study where one is named; of one seed where one is given
+        trial(LABEL, METRIC, seed=SEED)      the same, of a run with one setting changed
         trained(LABEL)                       rounds in which a client trained, mean over clients and seeds
         setting(PATH)                        of the study's config.toml, such as "data.num_clients"
         kept, clear                          pairs that the paper shows clearly apart, and those in its order here
@@ -201,11 +201,17 @@ def filled(text: str, folder: Path) -> str:
         text: the notes, without numbers of results but these.
         folder: the stored study.
     """
-    rows = {}
+    rows: dict[Path, dict[tuple[Any, ...], float]] = {}
     for name in {folder, trials_of(folder), *STORED.glob("*/*")}:
         if (name / "summary.json").exists():
             content = json.loads((name / "summary.json").read_text())["rows"]
-            rows[name] = {(row["label"], row["metric"], row["cluster"]): row["mean"] for row in content}
+            rows[name] = {(row["label"], row["metric"], row["cluster"], None): row["mean"] for row in content}
+        if (name / "runs.json").exists():
+            for run in json.loads((name / "runs.json").read_text()):
+                rows[name] |= {
+                    (run["label"], metric, cluster, run["seed"]): mean
+                    for metric, means in run["values"].items() for cluster, mean in means.items()
+                }  # fmt: skip
     config, seen = tomllib.loads((folder / "config.toml").read_text()), []
 
     def setting(path: str) -> object:
@@ -222,10 +228,10 @@ def filled(text: str, folder: Path) -> str:
     result = compare.read(folder)
     pairs = [] if result.experiment is None else compare.with_paper(result).pairs
     names: dict[str, Any] = {
-        "value": lambda label, metric, study="", cluster="all": (
-            rows[STORED / study if study else folder][label, metric, cluster]
+        "value": lambda label, metric, study="", cluster="all", seed=None: (
+            rows[STORED / study if study else folder][label, metric, cluster, seed]
         ),
-        "trial": lambda label, metric: rows[trials_of(folder)][label, metric, "all"],
+        "trial": lambda label, metric, seed=None: rows[trials_of(folder)][label, metric, "all", seed],
         "trained": lambda label: origin["rounds_trained"][label],
         "setting": setting, "typed": typed, "paper": str, "kept": sum(one.kept for one in pairs), "clear": len(pairs),
     }  # fmt: skip

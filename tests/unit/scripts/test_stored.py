@@ -502,6 +502,16 @@ def test_notes_are_filled_in_from_what_is_stored():
         reproduction.filled('{{value("FedAvg", "rand")}}', folder)
 
 
+def test_notes_can_speak_of_one_seed():
+    folder = stored.STORED / "dac/cifar10-rotation-4x25"
+    runs = [run for run in json.loads((folder / "runs.json").read_text()) if run["label"] == "DAC"]
+    each = {run["seed"]: run["values"]["accuracy"]["clusters"] for run in runs}
+    text = '{{value("DAC", "accuracy", cluster="clusters", seed=1):.4f}}'
+    assert reproduction.filled(text, folder) == f"{each[1]:.4f}" != f"{each[0]:.4f}"
+    mean = reproduction.filled('{{value("DAC", "accuracy", cluster="clusters"):.4f}}', folder)
+    assert mean == f"{sum(each.values()) / len(each):.4f}"
+
+
 @pytest.mark.parametrize(
     ("commands", "told"),
     [
