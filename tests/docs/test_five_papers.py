@@ -284,6 +284,24 @@ def test_the_claims_about_equal_clusters():
     assert max(spread["Oracle"], spread["Local"]) < 1.3 < 6.6 < min(spread["DAC"], spread["Random"])
 
 
+def test_the_claims_about_first_models():
+    shared, own = by_seed("dac/init"), by_seed("dac/cifar10-rotation-70-20-5-5")
+    assert shared.index.tolist() == own.index.tolist() == [0, 1]
+    own = own[["DAC", "Random"]].set_axis(shared.columns, axis=1)
+    fell = "DAC falls from {:.1f} % to {:.1f} % over the clusters and random peers from {:.1f} % to {:.1f} %"
+    means = [one.mean()[f"{name} init=shared"] for name in ("DAC", "Random") for one in (own, shared)]
+    assert fell.format(*means) in TEXT
+    apart = [abs(one.loc[0] - one.loc[1]).max() for one in (shared, own)]
+    assert "within {:.1f} points of each other, and with one each up to {:.1f} apart".format(*apart) in TEXT
+    assert (shared["DAC init=shared"] > shared["Random init=shared"] + 0.5).all()
+    comparison = compare.with_paper(compare.read(STORED / "dac/cifar10-rotation-70-20-5-5"))
+    printed = {line.label: 100 * line.paper for line in comparison.lines if line.cluster == "clusters"}
+    assert min(printed["DAC"], printed["Random"]) > max(own.max().max(), shared.max().max())
+    for seed in shared.index:
+        turned = {name: value for (name, cluster), value in percents("dac/init", seed=seed).items() if "180" in cluster}
+        assert turned["DAC init=shared"] > turned["Random init=shared"]
+
+
 def readers_among_vehicles(reads: pd.DataFrame) -> "pd.Series[int]":
     """How many of the first forty clients, those with vehicles, read each of them."""
     inside = reads[(reads[["reader", "read"]] < 40).all(axis=1)]
