@@ -282,6 +282,10 @@ def test_the_claims_about_equal_clusters():
     assert all(each[name].idxmin() == 1 for name in ("DAC", "Random", "PENS"))
     spread = each.max() - each.min()
     assert max(spread["Oracle"], spread["Local"]) < 1.3 < 6.6 < min(spread["DAC"], spread["Random"])
+    shared = by_seed(f"{study}-trials")["Random, init = shared"]
+    assert shared.index.tolist() == [1, 2]
+    assert abs(shared[1] - shared[2]) < 0.3
+    assert each["Random"].mean() > shared.mean() + 4
 
 
 def test_the_claims_about_first_models():
