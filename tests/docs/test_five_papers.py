@@ -375,6 +375,25 @@ def test_the_claims_about_matched_neighbors():
     assert f"with PENS {100 * share['PENS']:.0f} %" in TEXT
 
 
+def test_the_claims_about_neighbors_with_fashion():
+    four, two = in_percent("panm/fmnist-4"), in_percent("panm/fmnist-2")
+    panm = [[accuracy["PANMLoss"], accuracy["PANMGrad"]] for accuracy in (four, two)]
+    above = [accuracy["Oracle"] - value for accuracy, own in zip((four, two), panm, strict=True) for value in own]
+    assert f"it is above both by {min(above):.1f} to {max(above):.1f} points" in TEXT
+    below = [min(own) - accuracy["PENS"] for accuracy, own in zip((four, two), panm, strict=True)]
+    assert "PENS is {:.1f} below PANM in four clusters, {:.1f} in two |".format(*below) in TEXT
+    ifca = max(four[f"IFCA c={clusters}"] for clusters in (2, 3, 4))
+    words = "{:.1f} % beside at most {:.1f} % of IFCA, and not in two, {:.1f} % beside {:.1f} %"
+    assert words.format(max(panm[0]), ifca, max(panm[1]), two["IFCA c=2"]) in TEXT
+    assert min(panm[0]) > ifca
+    differ = set()
+    for study in ("panm/fmnist-4", "panm/fmnist-2"):
+        comparison = compare.with_paper(compare.read(STORED / study))
+        assert all(1.4 < 100 * (line.paper - line.ours) < 9.5 for line in comparison.lines)
+        differ |= {(one.better[:6], one.worse) for one in comparison.pairs if not one.kept}
+    assert differ == {("ifca_c", "oracle/fedavg"), ("ifca_c", "panm_grad/fedavg")}
+
+
 def test_the_claims_about_few_models_sent():
     percent = in_percent("panm/low-budget")
     own = [percent[f"PANM{kind} k={k}"] for kind in ("Loss", "Grad") for k in (2, 3)]
