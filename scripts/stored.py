@@ -405,7 +405,8 @@ def _command(begun: str, study: config.StudyConfig) -> str:
     seeds, built_in = list(study.seeds), config.load(study.name)
     swept = [path.rpartition(".")[2] for path in built_in.sweep]
     labels = list(dict.fromkeys(bare(entry.label, swept) for entry in study.methods))
-    kept += ["--seeds", str(len(seeds)) if seeds == [*range(len(seeds))] else ",".join(map(str, seeds))]
+    listed = ",".join(map(str, seeds)) + ("," if len(seeds) == 1 else "")  # of one seed; "7" would be seven
+    kept += ["--seeds", str(len(seeds)) if seeds == [*range(len(seeds))] else listed]
     if {entry.label for entry in built_in.methods} != {*labels}:
         kept += ["--set", "use_methods=" + json.dumps(labels, separators=(",", ":"))]
     return shlex.join(kept)

@@ -430,6 +430,14 @@ def test_the_command_of_a_sweep_names_methods_and_not_their_points(name, labels,
     assert stored._command(f"coterie run {name} --seeds 1", expanded) == f"coterie run {name} --seeds 1{methods}"
 
 
+@pytest.mark.parametrize(("seeds", "said"), [((0,), "1"), ((0, 1), "2"), ((1,), "1,"), ((1, 2), "1,2")])
+def test_the_command_of_joined_runs_says_their_seeds(seeds, said):
+    study = replace(config.load("dac/cifar10-rotation-4x25"), seeds=seeds)
+    command = stored._command("coterie run dac/cifar10-rotation-4x25 --seeds 5", study)
+    assert command == f"coterie run dac/cifar10-rotation-4x25 --seeds {said}"
+    assert config.load(study.name, [f"seeds={config.read_seeds(said)}"]).seeds == seeds
+
+
 def test_joined_runs_have_the_rounds_of_the_longest(history, tmp_path, write_run, final_rows):
     """A method with fewer rounds of its own does not make the study a shorter one."""
     first, second = (
