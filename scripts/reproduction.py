@@ -12,6 +12,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -201,17 +202,18 @@ def filled(text: str, folder: Path) -> str:
         text: the notes, without numbers of results but these.
         folder: the stored study.
     """
-    rows: dict[Path, dict[tuple[Any, ...], float]] = {}
-    for name in {folder, trials_of(folder), *STORED.glob("*/*")}:
-        if (name / "summary.json").exists():
-            content = json.loads((name / "summary.json").read_text())["rows"]
-            rows[name] = {(row["label"], row["metric"], row["cluster"], None): row["mean"] for row in content}
-        if (name / "runs.json").exists():
-            for run in json.loads((name / "runs.json").read_text()):
-                rows[name] |= {
-                    (run["label"], metric, cluster, run["seed"]): mean
-                    for metric, means in run["values"].items() for cluster, mean in means.items()
-                }  # fmt: skip
+
+    @cache
+    def means(of: Path) -> dict[tuple[Any, ...], float]:
+        """The means of a stored study, by label, metric, cluster and seed; over all seeds the seed is None."""
+        rows = json.loads((of / "summary.json").read_text())["rows"]
+        found = {(row["label"], row["metric"], row["cluster"], None): row["mean"] for row in rows}
+        each = json.loads((of / "runs.json").read_text()) if (of / "runs.json").exists() else []
+        return found | {
+            (run["label"], metric, cluster, run["seed"]): mean
+            for run in each for metric, clusters in run["values"].items() for cluster, mean in clusters.items()
+        }  # fmt: skip
+
     config, seen = tomllib.loads((folder / "config.toml").read_text()), []
 
     def setting(path: str) -> object:
@@ -229,9 +231,9 @@ def filled(text: str, folder: Path) -> str:
     pairs = [] if result.experiment is None else compare.with_paper(result).pairs
     names: dict[str, Any] = {
         "value": lambda label, metric, study="", cluster="all", seed=None: (
-            rows[STORED / study if study else folder][label, metric, cluster, seed]
+            means(STORED / study if study else folder)[label, metric, cluster, seed]
         ),
-        "trial": lambda label, metric, seed=None: rows[trials_of(folder)][label, metric, "all", seed],
+        "trial": lambda label, metric, seed=None: means(trials_of(folder))[label, metric, "all", seed],
         "trained": lambda label: origin["rounds_trained"][label],
         "setting": setting, "typed": typed, "paper": str, "kept": sum(one.kept for one in pairs), "clear": len(pairs),
     }  # fmt: skip
