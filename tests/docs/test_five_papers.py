@@ -390,6 +390,12 @@ def test_the_claims_about_neighbors_with_fashion():
         assert all(1.4 < 100 * (line.paper - line.ours) < 9.5 for line in comparison.lines)
         differ |= {(one.better[:6], one.worse) for one in comparison.pairs if not one.kept}
     assert differ == {("ifca_c", "oracle/fedavg"), ("ifca_c", "panm_grad/fedavg")}
+    printed = {one.row: one.mean for one in published("panm/panm_fmnist_4c")}
+    rows = [f"ifca_c{clusters}/fedavg" for clusters in (2, 3, 4)]
+    assert min(printed[row] for row in rows) > max(printed[f"panm_{kind}/fedavg"] for kind in ("loss", "grad"))
+    own = [own_cluster(f"panm/{study}/neighbors.csv").loc[35:].mean() for study in ("fmnist-4", "fmnist-2")]
+    assert all(one[f"PANM{kind}"] == 1 for one in own for kind in ("Loss", "Grad"))
+    assert 0.68 < own[0]["PENS"] < 0.73 < 0.98 < own[1]["PENS"]
 
 
 def test_the_claims_about_few_models_sent():
