@@ -23,7 +23,7 @@ from coterie.engine.optim import YOUNGER, LocalTraining
 from coterie.errors import ConfigError, require, unknown
 from coterie.methods import METHODS, registry
 from coterie.simulation.settings import Settings
-from coterie.studies.definition import LABEL, MethodConfig, ModelConfig, StudyConfig, folded, is_label, written
+from coterie.studies.definition import LABEL, MethodConfig, ModelConfig, StudyConfig, called, folded, is_label, written
 from coterie.studies.named import builtin
 
 DEFAULT_STUDY = "rotated-digits"
@@ -431,7 +431,7 @@ def assign(content: dict[str, Any], assignment: str) -> None:
     """Put one `path=value` into the table of a study file, in place.
 
     The value is TOML; what is not TOML is taken as text. `methods.NAME.key` reaches the method of that label, or else
-    all methods of that kind.
+    all methods of that kind; see `definition.called`.
 
     Raises:
         ConfigError: when it is no assignment, or leads nowhere.
@@ -509,14 +509,12 @@ def _merge_methods(methods: Sequence[dict[str, Any]], changes: Mapping[str, Any]
 
 
 def _named(methods: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """The methods of a label, or else those of a kind."""
-    labels = [_label(entry) for entry in methods]
-    kinds = [str(entry.get("kind")) for entry in methods]
-    for names in (labels, kinds):
-        found = [entry for entry, own in zip(methods, names, strict=True) if folded(own) == folded(name)]
-        if found:
-            return found
-    raise ConfigError(unknown("method of this study", name, {*labels, *kinds}))
+    """The methods of a label, or else those of a kind; see `called`."""
+    names = [(_label(entry), str(entry.get("kind"))) for entry in methods]
+    found = [methods[place] for place in called(name, names)]
+    if not found:
+        raise ConfigError(unknown("method of this study", name, {one for pair in names for one in pair}))
+    return found
 
 
 def _kind(entry: Mapping[str, Any]) -> str:

@@ -33,6 +33,32 @@ def folded(name: str) -> str:
     return written(written(name).casefold())
 
 
+def called(name: str, methods: Sequence[tuple[str, str]]) -> list[int]:
+    """Return which methods of a study a name reaches: those of that label, or else all of that kind.
+
+    A name that is written as a label or kind is goes before one that differs from it by case: beside the labels FedGWC
+    and coterie of the kind fedgwc, `FedGWC` is the first and `fedgwc` both.
+
+    Args:
+        name: as it was typed.
+        methods: the label and the kind of each.
+
+    Returns:
+        Their places, in order; none when no method is called so.
+
+    Example:
+        >>> methods = [("FedGWC", "fedgwc"), ("coterie", "fedgwc"), ("IFCA", "ifca")]
+        >>> [called(name, methods) for name in ("FedGWC", "fedgwc", "Fedgwc", "local")]
+        [[0], [0, 1], [0], []]
+    """
+    for read in (written, folded):
+        for names in zip(*methods, strict=True):
+            found = [place for place, own in enumerate(names) if read(own) == read(name)]
+            if found:
+                return found
+    return []
+
+
 def is_label(name: str) -> bool:
     """Return whether a method can be labeled so.
 

@@ -24,7 +24,7 @@ from coterie.simulation.run import Note, Observer
 from coterie.simulation.workers import FanOut
 from coterie.studies import config
 from coterie.studies.config import keys, put
-from coterie.studies.definition import StudyConfig, folded
+from coterie.studies.definition import StudyConfig, called
 from coterie.studies.run import CONFIG, FederationSource, Study, read_study, run_study, stored
 
 _FEDERATED = ("data", "model")
@@ -209,9 +209,8 @@ def _methods(entries: Sequence[dict[str, Any]], axes: Sequence[_Axis]) -> Iterat
 
 
 def _concerns(axis: _Axis, entry: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether an axis varies a method: it names the method's label, or its kind where no label is so called."""
+    """Whether an axis varies a method: the name in its path reaches it."""
     if axis.path[0] != "methods":
         return True
-    name = folded(axis.path[1])
-    labels = [folded(other["label"]) for other in entries]
-    return folded(entry["label"]) == name if name in labels else folded(entry["kind"]) == name
+    names = [(other["label"], other["kind"]) for other in entries]
+    return any(entries[place] is entry for place in called(axis.path[1], names))

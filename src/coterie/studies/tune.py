@@ -29,7 +29,7 @@ from coterie.simulation.settings import Settings
 from coterie.simulation.workers import FanOut, fan_out
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
-from coterie.studies.definition import OWN, MethodConfig, folded
+from coterie.studies.definition import OWN, called
 
 Point = tuple[tuple[str, Any], ...]
 """One choice: (setting, value) for each axis of the grid."""
@@ -161,7 +161,7 @@ def tune(
     tried = replace(study, seeds=tuple(own if seeds is None else seeds)).seeds  # which checks them
     grids = {entry.label: _grid_of(study, entry.label, grid) for entry in study.methods}
     for path in grid:
-        if not any(_setting(path, entry) in grids[entry.label] for entry in study.methods):
+        if not any(_setting(path, label, study) in axes for label, axes in grids.items()):
             raise ConfigError(f"--grid: no method of the study has a setting {path!r}; coterie methods lists them")
     work = _Work(config.dumps(replace(study, sweep={}, tune={}), decided=False), data_dir, federation, model)
     data = lru_cache(maxsize=1)(work.data)  # one object for the trials of a seed
@@ -299,7 +299,7 @@ def _grid_of(study: StudyConfig, label: str, grid: Mapping[str, Sequence[Any]]) 
     axes: dict[str, tuple[Any, ...]] = {}
     for path, values in sorted(grid.items(), key=lambda item: item[0].startswith("methods.")):
         require(len(values) > 0, f"grid of {path}", list(values), "at least one value")
-        key = _setting(path, entry)
+        key = _setting(path, label, study)
         if key in known:
             axes[key] = tuple(values)
         elif key is not None and path.startswith("methods."):
@@ -307,12 +307,13 @@ def _grid_of(study: StudyConfig, label: str, grid: Mapping[str, Sequence[Any]]) 
     return axes
 
 
-def _setting(path: str, entry: MethodConfig) -> str | None:
-    """The setting that an axis names for a method, given for all, or for those of its label or kind; else None."""
+def _setting(path: str, label: str, study: StudyConfig) -> str | None:
+    """The setting that an axis names for a method, given for all, or under a name that reaches it; else None."""
     if not path.startswith("methods."):
         return path
     head, _, key = path.removeprefix("methods.").rpartition(".")
-    return key if folded(head.strip('"')) in (folded(entry.label), folded(entry.kind)) else None
+    reached = called(head.strip('"'), [(entry.label, entry.kind) for entry in study.methods])
+    return key if label in (study.methods[place].label for place in reached) else None
 
 
 def _points(axes: Mapping[str, Sequence[Any]]) -> list[Point]:

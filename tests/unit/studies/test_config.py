@@ -165,6 +165,14 @@ def test_set_reaches_a_method_by_label_or_else_all_of_a_kind():
     assert (by_label.method, by_kind.method) == (METHODS["random"](num_peers=1), METHODS["random"](num_peers=2))
 
 
+def test_a_kind_written_as_it_is_reaches_all_of_it_though_a_label_differs_by_case_only():
+    """`methods.dac` is not the one that is labeled DAC alone."""
+    text = STUDY + '\n[[methods]]\nkind = "dac"\nlabel = "DAC"\n[[methods]]\nkind = "dac"\nlabel = "warm"\n'
+    for name, reached in (("dac", [7, 7]), ("DAC", [7, 30]), ("Dac", [7, 30]), ("warm", [30, 7])):
+        study = config.loads(text, overrides=[f"methods.{name}.tau=7"])
+        assert [entry.method.tau for entry in study.methods if entry.kind == "dac"] == reached, name
+
+
 def test_set_takes_tables_lists_and_quoted_names():
     study = read(
         'data.shift=[{kind="rotation", degrees=[0, 180]}]', 'methods."Gossip".label="A b"', "seeds=[3, 4]", "local.lr=1"

@@ -65,6 +65,14 @@ def test_a_kind_reaches_all_its_methods_and_two_axes_make_a_grid():
     assert [entry.settings.local.lr for entry in study.methods[2:]] == [0.1, 0.2]
 
 
+def test_a_name_of_a_sweep_reaches_what_it_reaches_with_set():
+    """`methods.random` is every method of the kind, also beside one that is labeled Random."""
+    text = STUDY + '[[methods]]\nkind = "random"\nlabel = "Random"\n[sweep]\n"methods.NAME.num_peers" = [1, 3]\n'
+    for name, varied in (("random", ["Gossip", "Random"]), ("Random", ["Random"]), ("RANDOM", ["Random"])):
+        (study,) = expand(config.loads(text.replace("NAME", name)))
+        assert {label.split()[0] for label in labels(study) if "num_peers" in label} == {*varied}, name
+
+
 def test_a_setting_of_training_repeats_every_method_even_one_that_overrides_it():
     (study,) = expand(sweep(local__lr=[0.5, 0.25], rounds=[2]))
     assert labels(study)[0] == "Gossip lr=0.5 rounds=2"

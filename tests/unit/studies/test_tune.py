@@ -125,6 +125,16 @@ def test_an_axis_may_be_given_for_every_method_of_a_kind(study):
     assert {t.label for t in tuned.trials if t.point} == {"Alone"}
 
 
+@pytest.mark.parametrize(
+    ("name", "reached"), [("local", {"Alone", "Local"}), ("Local", {"Local"}), ("LOCAL", {"Local"})]
+)
+def test_a_name_reaches_what_it_reaches_with_set(study, name, reached):
+    alone = study.entry("Alone")
+    two = replace(study, methods=(alone, replace(alone, label="Local")))
+    tuned = tune.tune(two, {f"methods.{name}.lr": [0.001, 0.003]}, widenings=0)
+    assert {trial.label for trial in tuned.trials if trial.point} == reached
+
+
 def test_a_setting_nobody_has_is_refused(study):
     with pytest.raises(ConfigError, match="no method of the study has a setting 'tua'"):
         tune.tune(study, {"tua": [1, 2]})
