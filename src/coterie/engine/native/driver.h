@@ -241,12 +241,14 @@ static void train_one(const Training& job, int64_t client, Net& net, T* moments)
 }
 
 extern "C" void train(const Training* job, int64_t first, int64_t last) {
+  const SubnormalsAreZero mode;
   auto net = std::make_unique<Net>();
   std::unique_ptr<T[]> moments(new T[4 * PARAMS]);
   for (int64_t client = first; client < last; client++) train_one(*job, client, *net, moments.get());
 }
 
 extern "C" void measure(const Measuring* job, int64_t first, int64_t last) {
+  const SubnormalsAreZero mode;
   auto net = std::make_unique<Net>();
   for (int64_t pair = first; pair < last; pair++) {
     const int64_t set = job->sets[pair], size = job->count[set], *places = job->places + set * job->width;

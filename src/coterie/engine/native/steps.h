@@ -207,6 +207,7 @@ static void train_one(const Training& job, int64_t client, Batch& batch, T* g, T
 }
 
 extern "C" void train(const Training* job, int64_t first, int64_t last) {
+  const SubnormalsAreZero mode;
   const auto arena = aligned<char>(job->memory.bytes);
   const auto x = aligned<T>(job->memory.samples * ENTRIES), losses = aligned<T>(job->memory.samples);
   const auto y = aligned<Target>(job->memory.samples * TARGETS);
@@ -217,6 +218,7 @@ extern "C" void train(const Training* job, int64_t first, int64_t last) {
 }
 
 extern "C" void measure(const Measuring* job, int64_t first, int64_t last) {
+  const SubnormalsAreZero mode;
   const auto arena = aligned<char>(job->memory.bytes);
   const auto x = aligned<T>(job->memory.samples * ENTRIES), losses = aligned<T>(job->memory.samples);
   const auto scores = aligned<T>(job->memory.samples);

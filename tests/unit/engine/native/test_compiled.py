@@ -233,6 +233,32 @@ def test_no_result_depends_on_threads_or_on_who_is_trained_beside():
     assert torch.equal(together, alone)
 
 
+class Twice(nn.Linear):
+    """No plain stack: its program is a traced one."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Twice])
+def test_subnormal_numbers_are_zero_in_a_program_and_nowhere_else(kind):
+    """They make training that fits its samples several times as long; see `samples.h`."""
+    layout, tiny = Layout(nn.Sequential(kind(3, 2)), torch.float32), torch.tensor([1e-39])
+    data = RawSamples(tiny.expand(4, 3), torch.tensor([0, 1, 1, 1]), torch.float32)
+    local = LocalTraining(optimizer="sgd", lr=1.0, batch_size=4)
+    work = Training(data, torch.arange(4).reshape(1, 1, 4), torch.full((1, 1), 4), local)
+    x, y = data.inputs(torch.arange(2)), data.targets(torch.arange(2))
+    trained = []
+    for engine in (LoopEngine(layout, cross_entropy), CompiledEngine(layout, cross_entropy, x, y)):
+        rows = torch.zeros(1, layout.size)
+        engine.train(rows, work, 1)
+        trained.append(rows[0])
+        assert (tiny * 0.5 > 0).all()
+    loop, native = trained
+    assert ((loop != 0) & (loop.abs() < 1e-38)).sum() == 6
+    assert torch.equal(native, torch.where(loop.abs() < 1e-38, 0, loop))
+
+
 def test_a_diverged_model_has_no_finite_loss_and_leaves_others_alone():
     layout = Layout(stack_of_everything(), torch.float64)
     data = samples((2, 10, 9), 3, torch.float64)
