@@ -65,6 +65,9 @@ def test_a_server_on_a_full_disk_ends_with_75_goes_on_to_the_same_bytes_and_all_
     events = [json.loads(line) for line in said if line.startswith("{")]
     names = [event["event"] for event in events]
     assert names.index("round") < names.index("disk_full"), "it ended in the middle of the run"
+    full = names.index("disk_full")
+    last = max(event["time"] for event in events[:full] if event["event"] == "round")
+    assert events[full]["time"] - last < QUICK["deadline"] / 3, "and waited for nobody's answer"
     (line,) = [line for line in said if line.startswith("coterie: ")]
     assert "cannot write: File too large" in line
     assert "when there is room, start again" in line

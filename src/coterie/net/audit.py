@@ -64,7 +64,7 @@ def files(folder: Path) -> list[Path]:
 class Audit:
     """The audit log of one node. It is a context manager, and may be written to from several threads.
 
-    A line that cannot be written is never left out: from then on nothing more is sent, and `mark` raises the error.
+    A line that cannot be written is never left out: from then on nothing more is sent, and `ensure` raises the error.
 
     Args:
         folder: the node's folder; its owner has claimed it.
@@ -201,6 +201,15 @@ class Audit:
             self._times[kind] = {"of": event, **key}, 0
             return self.write(event, **key, **details, **({"times": times} if times > 1 else {}))
 
+    def ensure(self) -> None:
+        """Make sure that everything is written down so far.
+
+        Raises:
+            OSError: that with which a line could not be written.
+        """
+        if self._failed is not None:
+            raise self._failed
+
     def mark(self, round: int) -> None:
         """End a round: write how often things happened again, sign the chain, and wait until it is on the disk.
 
@@ -214,8 +223,7 @@ class Audit:
             self._times.clear()
             self._round = round
             self.write("head", run=self.run, node=self.node, round=round)
-            if self._failed is not None:
-                raise self._failed
+            self.ensure()
             self._lines.sync()
             if self._lines.size > self._max:
                 self._aside()

@@ -179,7 +179,7 @@ class Node:
         )  # fmt: skip
         self.post.between, self.post.believes = self.renew, self._server_signs
         if audit is not None:
-            self.post.arrived = audit.received
+            self.post.arrived, self.post.able = audit.received, audit.ensure
         door = latecomers.LateExchange if self.late else RemoteExchange
         self.exchange = door(self.post, self.task.part.shared.count)
         ids = None if self.sides is None else self.sides.ids

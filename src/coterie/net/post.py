@@ -7,9 +7,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from coterie.net.wire import seal as seal_parcel
 
 _OF_A_MEMBER = 4  # messages that are asked for at a time; a member holds a few more questions open than that
 _AT_A_TIME = 64  # of all members
+_LOOK = 0.2  # seconds between two looks, while waiting for answers, at whether this node can go on
 
 
 class RoundMissed(ExchangeError):
@@ -91,6 +93,7 @@ PROBE_BYTES = 1 << 20
 
 
 Journal = Callable[[Mapping[str, Any]], None]
+_Answer = TypeVar("_Answer")
 
 
 class Post:
@@ -110,6 +113,7 @@ class Post:
             to ask for signed heads.
         arrived: called with (member, address, message or reason) for every question of this node that has ended.
         between: called between two questions to a server that does not answer.
+        able: called now and then while this node waits for answers; raises when it cannot go on, and they do not count.
         believes: whether the server has signed that it is in a round or past it; asked when it says, without a
             signature, that it went on without this node.
     """
@@ -132,6 +136,7 @@ class Post:
         self.ahead: int | None = None
         self.arrived: Callable[[str, Address, Delivery | Missing], None] = lambda peer, address, found: None
         self.between: Callable[[], None] = lambda: None
+        self.able: Callable[[], None] = lambda: None
         self.believes: Callable[[int], bool] = lambda round: True
         self._sign, self._newest, self._counting = sign, dict[str, int](), threading.Lock()
         self.renew(roster)
@@ -236,9 +241,26 @@ class Post:
             return {address.client: one(address) for address in lane}
 
         found: dict[int, Delivery | Missing] = {}
-        for answers in self._pool.map(in_turn, filter(None, lanes)):
+        for answers in self._awaited(partial(in_turn, lane) for lane in lanes if lane):
             found |= answers
         return {address.client: found[address.client] for address in addresses}
+
+    def _awaited(self, questions: Iterable[Callable[[], _Answer]]) -> list[_Answer]:
+        """Ask side by side, and wait for all answers as long as this node can go on."""
+        asked: list[Future[_Answer]] = []
+        try:
+            for question in questions:
+                try:
+                    asked.append(self._pool.submit(question))
+                except RuntimeError:  # the pool is shut down
+                    raise TransportError("this node is closed; it asks nobody any more") from None
+            while wait(asked, _LOOK).not_done:
+                self.able()
+            self.able()
+            return [one.result() for one in asked]
+        finally:
+            for one in asked:
+                one.cancel()
 
     def from_server(
         self, address: Address, template: Template, check: Callable[[Mapping[str, Tensor]], None] = lambda tensors: None
@@ -252,11 +274,12 @@ class Post:
 
         Raises:
             RoundMissed: when the server continued without this node's message.
-            TransportError: when no server answers for `Terms.server_wait` seconds.
+            TransportError: when no server answers for `Terms.server_wait` seconds, or when this node is closed.
         """
         until, pause = time.monotonic() + self.terms.server_wait, 0.2
         while True:
-            found = self.fetch(self.roster.server, address, template, 2 * self.deadline() + 1)
+            seconds = 2 * self.deadline() + 1
+            (found,) = self._awaited([partial(self.fetch, self.roster.server, address, template, seconds)])
             if isinstance(found, Delivery):
                 try:
                     check(found.tensors)

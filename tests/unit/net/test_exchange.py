@@ -1,6 +1,7 @@
 """The remote exchange over the in-process twin: peers that are missing, stop, or send what they should not."""
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -326,7 +327,7 @@ def test_the_server_goes_on_without_a_client_that_is_missing(network):
 
 
 def test_a_client_that_came_too_late_misses_the_round(network):
-    _, (a, b, c), _ = network(3, deadline=0.1)
+    _, (a, b, c), _ = network(3, deadline=1.0)
 
     def serve(exchange):
         begin(exchange)
@@ -335,6 +336,42 @@ def test_a_client_that_came_too_late_misses_the_round(network):
     everywhere((a, b), serve)
     with pytest.raises(RoundMissed, match="absent"):
         serve(c)
+
+
+@pytest.mark.parametrize("who", ["peer", "server", "client"])
+def test_a_node_that_can_no_longer_go_on_waits_for_nobodys_answer(network, who):
+    """It fails while the other member, which has not come to the round, still holds the question."""
+    _, (a, b), events = network(2, deadline=60.0)
+    exchange, asked = (b, threading.Event()) if who == "client" else (a, threading.Event())
+    fetch = exchange.post.transport.fetch
+
+    def noticed(peer, expect, deadline):
+        asked.set()
+        return fetch(peer, expect, deadline)
+
+    def able():
+        if asked.is_set():
+            raise OSError("no room")
+
+    exchange.post.transport.fetch, exchange.post.able = noticed, able
+    begin(exchange)
+    started = time.monotonic()
+    with pytest.raises(OSError, match="no room"):
+        if who == "peer":
+            pull(a, 1)
+        else:
+            exchange.serve(message(int(exchange.ids[0])), double, torch.zeros(()))
+    assert time.monotonic() - started < 20
+    assert not events, "no round was exchanged"
+
+
+def test_a_node_that_is_closed_says_so(network):
+    _, (a, b), _ = network(2)
+    for exchange, ask in ((a, lambda: pull(a, 1)), (b, lambda: b.serve(message(1), double, torch.zeros(())))):
+        begin(exchange)
+        exchange.post.close()
+        with pytest.raises(TransportError, match="this node is closed"):
+            ask()
 
 
 def test_a_client_gives_up_when_no_server_answers(network):
