@@ -35,8 +35,8 @@ def code() -> dict[str, Any]:
 
 
 def _git(*words: str) -> str | None:
-    """Return what git says of the package's folder; None when it fails or is not there."""
-    command = ["git", "-C", str(PACKAGE), *words]
+    """Return what git says of the package's folder, which it leaves as it is; None when it fails or is not there."""
+    command = ["git", "--no-optional-locks", "-C", str(PACKAGE), *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,6 +1,7 @@
 """What results say about where they come from."""
 
 import multiprocessing
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -45,6 +46,15 @@ def test_changed_and_new_files_of_the_code_make_it_dirty_and_others_do_not(repos
     (repository / file).parent.mkdir(exist_ok=True)
     (repository / file).write_text("two\n")
     assert origin.code()["dirty"] is dirty
+
+
+def test_the_repository_is_left_as_it_is(repository):
+    """A process that is stopped while git refreshes the index would leave a lock, which stops whoever works there."""
+    index = repository / ".git/index"
+    os.utime(repository / "src/coterie/__init__.py", (1, 1))
+    before = index.read_bytes()
+    assert origin.code()["dirty"] is False
+    assert index.read_bytes() == before
 
 
 def test_the_repository_around_an_installed_package_is_not_its_own(repository, monkeypatch):
