@@ -357,10 +357,7 @@ def test_a_node_that_can_no_longer_go_on_waits_for_nobodys_answer(network, who):
     begin(exchange)
     started = time.monotonic()
     with pytest.raises(OSError, match="no room"):
-        if who == "peer":
-            pull(a, 1)
-        else:
-            exchange.serve(message(int(exchange.ids[0])), double, torch.zeros(()))
+        pull(a, 1) if who == "peer" else exchange.serve(message(int(exchange.ids[0])), double, torch.zeros(()))
     assert time.monotonic() - started < 20
     assert not events, "no round was exchanged"
 
