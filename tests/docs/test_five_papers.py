@@ -171,16 +171,27 @@ def test_the_claims_about_domains_and_an_mlp():
 
 
 def test_the_claims_about_two_clusters_of_labels():
-    accuracy = in_percent("similarity/cifar10-label-2")
-    under_fedavg = {name: accuracy[name] for name in SIMILARITIES}
-    assert max(under_fedavg, key=under_fedavg.__getitem__) == "Inverse loss"
-    assert all(1 < value - accuracy["Random"] < 3 for value in under_fedavg.values())
-    for name in ("Cosine of updates", "L2"):
-        assert accuracy[f"{name} FedSim"] < accuracy[name] - 1
-    comparison = compare.with_paper(compare.read(STORED / "similarity/cifar10-label-2"))
+    study = "similarity/cifar10-label-2"
+    accuracy, seeds = in_percent(study), [percents(study, seed=seed) for seed in by_seed(study).index]
+    assert len(seeds) == 2
+    gains = []
+    for one in seeds:
+        under_fedavg = {name: one[name, "all"] for name in SIMILARITIES}
+        assert max(under_fedavg, key=under_fedavg.__getitem__) == "Inverse loss"
+        gains.append({name: value - one["Random", "all"] for name, value in under_fedavg.items()})
+        assert min(value for name, value in gains[-1].items() if name != "Cosine of updates") > 0
+        for name in ("Cosine of updates", "L2"):
+            assert one[f"{name} FedSim", "all"] < one[name, "all"] - 0.5
+    assert all(1 < value < 3 for value in gains[0].values())
+    assert -0.2 < gains[1]["Cosine of updates"] < 0
+    gain = {name: accuracy[name] - accuracy["Random"] for name in SIMILARITIES}
+    words = "inverse loss gains most, {:.1f} points, but the cosine of weights, {:.1f}, and L2, {:.1f}, are above"
+    assert words.format(gain["Inverse loss"], gain["Cosine of weights"], gain["L2"]) in TEXT
+    comparison = compare.with_paper(compare.read(STORED / study))
     assert all(one.kept for one in [*comparison.pairs, *comparison.chain])
     below = {line.label: 100 * (line.paper - line.ours) for line in comparison.lines if line.cluster == "all"}
-    assert abs(below.pop("Local")) < 0.015
+    assert f"random peers are {below['Random']:.1f} points below the paper's |" in TEXT
+    assert abs(below.pop("Local")) < 0.35
     assert max(below, key=below.__getitem__) == "Random"
     assert 0.35 < min(below.values()) < max(below.values()) < 3.3
 
