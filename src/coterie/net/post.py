@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -247,13 +247,11 @@ class Post:
 
     def _awaited(self, questions: Iterable[Callable[[], _Answer]]) -> list[_Answer]:
         """Ask side by side, and wait for all answers as long as this node can go on."""
-        asked: list[Future[_Answer]] = []
         try:
-            for question in questions:
-                try:
-                    asked.append(self._pool.submit(question))
-                except RuntimeError:  # the pool is shut down
-                    raise TransportError("this node is closed; it asks nobody any more") from None
+            asked = [self._pool.submit(question) for question in questions]
+        except RuntimeError:  # the pool is shut down
+            raise TransportError("this node is closed; it asks nobody any more") from None
+        try:
             while wait(asked, _LOOK).not_done:
                 self.able()
             self.able()
