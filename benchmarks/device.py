@@ -2,10 +2,11 @@
 
     python -m benchmarks.device --device cuda --out docs/reference/runs/performance/device.json
 
-For each model, population and batch size: what "auto" takes on the device and on the CPU, with Adam on random bytes,
-and the usual loop of research code (a module, a DataLoader and a torch.optim.Adam for each client) on the device. The
-three in turn, the median of some repeats after one that does not count; all must come to the same losses. The memory is
-the device's largest during its trainings, by PyTorch's count.
+For each model, population and batch size: what "auto" takes on the device, without and with `cuda_graphs`, and on all
+cores of the CPU, with Adam on random bytes, and the usual loop of research code (a module, a DataLoader and a
+torch.optim.Adam for each client) on the device. All in turn, the median of some repeats after one that does not count
+(two with graphs, which are captured then); all must come to the same losses. Ratios are of the training with graphs;
+the memory is the device's largest during all trainings there, by PyTorch's count.
 """
 
 import argparse
@@ -34,10 +35,19 @@ SAMPLES, USUAL, TOLERANCE = 80, 2, 5e-3
 NETS, CLIENTS, BATCHES = ("mlp", "cnn-b", "cnn-a"), (10, 100, 1000), (8, 32)
 
 
-def side(data: Federation, net: str, device: str, local: LocalTraining) -> Callable[[], Tensor]:
+def side(
+    data: Federation, net: str, device: str, local: LocalTraining, *, graphs: bool = False
+) -> Callable[[], Tensor]:
     """Return a training of all clients with what "auto" takes, which returns the losses of the steps."""
     expected = float(len(data) * SAMPLES * 100)  # a hundred rounds: the CPU compiles where that pays
-    task = Task(data, lambda: network(net), device=device, expected=expected, batch_size=local.batch_size)
+    task = Task(
+        data,
+        lambda: network(net),
+        device=device,
+        expected=expected,
+        batch_size=local.batch_size,
+        cuda_graphs=graphs,
+    )
     start = task.init(Rng(1))
 
     def train() -> Tensor:
@@ -67,14 +77,15 @@ def usual(data: Federation, net: str, device: str, local: LocalTraining) -> Call
 
 
 def cell(net: str, clients: int, batch_size: int, device: str, repeats: int) -> dict[str, Any]:
-    """Time the three sides of one cell.
+    """Time the sides of one cell.
 
     Raises:
         CoterieError: when they do not come to the same.
     """
     data, local = federation(Cell(net, clients, SAMPLES, "train")), LocalTraining(batch_size=batch_size)
-    sides = {"device": side(data, net, device, local), "cpu": side(data, net, "cpu", local)}
-    sides["usual"] = usual(data, net, device, local)
+    sides = {"device": side(data, net, device, local), "graphs": side(data, net, device, local, graphs=True)}
+    sides |= {"cpu": side(data, net, "cpu", local), "usual": usual(data, net, device, local)}
+    sides["graphs"]()  # some steps of each size run before they are captured
     losses = {name: train()[:USUAL] for name, train in sides.items()}
     worst = max(float((found - losses["cpu"]).abs().max()) for found in losses.values())
     if not worst < TOLERANCE:
@@ -97,10 +108,12 @@ def cell(net: str, clients: int, batch_size: int, device: str, repeats: int) -> 
         "engine there": sides["device"].engine,  # type: ignore[attr-defined]
         "engine here": sides["cpu"].engine,  # type: ignore[attr-defined]
         "ms a client, device": each["device"],
+        "ms a client, device with graphs": each["graphs"],
         "ms a client, CPU": each["cpu"],
         "ms a client, usual loop on the device": each["usual"],
-        "times a CPU": each["cpu"] / each["device"],
-        "times the usual loop": each["usual"] / each["device"],
+        "times without graphs": each["device"] / each["graphs"],
+        "times a CPU": each["cpu"] / each["graphs"],
+        "times the usual loop": each["usual"] / each["graphs"],
         "MB on the device": torch.cuda.max_memory_allocated(device) / 1e6,
     }
 

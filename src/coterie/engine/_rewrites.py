@@ -3,6 +3,7 @@
 The engines apply them; users write stock layers.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coterie.models.layout import copied
 
 _ALIGNMENT = 64  # bytes; where PyTorch itself puts a tensor
+_WINDOWS = 1 << 22  # entries of the windows of a client's batch above which a device convolves without them
 
 
 def placed(tensor: Tensor) -> Tensor:
@@ -132,12 +134,79 @@ class UnfoldedConv2d(nn.Module):
         return y.unflatten(1, (len(x), height, windows.shape[-1] // height)).transpose(0, 1)
 
 
-def unfolded(conv: nn.Module) -> UnfoldedConv2d | None:
+def _patches(size: torch.Size, windows: tuple[int, ...]) -> list[tuple[slice, slice]]:
+    """Return the places that each entry of a kernel meets, in an image whose sides are the last two of a size.
+
+    Args:
+        size: of the padded images.
+        windows: kernel, dilation and stride, each of rows and of columns.
+    """
+    sides = []
+    for length, kernel, dilation, stride in zip(size[-2:], windows[:2], windows[2:4], windows[4:], strict=True):
+        reach = length - dilation * (kernel - 1)  # places that the kernel's first entry can be at
+        sides.append([slice(dilation * entry, dilation * entry + reach, stride) for entry in range(kernel)])
+    return [(row, column) for row in sides[0] for column in sides[1]]
+
+
+class _Windows(torch.autograd.Function):
+    """All windows of a batch of images, [channels, places in the kernel, samples, rows, columns].
+
+    PyTorch's own unfolding launches a kernel for every sample, and the gradient of slices one more for each of them.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, windows: tuple[int, ...]) -> Tensor:
+        """Take the windows of images that lie channel by channel."""
+        return torch.stack([x[..., rows, columns] for rows, columns in _patches(x.shape, windows)], 1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, tuple[int, ...]], output: Tensor) -> None:
+        """Keep what the gradient needs: shapes."""
+        ctx.size, ctx.windows = inputs[0].shape, inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Add up what the windows say of each pixel."""
+        found = grads[0].new_zeros(ctx.size)
+        for number, (rows, columns) in enumerate(_patches(ctx.size, ctx.windows)):
+            found[..., rows, columns] += grads[0][:, number]
+        return found, None
+
+
+class WindowedConv2d(UnfoldedConv2d):
+    """A two-dimensional convolution as a matrix product, with few launches: for a device.
+
+    Many clients at once are one batched product. cuDNN makes a grouped convolution of them, which it computes group by
+    group, and whose last bits may differ between two calls. Where windows would take too much memory, it is used.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the convolution of a batch of images."""
+        padded = functional.pad(x, (self.padding[1], self.padding[1], self.padding[0], self.padding[0]))
+        windows = (*self.kernel, *self.dilation, *self.stride)
+        sides = [
+            (length - dilation * (kernel - 1) - 1) // stride + 1
+            for length, kernel, dilation, stride in zip(
+                padded.shape[-2:], self.kernel, self.dilation, self.stride, strict=True
+            )
+        ]
+        if len(x) * math.prod(sides) * math.prod(self.weight.shape[1:]) > _WINDOWS:
+            return functional.conv2d(padded, self.weight, self.bias, self.stride, 0, self.dilation)
+        taken: Tensor = _Windows.apply(padded.transpose(0, 1), windows)  # type: ignore[no-untyped-call]
+        y = torch.mm(self.weight.flatten(1), taken.flatten(0, 1).flatten(1))
+        if self.bias is not None:
+            y = y + self.bias[:, None]
+        return y.unflatten(1, (len(x), *sides)).transpose(0, 1)
+
+
+def unfolded(conv: nn.Module, as_product: type[UnfoldedConv2d] = UnfoldedConv2d) -> UnfoldedConv2d | None:
     """Return the same convolution as a matrix product, or None where it has groups or another kind of padding."""
     plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.padding_mode == "zeros"
     if not plain or not isinstance(conv, nn.Conv2d) or conv.padding == "same":
         return None
-    return UnfoldedConv2d(conv)
+    return as_product(conv)
 
 
 def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
@@ -162,6 +231,11 @@ def faster(module: nn.Module) -> nn.Module:
 def independent(module: nn.Module) -> nn.Module:
     """Return a copy with layers whose results for a client do not depend on other clients, to the last bit."""
     return _replaced(module, unfolded)
+
+
+def batched(module: nn.Module) -> nn.Module:
+    """Return a copy with layers that a device computes for many clients at once in a faster way."""
+    return _replaced(module, lambda part: unfolded(part, WindowedConv2d))
 
 
 def _replaced(module: nn.Module, better: Callable[[nn.Module], nn.Module | None]) -> nn.Module:

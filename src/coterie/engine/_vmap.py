@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from coterie.engine._base import Engine, Objective, cross_entropy
-from coterie.engine._rewrites import Separately, faster, gathered_cross_entropy, grad_and_value, independent
+from coterie.engine._graphs import Replayed
+from coterie.engine._rewrites import (
+    Separately,
+    batched,
+    faster,
+    gathered_cross_entropy,
+    grad_and_value,
+    independent,
+)
 from coterie.engine.precision import computing
 from coterie.models.layout import Layout
 
@@ -24,7 +32,7 @@ class VmapEngine(Engine):
         layout: of the module.
         objective: the loss of each sample.
         precision: see `engine.precision.computing`.
-        cuda_graphs: capture the gradients of a block and replay them, by `torch.compile`; for a CUDA device.
+        cuda_graphs: capture the gradients of a block as CUDA graphs and replay them; for a CUDA device.
     """
 
     name: ClassVar[str] = "vmap"
@@ -34,16 +42,14 @@ class VmapEngine(Engine):
         self, layout: Layout, objective: Objective, precision: str = "full", cuda_graphs: bool = False
     ) -> None:
         super().__init__(layout, objective, precision)
-        self._eval_module, train_module = faster(layout.eval_module), independent(layout.train_module)
-        self.modules = (train_module, self._eval_module)
+        self._eval_module = faster(layout.eval_module)
+        trained = {"cpu": independent(layout.train_module), "other": batched(layout.train_module)}
+        self.modules = (*trained.values(), self._eval_module)
         self._convolves = any(isinstance(part, _CONVOLUTIONS) for part in layout.eval_module.modules())
         self._gradients = {
-            device: vmap(grad_and_value(partial(self._loss, module)))
-            for device, module in (("cpu", train_module), ("other", layout.train_module))
+            device: vmap(grad_and_value(partial(self._loss, module))) for device, module in trained.items()
         }
-        if cuda_graphs:
-            whole = torch.func.grad_and_value(partial(self._loss, layout.train_module), has_aux=True)
-            self._gradients["other"] = torch.compile(vmap(whole), mode="reduce-overhead")
+        self._replayed = Replayed(self._device_gradients) if cuda_graphs else None
         self._objective = gathered_cross_entropy if objective == cross_entropy else objective
         self._forward = vmap(self._outputs)
         self._forward_shared = vmap(self._outputs, in_dims=(0, None, 0))
@@ -66,15 +72,24 @@ class VmapEngine(Engine):
         self, rows: Tensor, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Engine.gradients`."""
+        cpu = rows.device.type == "cpu"
+        with computing(self.precision, rows.device), Separately() if cpu else nullcontext():
+            if self._replayed is not None and not cpu:
+                loss, grads, after = self._replayed(rows, x, y, *(inputs[name] for name in self.layout.inputs))
+                return loss, grads, after
+            return self._computed("cpu" if cpu else "other", rows, x, y, inputs)
+
+    def _device_gradients(self, rows: Tensor, x: Tensor, y: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return self._computed("other", rows, x, y, dict(zip(self.layout.inputs, inputs, strict=True)))
+
+    def _computed(
+        self, device: str, rows: Tensor, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         layout = self.layout
         views = layout.views(rows.detach())
         trained = {s.name: views[s.name] for s in layout.slots if s.stop <= layout.trainable}
         state = {name: view for name, view in views.items() if name not in trained}
-        cpu = rows.device.type == "cpu"
-        given = {**inputs, **self._frozen(rows)}
-        with computing(self.precision, rows.device), Separately() if cpu else nullcontext():
-            gradients = self._gradients["cpu" if cpu else "other"]
-            grads, (losses, new_state) = gradients(trained, state, given, x, y)
+        grads, (losses, new_state) = self._gradients[device](trained, state, {**inputs, **self._frozen(rows)}, x, y)
         after = layout.concat(new_state, trainable=False, lead=1) if state else rows[:, layout.trainable :]
         return losses.detach(), layout.concat(grads, trainable=True, lead=1), after.detach()
 

@@ -7,9 +7,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 from tests.contract.pretend_device import pretended_cuda
+from tests.unit.engine.test_graphs import Recorder
 
 from benchmarks import device
 from benchmarks.engines import cells
+from coterie.engine import _graphs
 from coterie.errors import CoterieError
 
 
@@ -18,6 +20,7 @@ def small(monkeypatch):
     """Small images, few samples."""
     monkeypatch.setattr(cells, "SHAPES", {"cnn-b": (1, 8, 8), "mlp": (1, 3, 3)})
     monkeypatch.setattr(device, "SAMPLES", 9)
+    monkeypatch.setattr(_graphs, "Capture", Recorder)
 
 
 def command(monkeypatch, *words):
@@ -25,7 +28,7 @@ def command(monkeypatch, *words):
     device.main()
 
 
-def test_a_row_tells_the_costs_of_three_sides_that_come_to_the_same(monkeypatch, tmp_path):
+def test_a_row_tells_the_costs_of_four_sides_that_come_to_the_same(monkeypatch, tmp_path):
     out = tmp_path / "device.json"
     with pretended_cuda():
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", Mock())
@@ -38,8 +41,10 @@ def test_a_row_tells_the_costs_of_three_sides_that_come_to_the_same(monkeypatch,
         ("cnn-b", "vmap", 3.0),
     ]
     for row in stored["results"]:
-        assert row["times a CPU"] == row["ms a client, CPU"] / row["ms a client, device"]
-        assert row["times the usual loop"] == row["ms a client, usual loop on the device"] / row["ms a client, device"]
+        replayed = row["ms a client, device with graphs"]
+        assert row["times without graphs"] == row["ms a client, device"] / replayed
+        assert row["times a CPU"] == row["ms a client, CPU"] / replayed
+        assert row["times the usual loop"] == row["ms a client, usual loop on the device"] / replayed
     assert stored["origin"]["config"]["devices"] == "CUDA: pretended"
 
 

@@ -85,15 +85,17 @@ def test_tf32_is_on_where_it_is_asked_for_and_nowhere_else(wanted, on):
     assert (matmul.allow_tf32, cudnn.allow_tf32) == before
 
 
-def test_cuda_graphs_are_captured_by_torch_compile_of_the_gradients_alone(monkeypatch):
-    """Without a GPU: what is handed to torch.compile, and with which mode; on a CPU nothing of it runs."""
-    asked = []
-    monkeypatch.setattr(torch, "compile", lambda function, mode: (asked.append(mode), function)[1])
+def test_cuda_graphs_are_for_a_device_alone():
+    """On a CPU nothing is captured; tests/unit/engine/test_graphs.py says what is on a device."""
     task = Task(tiny_federation().host(range(6)), "linear")
-    engines.VmapEngine(task.layout, torch.nn.functional.cross_entropy)
-    assert asked == []
-    engines.VmapEngine(task.layout, torch.nn.functional.cross_entropy, cuda_graphs=True)
-    assert asked == ["reduce-overhead"]
+    loss = torch.nn.functional.cross_entropy
+    plain, replaying = (engines.VmapEngine(task.layout, loss, cuda_graphs=wanted) for wanted in (False, True))
+    assert plain._replayed is None
+    rows, x, y = task.init(Rng(0)), torch.rand(6, 4, 4), torch.zeros(6, 4, dtype=torch.int64)
+    for _ in range(9):
+        torch.testing.assert_close(replaying.gradients(rows, x, y, {}), plain.gradients(rows, x, y, {}))
+    assert replaying._replayed is not None
+    assert not replaying._replayed._captured
 
 
 def test_a_study_says_its_precision_and_one_that_does_not_is_what_it_was():

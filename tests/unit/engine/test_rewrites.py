@@ -7,8 +7,17 @@ import pytest
 import torch
 from torch import nn
 
+from coterie.engine import _rewrites
 from coterie.engine._base import cross_entropy
-from coterie.engine._rewrites import StridedMaxPool, faster, gathered_cross_entropy, grad_and_value
+from coterie.engine._rewrites import (
+    StridedMaxPool,
+    WindowedConv2d,
+    batched,
+    faster,
+    gathered_cross_entropy,
+    grad_and_value,
+    independent,
+)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +60,54 @@ def test_of_equal_entries_the_first_gets_the_gradient_and_nan_wins():
 )
 def test_pooling_of_other_kinds_is_left_alone(pool):
     assert type(faster(nn.Sequential(pool))[0]) is nn.MaxPool2d
+
+
+@pytest.mark.parametrize("rewrite", [independent, batched])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"padding": 2},
+        {"stride": 2},
+        {"stride": (2, 3), "padding": (0, 2), "dilation": (2, 1)},
+        {"bias": False},
+        {"padding": "valid"},
+    ],
+)
+@pytest.mark.parametrize("most", [_rewrites._WINDOWS, 0])
+def test_convolutions_as_products_have_the_values_and_gradients_of_convolutions(rewrite, options, most, monkeypatch):
+    """Of one client, and of three at once; where windows take too much memory, too."""
+    monkeypatch.setattr(_rewrites, "_WINDOWS", most)
+    stream = torch.Generator().manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(2, 3, 3, **options)).double()
+    rewritten = rewrite(plain)
+    assert type(rewritten[0]) is not nn.Conv2d
+
+    def scored(module, tensors, x):
+        y = torch.func.functional_call(module, tensors, (x,))
+        return (y.sin() * torch.arange(y.numel()).reshape(y.shape)).sum()
+
+    def drawn(*shape):
+        return torch.randn(shape, generator=stream, dtype=torch.float64)
+
+    tensors = {name: drawn(3, *value.shape) for name, value in plain.named_parameters()}
+    x = drawn(3, 4, 2, 9, 11)
+    results = [
+        torch.func.vmap(torch.func.grad_and_value(lambda *given, module=module: scored(module, *given), (0, 1)))(
+            tensors, x
+        )
+        for module in (plain, rewritten)
+    ]
+    torch.testing.assert_close(results[1], results[0])
+    (x0, weights), module = (x[0].clone().requires_grad_(), {k: v[0] for k, v in tensors.items()}), rewritten
+    scored(module, weights, x0).backward()
+    torch.testing.assert_close(x0.grad, results[0][0][1][0])
+
+
+def test_convolutions_with_groups_or_other_borders_are_left_alone():
+    for options in ({"groups": 2}, {"padding": 1, "padding_mode": "circular"}, {"padding": "same"}):
+        assert type(batched(nn.Sequential(nn.Conv2d(2, 2, 3, **options)))[0]) is nn.Conv2d
+    assert type(batched(nn.Sequential(nn.Conv2d(2, 2, 3)))[0]) is WindowedConv2d
 
 
 def test_the_original_module_is_not_changed():

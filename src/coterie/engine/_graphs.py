@@ -1,0 +1,87 @@
+"""CUDA graphs: what a function launches on a device is captured once for each shape of its arguments, and replayed."""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie.engine._base import MODULE_ERRORS
+
+Results = tuple[Tensor, ...]
+_FIRST, _MOST = 3, 16  # calls with a shape before it is captured, as they settle what is chosen once; shapes captured
+
+
+class Capture:
+    """Captures calls, in one pool of memory: of its graphs, no two may run at the same time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, function: Callable[..., Results], tensors: Sequence[Tensor]) -> Callable[[], Results]:
+        """Capture a call, which is not run; return what runs it on the values that `tensors` have by then.
+
+        Args:
+            function: of tensors, without a step that waits for the device.
+            tensors: its arguments, which keep their memory.
+
+        Returns:
+            A function whose results are overwritten by its next call.
+        """
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            results = function(*tensors)
+
+        def replay() -> Results:
+            graph.replay()
+            return results
+
+        return replay
+
+
+class Replayed:
+    """A function of tensors that is replayed as CUDA graphs: the processor launches one graph instead of each kernel.
+
+    A function that cannot be captured is called as it is from then on.
+
+    Args:
+        function: of tensors on one device, whose results depend on the values of its arguments alone.
+        capture: see `Capture.__call__`; that of a new `Capture` when None.
+    """
+
+    def __init__(
+        self, function: Callable[..., Results], capture: Callable[..., Callable[[], Results]] | None = None
+    ) -> None:
+        self._function, self._capture = function, capture or Capture()
+        self._seen: Counter[tuple[Any, ...]] = Counter()
+        self._captured: dict[tuple[Any, ...], tuple[list[Tensor], Callable[[], Results]]] = {}
+        self._works = True
+
+    def __call__(self, *tensors: Tensor) -> Results:
+        """Return the results of the function, in memory of their own."""
+        shape = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        self._seen[shape] += 1
+        if shape not in self._captured and not self._ready(shape, tensors):
+            return self._function(*tensors)
+        held, replay = self._captured[shape]
+        for place, tensor in zip(held, tensors, strict=True):
+            place.copy_(tensor)
+        return tuple(result.clone() for result in replay())
+
+    def _ready(self, shape: tuple[Any, ...], tensors: Sequence[Tensor]) -> bool:
+        """Capture a shape that has come often enough; return whether that was done."""
+        if not self._works or self._seen[shape] <= _FIRST or len(self._captured) >= _MOST:
+            return False
+        held = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+        try:
+            self._captured[shape] = held, self._capture(self._function, held)
+        except torch.OutOfMemoryError:
+            raise
+        except MODULE_ERRORS as error:
+            self._works = False
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            warnings.warn(f"cuda_graphs: steps cannot be captured, and run one by one ({first})", stacklevel=2)
+        return self._works
