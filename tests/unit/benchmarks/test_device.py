@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -60,3 +61,19 @@ def test_without_a_device_it_says_so_and_ends_with_2(monkeypatch, tmp_path, caps
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "device is 'cuda:77'" in line
+
+
+def test_the_how_to_says_of_a_gpu_what_was_measured():
+    """docs/how-to/machines.md, beside the stored measurement on an H100."""
+    docs = Path(__file__).parents[3] / "docs"
+    text = " ".join((docs / "how-to/machines.md").read_text(encoding="utf-8").split())
+    rows = json.loads((docs / "reference/runs/performance/device.json").read_text())["results"]
+    assert "One H100 then trains small networks two to five times as fast as sixteen cores" in text
+    assert all(2 <= row["times a CPU"] < 5 for row in rows)
+    assert "without it, most networks with convolutions are slower there than on the cores" in text
+    some = [row for row in rows if row["model"] != "mlp" and row["clients"] == 100]
+    slower = [row["ms a client, device"] > row["ms a client, CPU"] for row in some]
+    assert sum(slower) > len(slower) / 2
+    assert "With a thousand clients it gains nothing" in text
+    assert all(0.85 < row["times without graphs"] < 1.15 for row in rows if row["clients"] == 1000)
+    assert all(row["times without graphs"] > 1.3 for row in rows if row["clients"] == 100)
