@@ -432,7 +432,9 @@ def test_the_claims_about_clusters_of_unequal_size_with_fashion():
 def test_the_claims_about_matched_neighbors():
     accuracy = in_percent("panm/cifar10-4")
     loss, grad, oracle, pens = (accuracy[name] for name in ("PANMLoss", "PANMGrad", "Oracle", "PENS"))
-    words = "PANMGrad is {:.1f} points above PENS, but PANMLoss is level with it, and the oracle is above both variants, "
+    words = (
+        "PANMGrad is {:.1f} points above PENS, but PANMLoss is level with it, and the oracle is above both variants, "
+    )
     words += "by {:.1f} and {:.1f};"
     assert words.format(grad - pens, oracle - grad, oracle - loss) in TEXT
     assert -0.25 < loss - pens < 0

@@ -79,6 +79,7 @@ class Replayed:
         try:
             self._captured[shape] = held, self._capture(self._function, held)
         except torch.OutOfMemoryError:
+            self._captured.clear()  # what they hold may be what is missing; smaller blocks come
             raise
         except MODULE_ERRORS as error:
             self._works = False

@@ -124,14 +124,23 @@ class UnfoldedConv2d(nn.Module):
         self.kernel, self.stride, self.dilation = conv.kernel_size, conv.stride, conv.dilation
         self.padding = (0, 0) if isinstance(conv.padding, str) else conv.padding
 
+    def sides(self, x: Tensor) -> tuple[int, int]:
+        """Return the height and the width of the result."""
+        each = zip(x.shape[-2:], self.padding, self.dilation, self.kernel, self.stride, strict=True)
+        height, width = ((size + 2 * pad - gap * (kernel - 1) - 1) // step + 1 for size, pad, gap, kernel, step in each)
+        return height, width
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution of a batch of images."""
         windows = functional.unfold(x, self.kernel, self.dilation, self.padding, self.stride)
-        height = (x.shape[-2] + 2 * self.padding[0] - self.dilation[0] * (self.kernel[0] - 1) - 1) // self.stride[0] + 1
-        y = torch.mm(self.weight.flatten(1), windows.transpose(0, 1).flatten(1))  # one product for the whole batch
+        return self.product(windows.transpose(0, 1).flatten(1), x)
+
+    def product(self, windows: Tensor, x: Tensor) -> Tensor:
+        """Return the product with the windows of a batch of images: one for the whole batch."""
+        y = torch.mm(self.weight.flatten(1), windows)
         if self.bias is not None:
             y = y + self.bias[:, None]
-        return y.unflatten(1, (len(x), height, windows.shape[-1] // height)).transpose(0, 1)
+        return y.unflatten(1, (len(x), *self.sides(x))).transpose(0, 1)
 
 
 def _patches(size: torch.Size, windows: tuple[int, ...]) -> list[tuple[slice, slice]]:
@@ -184,21 +193,13 @@ class WindowedConv2d(UnfoldedConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution of a batch of images."""
+        if len(x) * math.prod(self.sides(x)) * math.prod(self.weight.shape[1:]) > _WINDOWS:
+            return functional.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation)
         padded = functional.pad(x, (self.padding[1], self.padding[1], self.padding[0], self.padding[0]))
-        windows = (*self.kernel, *self.dilation, *self.stride)
-        sides = [
-            (length - dilation * (kernel - 1) - 1) // stride + 1
-            for length, kernel, dilation, stride in zip(
-                padded.shape[-2:], self.kernel, self.dilation, self.stride, strict=True
-            )
-        ]
-        if len(x) * math.prod(sides) * math.prod(self.weight.shape[1:]) > _WINDOWS:
-            return functional.conv2d(padded, self.weight, self.bias, self.stride, 0, self.dilation)
-        taken: Tensor = _Windows.apply(padded.transpose(0, 1), windows)  # type: ignore[no-untyped-call]
-        y = torch.mm(self.weight.flatten(1), taken.flatten(0, 1).flatten(1))
-        if self.bias is not None:
-            y = y + self.bias[:, None]
-        return y.unflatten(1, (len(x), *sides)).transpose(0, 1)
+        windows: Tensor = _Windows.apply(  # type: ignore[no-untyped-call]
+            padded.transpose(0, 1), (*self.kernel, *self.dilation, *self.stride)
+        )
+        return self.product(windows.flatten(0, 1).flatten(1), x)
 
 
 def unfolded(conv: nn.Module, as_product: type[UnfoldedConv2d] = UnfoldedConv2d) -> UnfoldedConv2d | None:

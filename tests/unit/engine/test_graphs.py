@@ -70,14 +70,22 @@ def test_what_cannot_be_captured_runs_one_by_one_and_one_line_says_so():
 
 
 def test_memory_that_is_too_small_is_told_to_the_engine_which_takes_smaller_blocks():
-    def fail(function, tensors):
-        raise torch.OutOfMemoryError("no memory")
+    """Graphs of larger blocks do not keep their memory then."""
+    recorder = Recorder()
 
-    replayed, x = Replayed(squares, fail), torch.rand(2, 3)
-    for _ in range(_FIRST):
+    def fail_at_three(function, tensors):
+        if len(tensors[0]) == 3:
+            raise torch.OutOfMemoryError("no memory")
+        return recorder(function, tensors)
+
+    replayed, small, large = Replayed(squares, fail_at_three), torch.rand(2, 3), torch.rand(3, 3)
+    for x in [*[small] * (_FIRST + 1), *[large] * _FIRST]:
         replayed(x, x)
+    assert len(replayed._captured) == 1
     with pytest.raises(torch.OutOfMemoryError):
-        replayed(x, x)
+        replayed(large, large)
+    assert not replayed._captured
+    assert torch.equal(replayed(small, small)[0], (small * small).sum(1))
 
 
 @pytest.mark.gpu
