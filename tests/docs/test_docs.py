@@ -121,7 +121,7 @@ def check(words):
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
     elif words[0] == "python":
         place = words[2].replace(".", "/") if words[1] == "-m" else words[1]
-        assert (ROOT / place).exists(), words
+        assert (ROOT / place).exists() or (words[1] == "-m" and (ROOT / f"{place}.py").exists()), words
     elif words[0] == "export":
         assert words[1:] in (["PYTHONPATH=."], ["RAY_AUTH_MODE=token"]), words
     else:
