@@ -301,8 +301,8 @@ def joined(
 ) -> tuple[Content, list[Content], Content, str]:
     """Return what is stored, with more runs: other methods with the same seeds, or other seeds of the same methods.
 
-    Every method keeps the seeds of the others. What needs the clients of several runs side by side, pairs of methods
-    and times to an accuracy, is left out: the values of clients are not stored.
+    Every method keeps the seeds of the others. The values of clients are not stored, so what needs those of several
+    runs side by side is left out: pairs of methods, and with other seeds times to an accuracy.
 
     Args:
         target: the folder of the stored study.
@@ -345,11 +345,12 @@ def joined(
             mean, deviation = summary.over_seeds(np.array(found))
             rows.append({**row, "mean": mean, "std": deviation, "seeds": len(found)})
     lists = {name: [*before.get(name, ()), *content.get(name, ())] for name in ("timing", "participation", "undefined")}
-    spent = [*before.get("spent", ()), *content.get("spent", ())] if not same else []
+    single = () if same else ("spent", "time_to_accuracy")  # of the runs of one method, and of its baseline
+    lists |= {name: [*before.get(name, ()), *content.get(name, ())] for name in single}
     out = {
         **{name: content[name] for name in ("study", "metrics", "scale") if name in content},
         "seeds": list(study.seeds), "left_out": [], "rows": sorted(rows, key=lambda row: order.index(row["label"])),
-        **lists, "spent": spent,
+        "spent": [], **lists,
     }  # fmt: skip
     return out, both, _joined_heads(head, told_, study), config.dumps(study)
 

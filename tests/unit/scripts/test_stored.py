@@ -405,6 +405,22 @@ def test_parts_that_are_joined_are_what_the_whole_is(history, tmp_path, write_ru
     assert [row["mean"] for row in compare.read(kept).rows] == [row["mean"] for row in compare.read(whole).rows]
 
 
+@pytest.mark.parametrize(
+    ("cut", "kept"), [(lambda label, _: label == "Local", True), (lambda _, seed: seed == 0, False)]
+)
+def test_times_to_an_accuracy_stay_where_other_methods_are_joined(history, tmp_path, write_run, final_rows, cut, kept):
+    """Where other seeds are, a time would be the mean over some of them alone."""
+    first = {key: value for key, value in ACCURACIES.items() if cut(*key)}
+    second = {key: value for key, value in ACCURACIES.items() if not cut(*key)}
+    place = stored.keep(a_part(tmp_path / "a", write_run, final_rows, first), in_one_go=False, where=tmp_path / "kept")
+    content = json.loads((place / "summary.json").read_text())
+    content["time_to_accuracy"] = [{"label": "Local", "base": "FedAvg", "metric": "accuracy", "ratio": 2.0}]
+    (place / "summary.json").write_text(json.dumps(content))
+    stored.keep(a_part(tmp_path / "b", write_run, final_rows, second), join=True, where=tmp_path / "kept")
+    found = json.loads((place / "summary.json").read_text())
+    assert found.get("time_to_accuracy", []) == (content["time_to_accuracy"] if kept else [])
+
+
 def test_a_study_whose_methods_ran_by_commands_of_their_own_is_repeated_by_one(
     history, tmp_path, write_run, final_rows
 ):
