@@ -650,6 +650,7 @@ def test_the_claims_about_server_based_methods():
     for which in (local, overall):
         assert f"at best {which['SosicFL']:.1f} % against {which['FedAvg']:.1f} %" in TEXT
     assert local["SosicFL"] > local["FedAvg"] + 10
+    assert 0 < local["FedProx"] - local["FedAvg"] < 1 < overall["SosicFL"] - overall["FedProx"]
     assert overall["SosicFL"] > overall["FedAvg"] + 1
     better = "held" if local["SosicFL+"] > local["Ditto"] else "not held"
     said = f"at best {local['SosicFL+']:.1f} % against {local['Ditto']:.1f} %"
