@@ -132,6 +132,16 @@ def require(
         raise error(f"{name} is {found!r}; expected {expected}")
 
 
+def first_line(error: Exception) -> str:
+    r"""Return the first line of what a foreign error says; its type where it says nothing.
+
+    Example:
+        >>> first_line(RuntimeError("not there\nlook elsewhere")), first_line(KeyError())
+        ('not there', 'KeyError')
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def unknown(kind: str, name: str, valid: Iterable[str]) -> str:
     """Describe an unknown name and the nearest valid one.
 

@@ -15,7 +15,7 @@ from coterie.engine.native import stack
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.compiler import CompilerError
 from coterie.engine.native.trace import NotTraceableError
-from coterie.errors import ConfigError, ModelError, OutOfMemory, unknown
+from coterie.errors import ConfigError, ModelError, OutOfMemory, first_line, unknown
 from coterie.models.layout import Layout
 from coterie.rng import Rng
 
@@ -179,8 +179,7 @@ def make(
     if problem is None:
         return _because(engine, *against, *([_ASKED] if name == "vmap" else []))
     layer, error = problem
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    against.append(f"{layer} cannot be run over many clients at once ({first})")
+    against.append(f"{layer} cannot be run over many clients at once ({first_line(error)})")
     warnings.warn(f"the loop engine is used: {against[-1]}", stacklevel=3)
     return _because(loop, *against)
 

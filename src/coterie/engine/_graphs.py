@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie.engine._base import MODULE_ERRORS
+from coterie.errors import first_line
 
 Results = tuple[Tensor, ...]
 _FIRST, _MOST = 3, 16  # calls with a shape before it is captured, as they settle what is chosen once; shapes captured
@@ -83,6 +84,7 @@ class Replayed:
             raise
         except MODULE_ERRORS as error:
             self._works = False
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            warnings.warn(f"cuda_graphs: steps cannot be captured, and run one by one ({first})", stacklevel=2)
+            warnings.warn(
+                f"cuda_graphs: steps cannot be captured, and run one by one ({first_line(error)})", stacklevel=2
+            )
         return self._works

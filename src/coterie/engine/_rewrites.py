@@ -160,7 +160,7 @@ def _patches(size: torch.Size, windows: tuple[int, ...]) -> list[tuple[slice, sl
 class _Windows(torch.autograd.Function):
     """All windows of a batch of images, [channels, places in the kernel, samples, rows, columns].
 
-    PyTorch's own unfolding launches a kernel for every sample, and the gradient of slices one more for each of them.
+    PyTorch's own unfolding launches a kernel for every sample.
     """
 
     generate_vmap_rule = True

@@ -10,6 +10,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.func import vmap
 
+from coterie.errors import first_line
 from coterie.functional.losses import Loss, read_loss
 from coterie.functional.metrics import SampleMetric, Undefined, read_metric
 from coterie.rng import Rng
@@ -97,8 +98,7 @@ def _engines(loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets:
     try:
         found = vmap(loss)(many, labels)
     except Exception as error:  # of whatever kind: the function is not ours
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return f"runs on the loop engine only, one client after another: {said}"
+        return f"runs on the loop engine only, one client after another: {first_line(error)}"
     assert _alike(found[1], values), (
         "the loss of many clients at once (torch.func.vmap) is not that of one after another: "
         "it may not keep values from one call to the next"

@@ -99,9 +99,9 @@ def test_convolutions_as_products_have_the_values_and_gradients_of_convolutions(
         for module in (plain, rewritten)
     ]
     torch.testing.assert_close(results[1], results[0])
-    (x0, weights), module = (x[0].clone().requires_grad_(), {k: v[0] for k, v in tensors.items()}), rewritten
-    scored(module, weights, x0).backward()
-    torch.testing.assert_close(x0.grad, results[0][0][1][0])
+    first = x[0].clone().requires_grad_()
+    scored(rewritten, {name: value[0] for name, value in tensors.items()}, first).backward()
+    torch.testing.assert_close(first.grad, results[0][0][1][0])
 
 
 def test_convolutions_with_groups_or_other_borders_are_left_alone():
