@@ -5,17 +5,16 @@ sampled pairs are computed. Products are accumulated in float64 in an order that
 only: hosting, block size and threads change no bit, and no array of clients x peers x params is ever built.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 _COLUMNS = 1 << 13  # parameters taken at once
-_ENTRIES = 1 << 19  # float64 entries of a temporary: 4 MB
+_CACHED = 1 << 17  # float64 entries of a temporary on a CPU, 1 MB: it stays in a core's cache
+_ENTRIES = 1 << 19  # and on a device, 4 MB: fewer launches
 _ZERO = 1e-12  # norms below this count as zero
-
-Term = Callable[[Tensor, Tensor], Tensor]
 
 
 def inverse(cost: Float[Tensor, "clients peers"], eps: float = 1e-6) -> Float[Tensor, "clients peers"]:
@@ -59,8 +58,10 @@ def distance(
     """
     clients, slots = mask.nonzero(as_tuple=True)
     out = torch.full(mask.shape, torch.inf, dtype=torch.float64)
-    squares = _sums((own, clients, None), (table, index[clients, slots], None), lambda a, b: (a - b).square())
-    out[clients, slots] = squares.sqrt()
+    squares = torch.zeros(len(clients), dtype=torch.float64, device=own.device)
+    for part, left, place, right in _blocks((own, clients, None), (table, index[clients, slots], None)):
+        squares[part] += _tree_sum(right.sub_(left.index_select(0, place)).square_())
+    out[clients, slots] = squares.cpu().sqrt()
     return out
 
 
@@ -94,48 +95,60 @@ def cosine(
         tensor([[ 0.6000, -1.0000]], dtype=torch.float64)
     """
     clients, slots = mask.nonzero(as_tuple=True)
-    senders = index[clients, slots]
-    products = _sums((own, clients, origin), (table, senders, origins), torch.mul)
-    norms = _norms(own, clients, origin) * _norms(table, senders, origins)
+    products, mine, theirs = torch.zeros(3, len(clients), dtype=torch.float64, device=own.device)
+    for part, left, place, right in _blocks((own, clients, origin), (table, index[clients, slots], origins)):
+        mine[part] += _tree_sum(left.square())[place]
+        theirs[part] += _tree_sum(right.square())
+        products[part] += _tree_sum(right.mul_(left.index_select(0, place)))
+    products, norms = products.cpu(), _norms(mine.cpu()) * _norms(theirs.cpu())
     out = torch.zeros(mask.shape, dtype=torch.float64)
     values = torch.where(norms > 0, products / norms.clamp(min=_ZERO**2), 0)
     out[clients, slots] = torch.nan_to_num(values, nan=0.0).clamp(-1, 1)
     return out
 
 
-def _norms(matrix: Tensor, rows: Tensor, base: Tensor | None) -> Tensor:
-    """Return the norm of each row asked for, computed once for each; 0 where it counts as zero."""
-    distinct, place = rows.unique(return_inverse=True)
-    norms = _sums((matrix, distinct, base), (matrix, distinct, base), torch.mul).sqrt()
-    return torch.where(norms < _ZERO, 0, norms)[place]
+def _norms(squares: Float[Tensor, " pairs"]) -> Float[Tensor, " pairs"]:
+    """Return norms from sums of squares; 0 where one counts as zero."""
+    norms = squares.sqrt()
+    return torch.where(norms < _ZERO, 0, norms)
 
 
-_Rows = tuple[Tensor, Tensor, Tensor | None]  # a matrix, the rows of it, what is subtracted from them
+_Rows = tuple[Tensor, Tensor, Tensor | None]  # a matrix, the row of it for each pair, what is subtracted from rows
 
 
-def _sums(left: _Rows, right: _Rows, term: Term) -> Float[Tensor, " pairs"]:
-    """Sum a term over the columns of pairs of rows, in float64 and in an order fixed by the number of columns."""
-    pairs, params = len(left[1]), left[0].shape[1]
-    out = torch.zeros(pairs, dtype=torch.float64, device=left[0].device)
-    step = max(1, _ENTRIES // min(_COLUMNS, max(1, params)))
-    for start in range(0, pairs, step):
+def _blocks(own: _Rows, table: _Rows) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Walk over pairs of rows, some pairs and columns at a time, in an order fixed by the number of columns.
+
+    Yields:
+        The pairs; the distinct rows of `own` among them, in float64; the place of each pair's row among these; the row
+        of `table` of each pair, in float64. Both arrays are the caller's, to write over.
+    """
+    params, device = own[0].shape[1], own[0].device
+    entries = _CACHED if device.type == "cpu" else _ENTRIES
+    step = max(1, entries // min(_COLUMNS, max(1, params)))
+    rows, senders = own[1].to(device), table[1].to(device)
+    for start in range(0, len(rows), step):
         part = slice(start, start + step)
+        distinct, place = rows[part].unique(return_inverse=True)
         for first in range(0, params, _COLUMNS):
             columns = slice(first, first + _COLUMNS)
-            out[part] += _tree_sum(term(_take(left, part, columns), _take(right, part, columns)))
-    return out.cpu()
+            left, right = _take(own, distinct, columns), _take(table, senders[part], columns)
+            yield part, left, place, right
 
 
-def _take(rows: _Rows, part: slice, columns: slice) -> Tensor:
-    matrix, index, base = rows
-    values = matrix[index[part], columns].double()
-    return values if base is None else values - base[index[part], columns].double()
+def _take(source: _Rows, index: Tensor, columns: slice) -> Tensor:
+    matrix, _, base = source
+    values = matrix[:, columns].index_select(0, index).double()
+    return values if base is None else values.sub_(base[:, columns].index_select(0, index))
 
 
 def _tree_sum(values: Tensor) -> Tensor:
-    """Sum each row by adding its halves, in an order that does not depend on the other rows."""
-    while values.shape[1] > 1:
-        half = values.shape[1] // 2
-        folded = values[:, :half] + values[:, half : 2 * half]
-        values = torch.cat([folded, values[:, 2 * half :]], dim=1) if values.shape[1] % 2 else folded
+    """Sum each row by adding its halves, in an order that no other row changes; `values` is written over."""
+    count = values.shape[1]
+    while count > 1:
+        half = count // 2
+        values[:, :half].add_(values[:, half : 2 * half])
+        if count % 2:
+            values[:, half] = values[:, count - 1]
+        count = half + count % 2
     return values[:, 0]

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -113,6 +114,35 @@ def test_hosting_and_threads_change_no_bit(params):
                 assert torch.equal(measure(w[rows], w[seen], small, mask[rows]), whole[rows])
         finally:
             torch.set_num_threads(threads)
+
+
+def _halved(values):
+    """The sum of numbers in the documented order: blocks of 8192, in each the second half is added to the first."""
+    total = 0.0
+    for first in range(0, len(values), 8192):
+        block = values[first : first + 8192]
+        while len(block) > 1:
+            half = len(block) // 2
+            block = np.concatenate([block[:half] + block[half : 2 * half], block[2 * half :]])
+        total += block[0]
+    return total
+
+
+@pytest.mark.parametrize("params", [1, 3, 8192, 8193, 20_001])
+def test_sums_are_added_in_a_documented_order(params):
+    """The same sums in every release, whatever rows an index shows twice; roots are PyTorch's, right to an ulp."""
+    own, table, origin, origins = (normal(6, params, seed=seed).float() for seed in range(4))
+    index, mask = torch.tensor([[0, 1, 1, 5, 3]] * 6), torch.ones(6, 5, dtype=torch.bool)
+    mask[0, 0] = mask[4, 3] = False
+    cosines = similarity.cosine(own, table, index, mask, origin=origin, origins=origins)
+    distances = similarity.distance(own, table, index, mask)
+    left, right = (own.double() - origin.double()).numpy(), (table.double() - origins.double()).numpy()
+    for i, k in mask.nonzero().tolist():
+        a, b = left[i], right[index[i, k]]
+        true = _halved(a * b) / (math.sqrt(_halved(a * a)) * math.sqrt(_halved(b * b)))
+        assert cosines[i, k].item() == pytest.approx(max(-1.0, min(1.0, true)), rel=1e-15, abs=0)
+        gap = own[i].double().numpy() - table[index[i, k]].double().numpy()
+        assert distances[i, k].item() == pytest.approx(math.sqrt(_halved(gap * gap)), rel=1e-15, abs=0)
 
 
 def test_inverse_handles_lost_and_diverged_models():
