@@ -15,6 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+from scipy.special import ndtr
 
 from coterie._util.names import called, short
 from coterie.errors import DataError
@@ -154,6 +156,7 @@ def distributions(runs: Named, *, most: int = 12) -> Drawn:
 
 
 BINS = 30
+HEAVY = 1000.0  # the ratio of similarities from which their axis becomes logarithmic: 1 / loss of models that overfit
 HISTOGRAM = ["pairs", "low", "high", "count", "mean", "std", "own_above_other"]
 PAIRS = ("own cluster", "another cluster")
 OWN = Metric("own_cluster", title="neighbors of own cluster", unit="%", scale=PERCENT, digits=2, shown="not")
@@ -215,7 +218,7 @@ def _histograms(
 ) -> pd.DataFrame:
     """Draw the values of pairs of one cluster and of two; the table has the bins, and how well they come apart."""
     low, high = float(value.min()), float(value.max())
-    wide = column == "probability" and low > 0 and high > FAR * low
+    wide = low > 0 and high > (FAR if column == "probability" else HEAVY) * low
     edges = np.geomspace(low, high, BINS + 1) if wide else np.linspace(low, high + (low == high), BINS + 1)
     above, rows = _above(value, own), []
     for place, (name, mine) in enumerate(zip(PAIRS, (own, ~own), strict=True)):
@@ -225,15 +228,18 @@ def _histograms(
         color = COLORS[(0, 4)[place]]
         axes.stairs(PERCENT * count / mine.sum(), edges, fill=True, color=color, alpha=0.45, label=name)
         if column == "similarity" and spread > 0:
-            x = np.linspace(low, high, 200)
-            density = np.exp(-(((x - mean) / spread) ** 2) / 2) / (spread * np.sqrt(2 * np.pi))
-            axes.plot(x, PERCENT * density * (edges[1] - edges[0]), color=color, ls=("-", "--")[place], lw=1)
+            x = np.geomspace(low, high, 200) if wide else np.linspace(low, high, 200)
+            half = np.sqrt(edges[1] / edges[0]) if wide else (edges[1] - edges[0]) / 2  # of a bin
+            left, right = (x / half, x * half) if wide else (x - half, x + half)
+            share = ndtr((right - mean) / spread) - ndtr((left - mean) / spread)
+            axes.plot(x, PERCENT * share, color=color, ls=("-", "--")[place], lw=1)
         rows += [
             (name, float(a), float(b), int(n), float(mean), float(spread), above)
             for a, b, n in zip(edges[:-1], edges[1:], count, strict=True)
         ]
     if wide:
         logarithmic(axes, "x")
+        axes.xaxis.set_major_locator(LogLocator(numticks=3))  # a panel has no room for the names of seven decades
     return pd.DataFrame(rows, columns=HISTOGRAM)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from coterie.errors import DataError
 from coterie.papers import figures
-from coterie.report.plots import bare
+from coterie.report.plots import bare, single_figure
 
 
 def numbers(path):
@@ -183,6 +183,20 @@ def test_probabilities_of_draws_are_drawn_likewise(recorded, tmp_path):
     table = numbers(figures.plot([recorded], "probabilities", out=tmp_path / "p.svg"))
     assert set(table["round"]) == {1, 3}, "of three rounds with values, the middle one and the last"
     assert table.groupby("pairs")["mean"].first().to_dict() == {"another cluster": 0.01, "own cluster": 0.5}
+
+
+def test_similarities_that_run_away_are_drawn_on_a_logarithmic_axis():
+    """1 / loss of a model that has learned its samples by heart: bins of equal ratios show the others, too."""
+    value, own = np.array([1e6, 2.0, 1.5, 0.5, 0.4, 0.5]), np.array([True, True, True, False, False, False])
+    _, axes = single_figure()
+    table = figures._histograms(axes, value, own, "similarity")
+    assert axes.get_xscale() == "log"
+    assert np.ptp(np.log(table["high"] / table["low"])) == pytest.approx(0, abs=1e-9)
+    drawn = table[table["count"] > 0].groupby("pairs")["count"].sum()
+    assert drawn.to_dict() == {"another cluster": 3, "own cluster": 3}
+    x, share = axes.lines[1].get_data()  # the normal distribution of pairs of two clusters: nearly all near their mean
+    assert 0.4 < x[share.argmax()] < 0.55
+    assert figures._histograms(axes, np.minimum(value, 3.0), own, "similarity")["low"].diff().iloc[1:29].std() < 1e-9
 
 
 def test_pairs_of_equal_values_are_not_above_one_another():
