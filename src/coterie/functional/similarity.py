@@ -95,12 +95,13 @@ def cosine(
         tensor([[ 0.6000, -1.0000]], dtype=torch.float64)
     """
     clients, slots = mask.nonzero(as_tuple=True)
-    products, mine, theirs = torch.zeros(3, len(clients), dtype=torch.float64, device=own.device)
+    sums = torch.zeros(3, len(clients), dtype=torch.float64, device=own.device)
     for part, left, place, right in _blocks((own, clients, origin), (table, index[clients, slots], origins)):
-        mine[part] += _tree_sum(left.square())[place]
-        theirs[part] += _tree_sum(right.square())
-        products[part] += _tree_sum(right.mul_(left.index_select(0, place)))
-    products, norms = products.cpu(), _norms(mine.cpu()) * _norms(theirs.cpu())
+        sums[0, part] += _tree_sum(left.square())[place]
+        sums[1, part] += _tree_sum(right.square())
+        sums[2, part] += _tree_sum(right.mul_(left.index_select(0, place)))
+    mine, theirs, products = sums.cpu()
+    norms = _norms(mine) * _norms(theirs)
     out = torch.zeros(mask.shape, dtype=torch.float64)
     values = torch.where(norms > 0, products / norms.clamp(min=_ZERO**2), 0)
     out[clients, slots] = torch.nan_to_num(values, nan=0.0).clamp(-1, 1)
@@ -123,23 +124,23 @@ def _blocks(own: _Rows, table: _Rows) -> Iterator[tuple[slice, Tensor, Tensor, T
         The pairs; the distinct rows of `own` among them, in float64; the place of each pair's row among these; the row
         of `table` of each pair, in float64. Both arrays are the caller's, to write over.
     """
-    params, device = own[0].shape[1], own[0].device
-    entries = _CACHED if device.type == "cpu" else _ENTRIES
+    (matrix, rows, origin), (others, senders, origins) = own, table
+    params = matrix.shape[1]
+    entries = _CACHED if matrix.device.type == "cpu" else _ENTRIES
     step = max(1, entries // min(_COLUMNS, max(1, params)))
-    rows, senders = own[1].to(device), table[1].to(device)
+    rows, senders = rows.to(matrix.device), senders.to(matrix.device)
     for start in range(0, len(rows), step):
         part = slice(start, start + step)
         distinct, place = rows[part].unique(return_inverse=True)
         for first in range(0, params, _COLUMNS):
             columns = slice(first, first + _COLUMNS)
-            left, right = _take(own, distinct, columns), _take(table, senders[part], columns)
-            yield part, left, place, right
+            left = _take(matrix, origin, distinct, columns)
+            yield part, left, place, _take(others, origins, senders[part], columns)
 
 
-def _take(source: _Rows, index: Tensor, columns: slice) -> Tensor:
-    matrix, _, base = source
-    values = matrix[:, columns].index_select(0, index).double()
-    return values if base is None else values.sub_(base[:, columns].index_select(0, index))
+def _take(matrix: Tensor, base: Tensor | None, rows: Tensor, columns: slice) -> Tensor:
+    values = matrix[:, columns].index_select(0, rows).double()
+    return values if base is None else values.sub_(base[:, columns].index_select(0, rows))
 
 
 def _tree_sum(values: Tensor) -> Tensor:
