@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,11 @@ IN_CI = os.environ.get("COTERIE_CI") == "1"
 OPTIONAL = ("mlflow", "wandb", "hub")
 """Extras that requirements-dev.txt leaves out: tests that need one skip, in CI too."""
 MAY_SKIP = (*(f"the extra {name} is not installed" for name in OPTIONAL), "no history: the clone is shallow")
+
+
+def pytest_configure() -> None:
+    """Hear Ctrl-C: a job in the background is started so that it ignores it, and all that tests start would, too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)

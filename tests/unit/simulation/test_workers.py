@@ -124,7 +124,7 @@ def test_there_is_at_least_one_core():
 
 
 SLOW_TO_IMPORT = """
-import os, pathlib, signal, sys, time
+import os, pathlib, sys, time
 
 if __name__ != "__main__":  # a worker imports this file first
     pathlib.Path(f"importing-{os.getpid()}").touch()
@@ -136,7 +136,6 @@ def work(job, emit):
     return job
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         list(fan_out(work, [1, 2], 2, print))
     except KeyboardInterrupt:
