@@ -523,6 +523,7 @@ def test_the_claims_about_few_models_sent():
     words = "{:.0f} and {:.0f} MB with two neighbors and three, IFCA at most {:.0f} MB"
     assert words.format(sent["PANMGrad k=2"], sent["PANMGrad k=3"], sent["IFCA c=4"]) in TEXT
     assert max(sent["PANMLoss k=2"], sent["PANMLoss k=3"]) < sent["IFCA c=4"]
+    assert [round(sent[f"PANMGrad k={k}"] / sent["IFCA c=4"], 2) for k in (2, 3)] == [1.25, 1.52]  # the note, in words
     drawn = own_cluster("panm/low-budget/neighbors.csv").loc[100:]
     assert drawn.pop("PANMGrad k=2").between(0.89, 0.98).all()
     assert drawn.min().min() == 1

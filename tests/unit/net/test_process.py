@@ -28,9 +28,8 @@ kind = "random"
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Python's own, which a worker of the tests may have changed; those of the test run come back."""
+    """Those of the test run come back."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
