@@ -2,9 +2,12 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pandas as pd
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from coterie.methods.sosicfl import SimplexMethod
 from coterie.papers import compare
@@ -65,6 +68,16 @@ def own_cluster(table: str) -> pd.DataFrame:
     """The share of each method's reads (columns) in each round (index) that are of the own cluster, mean over seeds."""
     drawn = pd.read_csv(STORED / table)
     return drawn[drawn["metric"] == "own_cluster"].pivot(index="round", columns="method", values="mean")
+
+
+def joined(reads: pd.DataFrame) -> dict[str, list[int]]:
+    """Each method's sizes of the groups into which these reads join its 100 clients, smallest first."""
+    groups = {}
+    for method, of in reads.groupby("method"):
+        links = coo_array((of["times"], (of["reader"], of["read"])), shape=(100, 100))
+        _, group = connected_components(links, directed=False)
+        groups[method] = sorted(Counter(group).values())
+    return groups
 
 
 def test_the_claims_about_synthetic_concept_shift():
@@ -662,14 +675,30 @@ def test_the_claims_about_a_late_start_of_regions():
 
 
 def test_the_claims_about_similarities_of_neighbors():
+    assert compare.full_size(load(STORED / "panm/ablation/config.toml"))
     accuracy = in_percent("panm/ablation")
     both, last, whole = (accuracy[name] for name in ("PANMGrad", "PANMGrad, last update", "PANMGrad, whole way"))
     assert both > max(last, whole) + 5
     assert f"{both:.1f} % with both, {last:.1f} % and {whole:.1f} % with one" in TEXT
-    drawn = own_cluster("panm/ablation/panm-2.csv")
-    assert drawn["PANMGrad"].loc[20:].min() > 0.98
-    assert drawn["PANMGrad, whole way"].loc[20:].between(0.83, 0.9).all()
-    assert drawn["PANMGrad, last update"].loc[:10].max() > 0.7 > 0.46 > drawn["PANMGrad, last update"].loc[90:].max()
+    drawn = 100 * own_cluster("panm/ablation/panm-2.csv")
+    assert drawn["PANMGrad"].loc[5:].min() > 96
+    assert drawn["PANMGrad, whole way"].loc[5:].min() > 93
+    assert drawn["PANMGrad, last update"].loc[3:5].min() > 98 > 62 > drawn["PANMGrad, last update"].loc[100:].max()
+    late = drawn.loc[200:].mean()
+    assert f"rounds {late['PANMGrad, last update']:.0f} % of the neighbors are of it" in TEXT
+    assert f"keeps it, {late['PANMGrad, whole way']:.0f} %, but" in TEXT
+    reads = pd.read_csv(STORED / "panm/ablation/heatmap.csv")
+    groups = joined(reads[reads["times"] > 300 / 4])
+    assert f"clients fall into {len(groups['PANMGrad, whole way'])} groups that learn from nobody else" in TEXT
+    assert {name: (len(sizes), sizes[0], sizes[-1]) for name, sizes in groups.items()} == {
+        "PANMGrad": (4, 24, 26),
+        "PANMGrad, last update": (1, 100, 100),
+        "PANMGrad, whole way": (12, 6, 12),
+    }
+    lasting = joined(pd.read_csv(STORED / "panm/cifar10-4/panm-4.csv"))
+    assert lasting["PANMGrad"] == lasting["Oracle"] == [25, 25, 25, 25]
+    sizes = lasting["PANMLoss"]
+    assert f"clients fall into {len(sizes)} groups of {sizes[0]} to {sizes[-1]}, PANMGrad's into the four" in TEXT
     pairs = pd.read_csv(STORED / "panm/similarities/panm-3.csv")
     assert set(pairs["method"]) == {"PANMLoss", "PANMGrad"}
     assert pairs["own_above_other"].min() > 0.98
