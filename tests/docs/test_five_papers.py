@@ -699,6 +699,9 @@ def test_the_claims_about_similarities_of_neighbors():
     assert lasting["PANMGrad"] == lasting["Oracle"] == [25, 25, 25, 25]
     sizes = lasting["PANMLoss"]
     assert f"clients fall into {len(sizes)} groups of {sizes[0]} to {sizes[-1]}, PANMGrad's into the four" in TEXT
+    grown = pd.read_csv(STORED / "panm/population/panm-5-right.csv").set_index(["method", "num_clients"])["mean"]
+    oracle = [100 * grown["Oracle", clients] for clients in (40, 100)]  # in four clusters
+    assert "{:.1f} % in clusters of ten and {:.1f} % in clusters of 25".format(*oracle) in TEXT
     pairs = pd.read_csv(STORED / "panm/similarities/panm-3.csv")
     assert set(pairs["method"]) == {"PANMLoss", "PANMGrad"}
     assert pairs["own_above_other"].min() > 0.98
