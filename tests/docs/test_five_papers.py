@@ -506,10 +506,12 @@ def test_the_claims_about_neighbors_with_fashion():
     for kind in ("Loss", "Grad"):
         assert f"the oracle is {two['Oracle'] - two[f'PANM{kind}']:.1f} above both" in TEXT
     assert f"and PENS {min(two['PANMLoss'], two['PANMGrad']) - two['PENS']:.1f} below them" in TEXT
-    words = "{:.1f} % beside {:.1f} % of IFCA with four, {:.1f} % with three and {:.1f} % with two; PANMLoss has {:.1f} %"
+    words = "{:.1f} % beside {:.1f} % of IFCA with four, {:.1f} % with three and {:.1f} % with two; "
+    words += "PANMLoss has {:.1f} %"
     of = ("PANMGrad", "IFCA c=4", "IFCA c=3", "IFCA c=2", "PANMLoss")
     assert words.format(*(four[name] for name in of)) in TEXT
-    assert abs(four["PANMGrad"] - four["IFCA c=4"]) < 0.1 and four["IFCA c=4"] > four["PANMLoss"] > four["IFCA c=3"]
+    assert abs(four["PANMGrad"] - four["IFCA c=4"]) < 0.1
+    assert four["IFCA c=4"] > four["PANMLoss"] > four["IFCA c=3"]
     words = "not held, {:.1f} % beside {:.1f} %"
     assert words.format(max(two["PANMLoss"], two["PANMGrad"]), two["IFCA c=2"]) in TEXT
     beside = [compare.with_paper(compare.read(STORED / study)) for study in ("panm/fmnist-4", "panm/fmnist-2")]
