@@ -64,10 +64,15 @@ def share_of_own(table: str, *, size: int) -> "pd.Series[float]":
     return totals["own"] / totals["times"]
 
 
+def by_round(table: str, metric: str) -> pd.DataFrame:
+    """A metric of each method (columns) in each round (index), mean over seeds, of a figure's stored table."""
+    drawn = pd.read_csv(STORED / table)
+    return drawn[drawn["metric"] == metric].pivot(index="round", columns="method", values="mean")
+
+
 def own_cluster(table: str) -> pd.DataFrame:
     """The share of each method's reads (columns) in each round (index) that are of the own cluster, mean over seeds."""
-    drawn = pd.read_csv(STORED / table)
-    return drawn[drawn["metric"] == "own_cluster"].pivot(index="round", columns="method", values="mean")
+    return by_round(table, "own_cluster")
 
 
 def joined(reads: pd.DataFrame) -> dict[str, list[int]]:
@@ -516,19 +521,23 @@ def test_the_claims_about_neighbors_with_fashion():
     assert words.format(max(two["PANMLoss"], two["PANMGrad"]), two["IFCA c=2"]) in TEXT
     beside = [compare.with_paper(compare.read(STORED / study)) for study in ("panm/fmnist-4", "panm/fmnist-2")]
     assert [len(one.lines) for one in beside] == [9, 7]
+    differ = [{(pair.better, pair.worse) for pair in one.pairs if not pair.kept} for one in beside]
+    assert {(better[:6], worse) for better, worse in differ[0]} == {
+        ("ifca_c", f"{peer}/fedavg") for peer in ("oracle", "pens", "panm_grad")
+    }
+    assert not differ[1]
     assert all(abs(100 * (line.paper - line.ours)) < 2 for line in beside[0].lines)
     assert all(1.4 < 100 * (line.paper - line.ours) < 6.5 for line in beside[1].lines)
-    curves = pd.read_csv(STORED / "panm/fmnist-4/neighbors.csv")
-    curves = curves[curves["metric"] == "accuracy"].pivot(index="round", columns="method", values="mean") * 100
+    curves = 100 * by_round("panm/fmnist-4/neighbors.csv", "accuracy")
     peers = ["Oracle", "PENS", "PANMLoss", "PANMGrad"]
     gained = (curves.loc[299] - curves.loc[298])[peers]
     assert f"peers gain {gained.min():.1f} to {gained.max():.1f} points by their last averaging" in TEXT
     poster = {line.label: 100 * line.paper for line in beside[0].lines}
     assert all(abs(curves.loc[298, name] - poster[name]) < 0.6 for name in peers)
-    cifar = pd.read_csv(STORED / "panm/low-budget/neighbors.csv").set_index(["metric", "round", "method"])["mean"]
+    cifar = by_round("panm/low-budget/neighbors.csv", "accuracy")
     for line in compare.with_paper(compare.read(STORED / "panm/low-budget")).lines:
         if line.metric == "accuracy" and line.label.startswith("PANM"):  # tested before the last averaging
-            nearer = abs(cifar["accuracy", 298, line.label] - line.paper) < abs(line.ours - line.paper)
+            nearer = abs(cifar.loc[298, line.label] - line.paper) < abs(line.ours - line.paper)
             assert nearer == line.label.startswith("PANMGrad")
     lasting = joined(pd.read_csv(STORED / "panm/fmnist-4/graph.csv"))
     assert lasting["PANMGrad"] == [25, 25, 25, 25]
