@@ -456,12 +456,13 @@ def repeated_by(commands: Sequence[str], study: str) -> str:
 
     Args:
         commands: what each run was made with; `coterie resume` says nothing of the settings.
-        study: its name, for when every command resumed. For a study file, it runs the settings that are stored.
+        study: its name, for a study file and for when every command resumed: then it runs the settings that are stored.
     """
-    begun = next(filter(_begins, commands), f"coterie run {study}")
+    settings = (STORED / study / summary.CONFIG).relative_to(ROOT).as_posix()
+    begun = next(filter(_begins, commands), f"coterie run {settings}")
     words = _without(begun, dict.fromkeys(("--out", "-o", "--data-dir"), ""))
     if any(word.endswith(".toml") for word in words):
-        words = ["coterie", "run", (STORED / study / summary.CONFIG).relative_to(ROOT).as_posix()]
+        words = ["coterie", "run", settings]
     return shlex.join(word for word in words if word != "--resume")
 
 

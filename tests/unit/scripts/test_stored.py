@@ -542,7 +542,7 @@ def test_notes_can_speak_of_one_seed():
         (["coterie run a/b -q --json"], "coterie run a/b -q --json"),
         (["coterie run a/b --seeds 3 --out /big/disk --data-dir=/data --resume"], "coterie run a/b --seeds 3"),
         (["coterie resume /big/disk/a/b", "coterie run a/b -o /big/disk --scale 0.1"], "coterie run a/b --scale 0.1"),
-        (["coterie resume /big/disk/a/b --workers 2"], "coterie run a/b"),
+        (["coterie resume /big/disk/a/b --workers 2"], "coterie run docs/reference/runs/a/b/config.toml"),
         (["coterie run a/b --set 'methods.DAC.tau=[1, 2]'"], "coterie run a/b --set 'methods.DAC.tau=[1, 2]'"),
         (
             ["coterie run /home/me/b.toml --scale 0.1 --set local.lr=1"],
