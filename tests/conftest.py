@@ -3,7 +3,9 @@
 import os
 import shutil
 import signal
-from collections.abc import Generator
+import socket
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,6 +72,41 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("COTERIE_CACHE", str(folder))
     return folder
+
+
+def blocks_of_ports(worker: int, workers: int) -> Iterator[int]:
+    """The first ports of blocks of a hundred, no two workers' the same, whoever of them runs which test.
+
+    Below 32768, from where on systems give ports to outgoing connections.
+    """
+    each = 120 // workers
+    while True:
+        yield from range(20_000 + 100 * each * worker, 20_000 + 100 * each * (worker + 1), 100)
+
+
+def is_free(first: int) -> bool:
+    """Whether nobody on this machine, such as another run of the tests, listens on a block's ports."""
+    with ExitStack() as stack:
+        try:
+            for port in range(first, first + 100):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        except OSError:
+            return False
+    return True
+
+
+@pytest.fixture(scope="session")
+def ports() -> Callable[[], int]:
+    """Each call gives the first of a hundred ports of 127.0.0.1 that no other test has."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    blocks = blocks_of_ports(worker, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    return lambda: next(first for first in blocks if is_free(first))
+
+
+@pytest.fixture
+def port(ports: Callable[[], int]) -> int:
+    """The first of a hundred ports of 127.0.0.1 for one test."""
+    return ports()
 
 
 @pytest.fixture(scope="module")

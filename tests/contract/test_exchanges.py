@@ -1,6 +1,5 @@
 """Every exchange keeps the contract of `Exchange`."""
 
-import os
 import threading
 from contextlib import ExitStack
 from dataclasses import replace
@@ -88,9 +87,8 @@ def test_remote_exchanges_over_the_in_process_twin_keep_the_contract():
 
 
 @pytest.mark.e2e
-def test_remote_exchanges_over_zenoh_with_mutual_tls_keep_the_contract(tmp_path):
+def test_remote_exchanges_over_zenoh_with_mutual_tls_keep_the_contract(tmp_path, port):
     """Five nodes with sockets, certificates and access lists: the same inboxes again."""
-    port = 26000 + 200 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     groups = [[0, 2], [1], [3], [4], [5]]
     with ExitStack() as stack:
 

@@ -1,7 +1,6 @@
 """Audit logs of real nodes over mutual TLS, one of which ends on a full disk and goes on."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -37,21 +36,15 @@ os.execv(sys.argv[1], sys.argv[1:])
 """Starts a program that cannot write a file of more than 15 kB: its disk is full in the middle of the run."""
 
 
-def port(offset: int) -> int:
-    """Ports of its own for each worker of the test run, below those that systems give to outgoing connections."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    return 24000 + 200 * worker + offset
-
-
 def table(path: Path) -> pd.DataFrame:
     frame = pd.read_parquet(path)
     frame = frame.astype({c: str for c in frame.columns if isinstance(frame[c].dtype, pd.CategoricalDtype)})
     return frame.sort_values(list(frame.columns)).reset_index(drop=True)
 
 
-def test_a_server_on_a_full_disk_ends_with_75_goes_on_to_the_same_bytes_and_all_logs_agree(tmp_path):
+def test_a_server_on_a_full_disk_ends_with_75_goes_on_to_the_same_bytes_and_all_logs_agree(tmp_path, port):
     study = config.loads(STUDY)
-    files = fleet.lay_out(tmp_path, study, port=port(180), network=QUICK)
+    files = fleet.lay_out(tmp_path, study, port=port, network=QUICK)
     (tmp_path / "logs").mkdir()
     behind = {"node-00": [sys.executable, "-c", SMALL]}
     with fleet.Fleet(files, logs=tmp_path / "logs", behind=behind) as nodes:

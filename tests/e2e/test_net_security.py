@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,16 +26,15 @@ from coterie.net.zenoh_transport import ZenohTransport, configuration, prefix
 from coterie.rng import Rng
 
 pytestmark = pytest.mark.e2e
-PORT = 25000 + 200 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 SECONDS = 4.0
 
 
 class Honest:
     """Nodes n0 and n1 of a roster of three; n2's credentials are at an attacker's disposal."""
 
-    def __init__(self, folder: Path) -> None:
-        who, _ = local.members([[0], [1], [2]], port=PORT)
-        self.folder = folder
+    def __init__(self, folder: Path, port: int) -> None:
+        who, _ = local.members([[0], [1], [2]], port=port)
+        self.folder, self.port = folder, port
         self.roster, self.people = local.provision(folder, who)
         self.told: list[dict] = []
         self.transports, self.exchanges = [], []
@@ -74,8 +72,8 @@ def message(client: int) -> Message:
 
 
 @pytest.fixture(scope="module")
-def honest(tmp_path_factory) -> Iterator[Honest]:
-    network = Honest(tmp_path_factory.mktemp("honest"))
+def honest(tmp_path_factory, ports) -> Iterator[Honest]:
+    network = Honest(tmp_path_factory.mktemp("honest"), ports())
     try:
         until(lambda: bool(network.exchange(1)[0]))
         yield network
@@ -86,7 +84,9 @@ def honest(tmp_path_factory) -> Iterator[Honest]:
 
 def test_an_address_in_use_is_named(honest):
     """A second node with the same address ends with one line, and the first goes on."""
-    with pytest.raises(TransportError, match=rf"cannot listen on tls/127.0.0.1:{PORT}: it is in use: this node runs"):
+    with pytest.raises(
+        TransportError, match=rf"cannot listen on tls/127.0.0.1:{honest.port}: it is in use: this node runs"
+    ):
         ZenohTransport(honest.roster, "n0", honest.people[0])
 
 
@@ -132,7 +132,7 @@ def answering(session: zenoh.Session, key: str, reply: Callable[[Any], None]) ->
 def test_certificates_of_another_authority_get_no_link(honest, tmp_path, name):
     """Neither under a name of one's own nor under a member's."""
     own = made(tmp_path, name)
-    with attacker(honest.roster, name, own, port=PORT + 50) as session:
+    with attacker(honest.roster, name, own, port=honest.port + 50) as session:
         threading.Event().wait(1.5)
         assert links(session) == 0
         assert list(session.get(f"{prefix('local')}/n0/head/{name}?n=1", timeout=1.0)) == []
@@ -148,7 +148,7 @@ def test_a_certificate_that_is_over_gets_no_link(honest, tmp_path):
     request = identity.make_request(tmp_path, "n2", "127.0.0.1:1")
     identity.sign_request(tmp_path, request, "n2", "127.0.0.1:1", days=1.0, now=past)
     own = replace(honest.people[2], key_file=tmp_path / "n2.key", certificate_file=tmp_path / "members" / "n2.pem")
-    with attacker(honest.roster, "n2", own, port=PORT + 51) as session:
+    with attacker(honest.roster, "n2", own, port=honest.port + 51) as session:
         threading.Event().wait(1.5)
         assert links(session) == 0
 
@@ -161,7 +161,7 @@ def test_a_valid_certificate_that_is_not_on_the_roster_is_of_no_use(honest, tmp_
     (tmp_path / "ca.key").chmod(0o600)
     own = made(tmp_path, "mallory", authority=tmp_path)
     base = prefix("local")
-    with attacker(honest.roster, "mallory", own, port=PORT + 52) as session:
+    with attacker(honest.roster, "mallory", own, port=honest.port + 52) as session:
         until(lambda: links(session) == 2)
         for key in (f"{base}/n0/model/mallory?r={honest.round};x=0;c=0;w=1", f"{base}/n0/model/n2?r=1;x=0;c=0;w=1"):
             assert list(session.get(key, timeout=1.0)) == []
@@ -180,7 +180,7 @@ def test_a_member_cannot_answer_announce_or_ask_under_anothers_name(honest):
     """n2's certificate is good for n2's keys only: n1's place stays empty while n1 is cut off."""
     base = prefix("local")
     asked: list = []
-    with attacker(honest.roster, "n2", honest.people[2], port=PORT + 53) as session:
+    with attacker(honest.roster, "n2", honest.people[2], port=honest.port + 53) as session:
         until(lambda: links(session) == 2)
         queryable = answering(session, f"{base}/n1/**", lambda query: asked.append(query))
         threading.Event().wait(0.5)
@@ -249,7 +249,7 @@ class Liar:
 @pytest.fixture(scope="module")
 def liar(honest: Honest) -> Iterator[Liar]:
     made = Liar(honest)
-    with attacker(honest.roster, "n2", honest.people[2], port=PORT + 54) as session:
+    with attacker(honest.roster, "n2", honest.people[2], port=honest.port + 54) as session:
         until(lambda: links(session) == 2)
         queryable = session.declare_queryable(f"{prefix('local')}/n2/**", made.answer)
         until(lambda: made.read(made.sealed(GOOD)) == "")
@@ -354,7 +354,7 @@ def test_a_reply_that_ends_early_is_not_taken_for_a_message(liar):
 def test_an_oversize_question_never_reaches_the_node(honest):
     """65 kB of question: the filter drops it; the next one of normal size is answered."""
     base = prefix("local")
-    with attacker(honest.roster, "n2", honest.people[2], port=PORT + 55) as session:
+    with attacker(honest.roster, "n2", honest.people[2], port=honest.port + 55) as session:
         until(lambda: links(session) == 2)
         key = f"{base}/n0/model/n2?r={honest.round};x=0;c=0;w=1"
         assert list(session.get(key, payload=bytes(1 << 20), timeout=1.0)) == []
@@ -364,7 +364,7 @@ def test_an_oversize_question_never_reaches_the_node(honest):
 def test_a_flood_of_questions_leaves_the_node_answering_others(honest):
     """Two hundred open questions by one member: eight are held, the rest are told that there are too many."""
     base = prefix("local")
-    with attacker(honest.roster, "n2", honest.people[2], port=PORT + 56) as session:
+    with attacker(honest.roster, "n2", honest.people[2], port=honest.port + 56) as session:
         until(lambda: links(session) == 2)
         open_ = [
             session.get(f"{base}/n0/model/n2?r={honest.round + 50 + i};x=0;c=0;w=3", timeout=4.0) for i in range(200)
@@ -375,12 +375,12 @@ def test_a_flood_of_questions_leaves_the_node_answering_others(honest):
     assert codes.count("busy") >= 190
 
 
-def test_a_key_that_was_replaced_and_a_member_that_was_removed_are_refused_on_open_links(tmp_path):
+def test_a_key_that_was_replaced_and_a_member_that_was_removed_are_refused_on_open_links(tmp_path, port):
     """n2's first certificate is good until the roster names another key for it; the second until n2 is removed.
 
     Neither expires, and the session with its links was open before: they are closed, and new ones are of no use.
     """
-    port, base = PORT + 80, prefix("local")
+    base = prefix("local")
     who, _ = local.members([[0], [1], [2]], port=port)
     first, people = local.provision(tmp_path, who)
     held = tmp_path / "held"

@@ -1,7 +1,6 @@
 """Whom the engine turns away before the node sees it: each is an event of the node's own log, with the reason."""
 
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from coterie.net.zenoh_transport import ZenohTransport, configuration, prefix
 from coterie.studies import config
 
 pytestmark = pytest.mark.e2e
-PORT = 26000 + 100 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 STUDY = """
 name = "away"
 rounds = 2
@@ -45,8 +43,8 @@ def until(condition: Callable[[], bool]) -> None:
 class Victim:
     """The events of node-00, a process that waits for the three others, whose places attackers take."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.events = folder, list[Mapping[str, Any]]()
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder, self.port, self.events = folder, port, list[Mapping[str, Any]]()
         self.who = roster.load(folder / "keys/roster.toml", folder / "keys/organizer.pub")
 
     def member(self, name: str) -> Identity:
@@ -63,8 +61,8 @@ class Victim:
     @contextmanager
     def attacked(self, own: Identity, number: int) -> Iterator[zenoh.Session]:
         """A session with some credentials that keeps to no rule, and dials node-00."""
-        settings = configuration(self.who, "node-03", own, listen=f"127.0.0.1:{PORT + 50 + number}")
-        settings["connect"]["endpoints"] = [f"tls/127.0.0.1:{PORT}"]
+        settings = configuration(self.who, "node-03", own, listen=f"127.0.0.1:{self.port + 50 + number}")
+        settings["connect"]["endpoints"] = [f"tls/127.0.0.1:{self.port}"]
         del settings["access_control"], settings["low_pass_filter"]
         with zenoh.open(zenoh.Config.from_json5(json.dumps(settings))) as session:
             yield session
@@ -132,12 +130,12 @@ def not_on_the_roster(victim: Victim, folder: Path) -> None:
             until(lambda: victim.told("dropped"))
 
 
-def test_who_is_turned_away_and_why(tmp_path):
+def test_who_is_turned_away_and_why(tmp_path, port):
     """One node meets them all, one after another: some of what it tells depends on whom it has met before."""
     folder = tmp_path / "victim"
     network = {"deadline": 20.0, "start": 200.0, "linger": 10.0}
-    files = fleet.lay_out(folder, config.loads(STUDY), port=PORT, network=network)
-    victim = Victim(folder)
+    files = fleet.lay_out(folder, config.loads(STUDY), port=port, network=network)
+    victim = Victim(folder, port)
     with fleet.Fleet(
         {"node-00": files["node-00"]}, logs=folder, listener=lambda name, event: victim.events.append(event)
     ) as nodes:

@@ -3,13 +3,16 @@
 import importlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 from beartype.roar import BeartypeCallHintViolation
+from tests.conftest import blocks_of_ports, is_free
 
 import coterie
 from coterie.functional import similarity
@@ -174,3 +177,18 @@ def test_what_is_absent_skips_a_test_and_fails_it_where_ci_says_that_everything_
 @pytest.mark.parametrize("source", [EXTRA, XFAIL])
 def test_extras_that_are_left_out_and_known_failures_do_not_fail_in_ci(ended, source):
     assert ended(source, "1")[0] == 0
+
+
+@pytest.mark.parametrize("workers", [1, 3, 16])
+def test_no_two_workers_of_a_run_have_a_port_in_common(workers):
+    firsts = [first for worker in range(workers) for first in islice(blocks_of_ports(worker, workers), 120 // workers)]
+    taken = {port for first in firsts for port in range(first, first + 100)}
+    assert len(taken) == 100 * len(firsts)
+    assert max(taken) < 32768, "from where on systems give ports to outgoing connections"
+
+
+def test_a_block_with_a_port_in_use_is_passed_over(port, ports):
+    assert is_free(port)
+    with socket.create_server(("127.0.0.1", port + 99)):
+        assert not is_free(port)
+    assert ports() != port

@@ -32,9 +32,9 @@ num_peers = 1
 """
 
 
-def laid_out(folder: Path, **options) -> Path:
+def laid_out(folder: Path, port: int, **options) -> Path:
     """The node file of the first of two nodes on this host."""
-    return fleet.lay_out(folder, config.loads(STUDY), **{"port": 23950, "days": 9.0, **options})["node-00"]
+    return fleet.lay_out(folder, config.loads(STUDY), port=port, days=9.0, **options)["node-00"]
 
 
 def told(file: Path) -> dict[str, bool]:
@@ -49,11 +49,11 @@ def wrong(file: Path) -> list[str]:
     return [sentence for sentence, good in told(file).items() if not good]
 
 
-def test_a_certificate_that_is_over_ends_the_examination_with_both_dates(tmp_path):
-    file = laid_out(tmp_path)
+def test_a_certificate_that_is_over_ends_the_examination_with_both_dates(tmp_path, port):
+    file = laid_out(tmp_path, port)
     folder = tmp_path / "keys"
     identity.sign_request(
-        folder, folder / "node-00.csr", "node-00", "127.0.0.1:23950", now=datetime.now(UTC) - timedelta(days=31)
+        folder, folder / "node-00.csr", "node-00", f"127.0.0.1:{port}", now=datetime.now(UTC) - timedelta(days=31)
     )
     (only,) = wrong(file)
     assert " is valid from " in only
@@ -61,20 +61,20 @@ def test_a_certificate_that_is_over_ends_the_examination_with_both_dates(tmp_pat
     assert only.endswith("ask the organizer for a new one, or check the clock")
 
 
-def test_a_study_that_is_not_the_rosters_and_an_address_in_use_are_found(tmp_path):
-    file = laid_out(tmp_path)
+def test_a_study_that_is_not_the_rosters_and_an_address_in_use_are_found(tmp_path, port):
+    file = laid_out(tmp_path, port)
     study = tmp_path / "study.toml"
     study.write_text(study.read_text().replace("tau = 30.0", "tau = 3.0"))
-    with socket.create_server(("127.0.0.1", 23950)):
+    with socket.create_server(("127.0.0.1", port)):
         assert wrong(file) == [
             "study: dac with seed 0 is not what the roster says",
-            "127.0.0.1:23950 is taken: the node runs already, or another program",
+            f"127.0.0.1:{port} is taken: the node runs already, or another program",
         ]
 
 
-def test_a_device_that_is_not_here_ends_the_examination_and_one_that_is_here_is_told(tmp_path):
+def test_a_device_that_is_not_here_ends_the_examination_and_one_that_is_here_is_told(tmp_path, port):
     """On which device a node trains is its own affair: the study is the roster's all the same."""
-    file = laid_out(tmp_path)
+    file = laid_out(tmp_path, port)
     study = tmp_path / "study.toml"
     text = study.read_text()
     study.write_text(text.replace('device = "cpu"', 'device = "cuda:77"'))
@@ -84,26 +84,26 @@ def test_a_device_that_is_not_here_ends_the_examination_and_one_that_is_here_is_
     assert any(sentence.startswith(f"trains on cpu; {devices.here()}") for sentence in told(file))
 
 
-def test_an_address_that_is_not_this_machines_is_taken_by_nobody_here(tmp_path):
+def test_an_address_that_is_not_this_machines_is_taken_by_nobody_here(tmp_path, port):
     """The roster's address is of a network for documentation: nothing can listen on it here."""
-    file = laid_out(tmp_path, hosts=["192.0.2.7", "127.0.0.1"])
-    assert any("192.0.2.7:23950" in sentence for sentence in wrong(file))
+    file = laid_out(tmp_path, port, hosts=["192.0.2.7", "127.0.0.1"])
+    assert any(f"192.0.2.7:{port}" in sentence for sentence in wrong(file))
 
 
-def test_a_key_that_others_can_read_and_a_roster_that_was_changed_are_found(tmp_path):
-    file = laid_out(tmp_path)
+def test_a_key_that_others_can_read_and_a_roster_that_was_changed_are_found(tmp_path, port):
+    file = laid_out(tmp_path, port)
     (tmp_path / "keys/node-00.key").chmod(0o644)
     assert "run chmod 600" in wrong(file)[0]
     (tmp_path / "keys/node-00.key").chmod(0o600)
     roster = tmp_path / "keys/roster.toml"
-    roster.write_text(roster.read_text().replace("23951", "23952"))
+    roster.write_text(roster.read_text().replace(f":{port + 1}", f":{port + 2}"))
     assert "is not signed by the organizer" in wrong(file)[0]
 
 
 @pytest.fixture
-def three(tmp_path):
+def three(tmp_path, port):
     """n0, who asks; n1, who is there; n2, who is not."""
-    who, keys = local.members([[0], [1], [2, 3, 4, 5]], port=23960)
+    who, keys = local.members([[0], [1], [2, 3, 4, 5]], port=port)
     plan, hub, nodes = RunSpec(Random(num_peers=2), tiny_settings(), "linear", "linear"), Hub(), []
     for number in range(2):
         rows = tiny_federation().host([number])
@@ -119,13 +119,13 @@ def three(tmp_path):
         node.transport.close()
 
 
-def test_each_member_is_told_of_with_its_state_clock_and_rate(three, monkeypatch):
+def test_each_member_is_told_of_with_its_state_clock_and_rate(three, port, monkeypatch):
     asking, _, _ = three
     monkeypatch.setattr(doctor, "_LOOK", 0.1)
     (one, good), (two, bad), (round_, _) = doctor._others(asking)
-    assert one.startswith("n1 at 127.0.0.1:23961: starting in round -1, clock ")
+    assert one.startswith(f"n1 at 127.0.0.1:{port + 1}: starting in round -1, clock ")
     assert one.endswith(" MB/s")
-    assert two == "n2 at 127.0.0.1:23962: no answer (nothing listens there)"
+    assert two == f"n2 at 127.0.0.1:{port + 2}: no answer (nothing listens there)"
     assert (good, bad) == (True, False)
     assert round_.startswith("one round: ")
     assert round_.endswith(" s in all")
