@@ -95,12 +95,16 @@ def is_free(first: int) -> bool:
     return True
 
 
+def next_free(blocks: Iterator[int]) -> int:
+    return next(first for first in blocks if is_free(first))
+
+
 @pytest.fixture(scope="session")
 def ports() -> Callable[[], int]:
     """Each call gives the first of a hundred ports of 127.0.0.1 that no other test has."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     blocks = blocks_of_ports(worker, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-    return lambda: next(first for first in blocks if is_free(first))
+    return lambda: next_free(blocks)
 
 
 @pytest.fixture
