@@ -615,7 +615,10 @@ class Node:
         return met
 
     def _linger(self) -> None:
-        """Stay while others need this node's messages: those that are running, and new ones that are not done."""
+        """Stay while others need this node's messages: those that are there and not done, and new ones likewise.
+
+        Who has not begun yet needs them all. Who is there and does not answer now may answer soon.
+        """
         seen, until = {}, time.monotonic() + self.patience.linger
         late = [] if self.late or not self._answers else list(self.sides.late if self.sides is not None else [])
         while time.monotonic() < until:
@@ -625,7 +628,8 @@ class Node:
             if self.late and (self._told_done >= len(self._met) or not found):
                 self._stop.wait(self.patience.poll)  # the last of those who waited for this node reads its answer
                 return
-            if not late and not self.late and all(state != "running" for state, _ in found.values()):
+            here = self.transport.alive().union(found) & set(self.others)
+            if not late and not self.late and all(n in found and found[n][0] == "done" for n in here):
                 return
             if found != seen:
                 seen, until = found, time.monotonic() + self.patience.linger

@@ -327,6 +327,58 @@ def test_a_late_joiner_takes_part_from_the_round_of_the_others(networks):
         assert torch.equal(node.loop.state.params[0], loop.state.params[number])
 
 
+def test_who_begins_when_the_others_are_done_gets_their_messages(networks):
+    """They have met it, as it has answered them; it looks around again when they have done all their rounds."""
+    network = networks("fix-topology", {"num_peers": 1})
+    plan = network.plan
+    run = simulate(FEDERATION, plan.method, model="linear", settings=plan.settings, seed=3)
+    (slow,) = set(range(6)) - set(run.edges["read"])  # nobody waits for its messages
+    nodes = [network.node(i) for i in range(6)]
+    look_around = nodes[slow].look_around
+
+    def later(seconds: float) -> dict[str, Head]:
+        while any(node._state != "done" for node in nodes if node is not nodes[slow]):
+            nodes[slow]._stop.wait(0.01)
+        nodes[slow]._stop.wait(0.5)
+        return look_around(seconds)
+
+    def life(node: Node) -> None:
+        node.run()
+        node.transport.close()
+
+    nodes[slow].look_around = later
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(life, nodes))
+    assert joined(network, "edges").equals(table(run.edges))
+    assert joined(network, "metrics").equals(table(run.metrics))
+
+
+@pytest.mark.parametrize(
+    ("heads", "asked"),
+    [
+        ([{}], 1),
+        ([{"n1": "done"}], 1),
+        ([{"n1": "starting"}, {"n1": "running"}, {"n1": "done"}], 3),
+        ([{}, {"n1": "running", "n2": "done"}, {"n2": "done"}, {"n1": "done", "n2": "done"}], 4),
+    ],
+    ids=["nobody is there", "all are done", "one begins", "one is there and does not answer"],
+)
+def test_a_node_that_is_done_stays_while_others_are_not(networks, monkeypatch, heads, asked):
+    network, calls = networks("random"), iter(heads)
+    node = network.node(0)
+    there = frozenset(name for found in heads for name in found)
+    monkeypatch.setattr(node.transport, "alive", lambda: there)
+    asks = []
+
+    def ask_heads(names):
+        asks.append(list(names))
+        return {name: SimpleNamespace(state=state, round=4) for name, state in next(calls).items()}
+
+    monkeypatch.setattr(node, "ask_heads", ask_heads)
+    node._linger()
+    assert len(asks) == asked
+
+
 @pytest.mark.parametrize(("kind", "away"), [("random", [3]), ("fedavg", [])])
 def test_members_that_are_away_cannot_be_chosen_as_peers(networks, kind, away):
     """A member that did not answer at the start; with a server it is the server that misses it."""
