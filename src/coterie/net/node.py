@@ -624,12 +624,13 @@ class Node:
         while time.monotonic() < until:
             self.renew()
             found = {n: (h.state, h.round) for n, h in self.ask_heads([*self.others, *late]).items()}
-            late = [n for n in late if n not in found or found[n][0] != "done"]
+            done = {n for n, (state, _) in found.items() if state == "done"}
+            late = [n for n in late if n not in done]
             if self.late and (self._told_done >= len(self._met) or not found):
                 self._stop.wait(self.patience.poll)  # the last of those who waited for this node reads its answer
                 return
             here = self.transport.alive().union(found) & set(self.others)
-            if not late and not self.late and all(n in found and found[n][0] == "done" for n in here):
+            if not late and not self.late and here <= done:
                 return
             if found != seen:
                 seen, until = found, time.monotonic() + self.patience.linger
